@@ -1,0 +1,54 @@
+"""Automatic mixed precision for PyTorch, Lightning and Accelerate.
+
+The public names are loaded when first used: importing this package compiles
+nothing, imports no framework and does not touch a GPU.
+
+Example:
+    >>> import amp_plugin
+    >>> amp_plugin.is_autocast_available("cpu")
+    True
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.functions import custom_bwd as custom_bwd
+    from amp_plugin.casting.functions import custom_fwd as custom_fwd
+    from amp_plugin.casting.region import autocast as autocast
+    from amp_plugin.casting.region import is_autocast_available as is_autocast_available
+    from amp_plugin.casting.rules import OpRule as OpRule
+    from amp_plugin.casting.rules import OpRules as OpRules
+    from amp_plugin.casting.rules import set_default_rules as set_default_rules
+    from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "GradScaler": "amp_plugin.scaling.grad_scaler",
+    "OpRule": "amp_plugin.casting.rules",
+    "OpRules": "amp_plugin.casting.rules",
+    "autocast": "amp_plugin.casting.region",
+    "custom_bwd": "amp_plugin.casting.functions",
+    "custom_fwd": "amp_plugin.casting.functions",
+    "is_autocast_available": "amp_plugin.casting.region",
+    "set_default_rules": "amp_plugin.casting.rules",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module it lives in."""
+    if name not in _HOME:
+        msg = f"module 'amp_plugin' has no attribute {name!r}; it has {', '.join(__all__)}"
+        raise AttributeError(msg)
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""One module per training framework; no numerics here."""

@@ -1,0 +1,1 @@
+"""The autocast core: which dtype does each op run in."""

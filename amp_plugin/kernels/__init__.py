@@ -1,0 +1,1 @@
+"""Compiled code, its reference in plain torch, and how it is built."""

@@ -1,0 +1,1 @@
+"""The scaling core: keep gradients representable, step safely."""
