@@ -1,0 +1,226 @@
+"""Compile the native core once per torch version and machine, load it, or say why not.
+
+Two shared objects: ``libamp_plugin.so`` from ``csrc/*.cpp`` (kernels and dispatcher
+functors; they register themselves when loaded) and the Python extension ``_region``
+from ``csrc/python/*.cpp``. Both are compiled at first use by the host's compiler and
+kept in the build cache, one process compiling while the others wait.
+
+Environment:
+    AMP_PLUGIN_NATIVE: ``0`` forces the fallback, silently.
+    AMP_PLUGIN_CACHE_DIR: The cache folder (default ``$XDG_CACHE_HOME/amp_plugin``).
+    CXX: The C++ compiler.
+    MAX_JOBS: How many files are compiled at once (default: one per core).
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import sysconfig
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from amp_plugin.kernels.build_cache import cache_root
+from amp_plugin.kernels.compiler import (
+    SharedObject,
+    python_headers,
+    torch_compile_flags,
+    torch_include_dirs,
+    torch_link_flags,
+)
+from amp_plugin.kernels.shared_object import Built, obtain
+
+SOURCES = Path(__file__).parent / "csrc"
+LIBRARY = "libamp_plugin.so"
+REGION = "_region"
+_FAILURES = (OSError, RuntimeError, ValueError, ImportError)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NativeCore:
+    """What is loaded of the native core.
+
+    Attributes:
+        loaded: True if ``libamp_plugin.so`` is loaded, so its ops and functors are registered.
+        reason: Why something is missing, in one sentence; empty if all is there.
+        library: The library's path; None if it is not loaded.
+        region: The Python extension ``_region``; None if it is not loaded, which can also
+            happen with ``loaded`` True (no Python.h).
+        seconds: Time spent compiling; 0.0 if all came from the cache.
+    """
+
+    loaded: bool
+    reason: str
+    library: Path | None
+    region: ModuleType | None
+    seconds: float
+
+
+_core: NativeCore | None = None
+_lock = threading.Lock()
+
+
+def native_core() -> NativeCore:
+    """Return the native core, compiled and loaded at the first call.
+
+    Safe to call from several threads and processes. Never raises because something is
+    missing: then ``loaded`` is False (or ``region`` is None), ``reason`` says why, and one
+    RuntimeWarning has said so.
+
+    Returns:
+        The same object at every call of a process.
+
+    Example:
+        >>> from amp_plugin.kernels.build import native_core
+        >>> core = native_core()
+        >>> core.loaded or bool(core.reason)
+        True
+    """
+    global _core  # noqa: PLW0603 -- once per process
+    if _core is None:
+        with _lock:
+            if _core is None:
+                core, warn = _load()
+                _core = core
+                if warn:
+                    warnings.warn(_fallback_text(core), RuntimeWarning, stacklevel=2)
+    return _core
+
+
+def require_native(feature: str) -> NativeCore:
+    """Return the native core for a feature that has no fallback.
+
+    Args:
+        feature: What needs it, as the user knows it, such as ``"CastCache"``.
+
+    Raises:
+        RuntimeError: Part of the native core is missing; says why and what to do.
+    """
+    core = native_core()
+    if not core.loaded or core.region is None:
+        msg = f"{feature} needs the native core, which is not loaded: {core.reason}. {_way_out()}"
+        raise RuntimeError(msg)
+    return core
+
+
+def _way_out() -> str:
+    if _switched_off():
+        return "Unset AMP_PLUGIN_NATIVE and start again."
+    return "Mend that and start again; `amp-plugin doctor` shows the state, `amp-plugin build` compiles ahead of time."
+
+
+def _fallback_text(core: NativeCore) -> str:
+    lost = (
+        "torch's own autocast kernels and plain torch ops are used"
+        if not core.loaded
+        else "regions are slower"
+    )
+    return f"amp_plugin's native core is not complete, {lost}: {core.reason}"
+
+
+def _switched_off() -> bool:
+    value = os.environ.get("AMP_PLUGIN_NATIVE", "1")
+    if value not in {"0", "1"}:
+        msg = f"AMP_PLUGIN_NATIVE={value!r} is not allowed; use 0 for the fallback, 1 (default) for the native core"
+        raise ValueError(msg)
+    return value == "0"
+
+
+def _load() -> tuple[NativeCore, bool]:
+    """Build and load both parts; returns the core and whether to warn."""
+    if _switched_off():
+        return _missing("AMP_PLUGIN_NATIVE=0 switches it off"), False
+    try:
+        library = build_library()
+        torch.ops.load_library(str(library.path))
+    except _FAILURES as error:
+        return _missing(str(error)), True
+    seconds = library.seconds
+    try:
+        extension = build_region(library)
+        seconds += extension.seconds
+        region, reason = _import_extension(extension.path), ""
+    except _FAILURES as error:
+        region, reason = None, str(error)
+    core = NativeCore(loaded=True, reason=reason, library=library.path, region=region, seconds=seconds)
+    return core, bool(reason)
+
+
+def _missing(reason: str) -> NativeCore:
+    return NativeCore(loaded=False, reason=reason, library=None, region=None, seconds=0.0)
+
+
+def _forget_lock() -> None:
+    """Give a forked child a fresh lock: the thread that held it was not forked."""
+    global _lock  # noqa: PLW0603
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lock)
+
+
+def build_library(sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
+    """Return ``libamp_plugin.so``, from the cache or compiled.
+
+    Args:
+        sources: Folder whose ``*.cpp`` are compiled.
+        rebuild: Compile even if the cache has it.
+
+    Raises:
+        RuntimeError: Compilation failed; names the first error and the log.
+        OSError: No compiler, or no usable cache folder.
+    """
+    target = SharedObject(
+        file_name=LIBRARY,
+        sources=_files(sources, "*.cpp"),
+        headers=_files(sources, "*.h"),
+        compile_flags=torch_compile_flags(),
+        include_dirs=torch_include_dirs(),
+        link_flags=(*torch_link_flags(), f"-Wl,-soname,{LIBRARY}"),
+    )
+    return obtain(target, cache_root(), rebuild=rebuild)
+
+
+def build_region(library: Built, sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
+    """Return the Python extension ``_region``, linked with ``library``; see `build_library`."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    folder = library.path.parent
+    target = SharedObject(
+        file_name=f"{REGION}{suffix}",
+        sources=_files(sources / "python", "*.cpp"),
+        headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
+        compile_flags=torch_compile_flags(),
+        include_dirs=(*torch_include_dirs(), python_headers()),
+        link_flags=(
+            *torch_link_flags(),
+            "-ltorch_python",
+            *(f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}"),
+        ),
+    )
+    return obtain(target, cache_root(), rebuild=rebuild)
+
+
+def _files(folder: Path, pattern: str) -> tuple[Path, ...]:
+    return tuple(sorted(folder.glob(pattern)))
+
+
+def _import_extension(path: Path) -> ModuleType:
+    name = f"{__package__}.{REGION}"
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    if spec is None:
+        msg = f"{path} is not a Python extension"
+        raise ImportError(msg)
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[name] = module
+    return module
