@@ -20,7 +20,6 @@ import os
 import sys
 import sysconfig
 import threading
-import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,14 +28,9 @@ from types import ModuleType
 import torch
 
 from amp_plugin.kernels.build_cache import cache_root
-from amp_plugin.kernels.compiler import (
-    SharedObject,
-    python_headers,
-    torch_compile_flags,
-    torch_include_dirs,
-    torch_link_flags,
-)
+from amp_plugin.kernels.compiler import SharedObject, python_headers
 from amp_plugin.kernels.shared_object import Built, obtain
+from amp_plugin.kernels.torch_flags import compile_flags, include_dirs, link_flags
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libamp_plugin.so"
@@ -114,22 +108,18 @@ def require_native(feature: str) -> NativeCore:
 def _way_out() -> str:
     if _switched_off():
         return "Unset AMP_PLUGIN_NATIVE and start again."
-    return "Mend that and start again; `amp-plugin doctor` shows the state, `amp-plugin build` compiles ahead of time."
+    return "Mend that and start again; `amp-plugin doctor` shows the state of this machine."
 
 
 def _fallback_text(core: NativeCore) -> str:
-    lost = (
-        "torch's own autocast kernels and plain torch ops are used"
-        if not core.loaded
-        else "regions are slower"
-    )
-    return f"amp_plugin's native core is not complete, {lost}: {core.reason}"
+    lost = "regions open more slowly" if core.loaded else "torch's own autocast and plain torch ops are used"
+    return f"amp_plugin's native core is not complete, so {lost}: {core.reason}"
 
 
 def _switched_off() -> bool:
     value = os.environ.get("AMP_PLUGIN_NATIVE", "1")
     if value not in {"0", "1"}:
-        msg = f"AMP_PLUGIN_NATIVE={value!r} is not allowed; use 0 for the fallback, 1 (default) for the native core"
+        msg = f"AMP_PLUGIN_NATIVE={value!r} is not allowed; use 0 (fallback) or 1 (native core, the default)"
         raise ValueError(msg)
     return value == "0"
 
@@ -138,20 +128,22 @@ def _load() -> tuple[NativeCore, bool]:
     """Build and load both parts; returns the core and whether to warn."""
     if _switched_off():
         return _missing("AMP_PLUGIN_NATIVE=0 switches it off"), False
+    if sys.platform != "linux":
+        return _missing(f"it is built on Linux only, this is {sys.platform}"), True
     try:
         library = build_library()
-        torch.ops.load_library(str(library.path))
+        torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]
     except _FAILURES as error:
         return _missing(str(error)), True
-    seconds = library.seconds
+    seconds, region, reason = library.seconds, None, ""
     try:
         extension = build_region(library)
         seconds += extension.seconds
-        region, reason = _import_extension(extension.path), ""
+        region = _import_extension(extension.path)
     except _FAILURES as error:
-        region, reason = None, str(error)
+        reason = str(error)
     core = NativeCore(loaded=True, reason=reason, library=library.path, region=region, seconds=seconds)
-    return core, bool(reason)
+    return core, region is None
 
 
 def _missing(reason: str) -> NativeCore:
@@ -183,28 +175,24 @@ def build_library(sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
         file_name=LIBRARY,
         sources=_files(sources, "*.cpp"),
         headers=_files(sources, "*.h"),
-        compile_flags=torch_compile_flags(),
-        include_dirs=torch_include_dirs(),
-        link_flags=(*torch_link_flags(), f"-Wl,-soname,{LIBRARY}"),
+        include_dirs=include_dirs(),
+        compile_flags=compile_flags(),
+        link_flags=(*link_flags("torch_cpu", "c10"), f"-Wl,-soname,{LIBRARY}"),
     )
     return obtain(target, cache_root(), rebuild=rebuild)
 
 
 def build_region(library: Built, sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
     """Return the Python extension ``_region``, linked with ``library``; see `build_library`."""
-    suffix = sysconfig.get_config_var("EXT_SUFFIX")
     folder = library.path.parent
+    with_library = (f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}")
     target = SharedObject(
-        file_name=f"{REGION}{suffix}",
+        file_name=f"{REGION}{sysconfig.get_config_var('EXT_SUFFIX')}",
         sources=_files(sources / "python", "*.cpp"),
         headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
-        compile_flags=torch_compile_flags(),
-        include_dirs=(*torch_include_dirs(), python_headers()),
-        link_flags=(
-            *torch_link_flags(),
-            "-ltorch_python",
-            *(f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}"),
-        ),
+        include_dirs=(*include_dirs(), python_headers()),
+        compile_flags=compile_flags(),
+        link_flags=(*link_flags("torch_python", "torch_cpu", "c10"), *with_library),
     )
     return obtain(target, cache_root(), rebuild=rebuild)
 

@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 MANIFEST = "manifest.json"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 _ABANDONED_AFTER = 30 * 24 * 3600.0  # seconds
 
 
@@ -49,10 +50,10 @@ def cache_root() -> Path:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = root.stat()
     except OSError as error:
-        msg = f"the cache folder {root} cannot be made ({error.strerror}); set AMP_PLUGIN_CACHE_DIR to a private one"
+        msg = f"the cache folder {root} cannot be made ({error.strerror}); {_WAY_OUT}"
         raise OSError(msg) from error
     if not stat.S_ISDIR(status.st_mode):
-        msg = f"the cache folder {root} is not a folder; set AMP_PLUGIN_CACHE_DIR to a private one"
+        msg = f"the cache folder {root} is not a folder; {_WAY_OUT}"
         raise NotADirectoryError(msg)
     _require_private(root, status)
     return root
@@ -71,20 +72,17 @@ def _configured_root() -> Path:
     try:
         return Path.home() / ".cache" / "amp_plugin"
     except RuntimeError as error:
-        msg = "there is no home folder for the build cache; set AMP_PLUGIN_CACHE_DIR to a private folder"
+        msg = f"there is no home folder for the build cache; {_WAY_OUT}"
         raise OSError(msg) from error
 
 
 def _require_private(root: Path, status: os.stat_result) -> None:
-    way_out = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
     if status.st_uid != os.geteuid():
-        msg = (
-            f"the cache folder {root} belongs to user {status.st_uid}, not to you ({os.geteuid()}); {way_out}"
-        )
+        msg = f"the cache folder {root} belongs to user {status.st_uid}, not to you ({os.geteuid()}); {_WAY_OUT}"
         raise PermissionError(msg)
     if status.st_mode & _WRITABLE_BY_OTHERS:
         mode = stat.S_IMODE(status.st_mode)
-        msg = f"the cache folder {root} can be written by others (mode {mode:04o}); run chmod 700 on it, or {way_out}"
+        msg = f"others can write to the cache folder {root} (mode {mode:04o}); chmod 700 it, or {_WAY_OUT}"
         raise PermissionError(msg)
 
 
@@ -136,11 +134,7 @@ def locked(entry: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(
-            "amp_plugin: another process is compiling the native core, waiting for it",
-            file=sys.stderr,
-            flush=True,
-        )
+        print("amp_plugin: waiting for another process to compile", file=sys.stderr, flush=True)
         lock.acquire()
     try:
         yield

@@ -1,0 +1,58 @@
+"""The compiler's flags that make C++ fit the installed torch and this CPU.
+
+Torch's headers, C++ ABI and vector width are taken over, and its OpenMP library is
+linked by its file: a second one would start a second set of threads.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_CPU_FACTS = {"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU part", "isa"}
+
+
+def include_dirs() -> tuple[Path, ...]:
+    """Return the folders of torch's C++ headers."""
+    include = Path(torch.__file__).parent / "include"
+    return (include, include / "torch" / "csrc" / "api" / "include")
+
+
+def compile_flags() -> tuple[str, ...]:
+    """Return the flags for every source, paths apart."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    vectors = (f"-DCPU_CAPABILITY_{capability}",) if capability in {"AVX2", "AVX512"} else ()
+    return (
+        *("-O3", "-std=c++20", "-march=native", "-fPIC", "-fopenmp", "-DNDEBUG", "-Wall", "-Wextra"),
+        *("-fno-math-errno", "-fno-trapping-math"),  # as torch itself is compiled
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *vectors,
+    )
+
+
+def link_flags(*libraries: str) -> tuple[str, ...]:
+    """Return the linker's flags.
+
+    Args:
+        *libraries: Libraries of torch to link with, such as ``"torch_cpu"``.
+    """
+    package = Path(torch.__file__).parent
+    folder = package / "lib"
+    bundled = sorted([*folder.glob("libgomp*.so*"), *(package.parent / "torch.libs").glob("libgomp*.so*")])
+    openmp = str(bundled[0]) if bundled else "-fopenmp"
+    names = (f"-l{name}" for name in libraries)
+    return ("-shared", f"-L{folder}", f"-Wl,-rpath,{folder}", *names, openmp)
+
+
+@cache
+def cpu_identity() -> str:
+    """Return the CPU's model and instruction sets: what ``-march=native`` depends on."""
+    try:
+        first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    pairs = (line.partition(":") for line in first_core.splitlines())
+    return "\n".join(f"{name.strip()}:{value}" for name, _, value in pairs if name.strip() in _CPU_FACTS)
