@@ -1,0 +1,105 @@
+"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
+
+Every op takes all gradients of one optimizer on one device, dtypes mixed
+(float16, bfloat16, float32, float64, complex64, complex128), any strides, any
+sizes, empty ones included. Sparse gradients enter through their values, DTensors
+through their local tensors; the callers see to that.
+
+======================  ==========================  ===============  ==========
+op                      bytes (B = all gradients)   launches (CUDA)  host syncs
+======================  ==========================  ===============  ==========
+norm_check              read B                      2                0
+unscale\\_               read B, write B             2                0
+multiply\\_              read B, write B; 0 if 1     1                0
+cast                    read src, write out         1                0
+update_scale\\_          a few scalars               1                0
+======================  ==========================  ===============  ==========
+
+Contract of every kernel, whatever the device:
+
+- ``inv_scale`` and ``factor`` have one element, float32 or float64, on the
+  gradients' device; they are read there, never on the host.
+- ``norm`` is a new float32 0-dim tensor: the ``norm_type`` norm of all gradients
+  together, taken as one flat vector, *multiplied by inv_scale* (not for
+  ``norm_type`` 0). Elements are summed in float32 over at most 65536 elements,
+  chunks in float64 or a fixed-order tree, so that it is correct to 1e-6 and the
+  same in every run. It is inf or nan if a gradient is.
+- ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if
+  any element, or what is written for it, is not finite; the square is not tested.
+- ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
+- Mutating kernels increase the version counter of the tensors they write. A
+  factor of exactly 1 writes nothing.
+
+Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
+which nothing faster is registered.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch.library import Library, register_fake
+
+from amp_plugin.kernels import reference
+
+HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
+"""What ``hysteresis_mode`` of ``update_scale_`` means; see ``reference.update_scale_``."""
+
+SCHEMAS: Final = {
+    "norm_check": (
+        "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0) -> (Tensor norm, Tensor found_inf, Tensor flags)"
+    ),
+    "unscale_": (
+        "(Tensor(a!)[] grads, Tensor inv_scale, float norm_type=2.0)"
+        " -> (Tensor norm, Tensor found_inf, Tensor flags)"
+    ),
+    "multiply_": "(Tensor(a!)[] grads, Tensor factor) -> Tensor found_inf",
+    "cast": "(Tensor[] src, Tensor(a!)[] out) -> ()",
+    "update_scale_": (
+        "(Tensor(a!) scale, Tensor(b!) growth_tracker, Tensor(c!) hysteresis_tracker, Tensor found_inf, "
+        "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
+        "int hysteresis, int hysteresis_mode) -> ()"
+    ),
+}
+
+LIBRARY: Final = Library("amp_plugin", "FRAGMENT")
+
+
+def _define() -> None:
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema)
+        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
+
+
+_define()
+
+
+@register_fake("amp_plugin::norm_check", lib=LIBRARY)
+def _norm_check_fake(
+    grads: list[torch.Tensor], inv_scale: torch.Tensor, norm_type: float = 2.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    norm = inv_scale.new_empty((), dtype=torch.float32)
+    return norm, torch.empty_like(norm), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
+
+
+@register_fake("amp_plugin::unscale_", lib=LIBRARY)
+def _unscale_fake(
+    grads: list[torch.Tensor], inv_scale: torch.Tensor, norm_type: float = 2.0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return _norm_check_fake(grads, inv_scale, norm_type)
+
+
+@register_fake("amp_plugin::multiply_", lib=LIBRARY)
+def _multiply_fake(grads: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+    return factor.new_empty((), dtype=torch.float32)
+
+
+@register_fake("amp_plugin::cast", lib=LIBRARY)
+def _cast_fake(src: list[torch.Tensor], out: list[torch.Tensor]) -> None:
+    return None
+
+
+@register_fake("amp_plugin::update_scale_", lib=LIBRARY)
+def _update_scale_fake(*args: object) -> None:
+    return None
