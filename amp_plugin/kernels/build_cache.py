@@ -78,7 +78,8 @@ def _configured_root() -> Path:
 
 def _require_private(root: Path, status: os.stat_result) -> None:
     if status.st_uid != os.geteuid():
-        msg = f"the cache folder {root} belongs to user {status.st_uid}, not to you ({os.geteuid()}); {_WAY_OUT}"
+        owner, user = status.st_uid, os.geteuid()
+        msg = f"the cache folder {root} belongs to user {owner}, not to you ({user}); {_WAY_OUT}"
         raise PermissionError(msg)
     if status.st_mode & _WRITABLE_BY_OTHERS:
         mode = stat.S_IMODE(status.st_mode)

@@ -1,0 +1,56 @@
+# make demo    train the digits classifier in fp16 and draw its curves
+# make test    lint, types and all tests, on the native core and on the fallback
+# make lint    ruff and mypy alone
+# make docs    build the documentation into site/
+#
+# Each makes .venv with the pinned versions first, if it is not there.
+# TORCH=2.15.0 takes another torch, PYTHON=python3.12 another Python, JOBS=8 more test processes.
+
+PYTHON ?= python3
+TORCH ?= 2.13.0
+JOBS ?= 2
+
+BIN := .venv/bin
+READY := .venv/.ready-torch-$(TORCH)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+PARALLEL := -n $(JOBS) --dist worksteal
+
+.PHONY: demo test lint test-native test-fallback docs bench clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/python recipes/train_digits.py --config configs/digits_fp16.yaml
+
+test: lint test-native test-fallback
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test-native: $(READY)
+	$(PYTEST) $(PARALLEL) -m "not dist and not slow"
+	$(PYTEST) -m "dist or slow"
+
+test-fallback: $(READY)
+	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
+		tests/adapters tests/casting tests/scaling
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "amp_plugin needs Python 3.10 or newer, $(PYTHON) is older or missing; use make PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { \
+		rm -rf .venv; \
+		$(PYTHON) -m pip install -q --target build/virtualenv virtualenv && \
+		PYTHONPATH=build/virtualenv $(PYTHON) -m virtualenv -q .venv; }
+	@rm -f .venv/.ready-*
+	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check \
+		"torch==$(TORCH)" --editable ".[dev]"
+	@touch $@

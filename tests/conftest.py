@@ -1,0 +1,37 @@
+"""What all tests share: one native core per process, and skips with a reason.
+
+Markers: ``native`` needs the native core, ``gpu`` a CUDA device; ``dist`` and ``slow`` are
+run apart by the Makefile.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from amp_plugin.kernels.build import native_core
+
+
+def pytest_report_header() -> str:
+    core = _native_core()
+    state = f"{core.library}, {core.seconds:.1f} s to compile" if core.loaded else f"fallback: {core.reason}"
+    return f"torch {torch.__version__}, native core: {state}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    core = _native_core()
+    without_core = pytest.mark.skip(reason=f"needs the native core: {core.reason}")
+    without_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("native") and (not core.loaded or core.region is None):
+            item.add_marker(without_core)
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(without_gpu)
+
+
+def _native_core():
+    with warnings.catch_warnings():  # the warning of a missing compiler is tested in tests/kernels/test_build.py
+        warnings.simplefilter("ignore")
+        return native_core()
