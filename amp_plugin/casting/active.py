@@ -1,0 +1,221 @@
+"""Which rules are in force: install them in the dispatcher, number them, open and close regions.
+
+With the native core, rules live in functors on torch's autocast dispatch keys. Without it,
+regions are torch's own with the weight cache off, which follow the default rules.
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules, argument_names, dispatcher_name, is_registered
+from amp_plugin.casting.written_weights import IN_PLACE_OPS
+from amp_plugin.kernels.build import NativeCore, native_core, require_native
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch.utils.hooks import RemovableHandle
+
+    from amp_plugin.casting.region import autocast
+
+DEFAULT = 0
+MAX_RULE_SETS = 24
+_NO_RULES = -1
+# 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
+_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
+
+# c10::DeviceType of the devices that have op tables.
+_DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
+
+_lock = threading.Lock()
+_numbers: dict[OpRules, int] = {}
+_step_hooks: list[RemovableHandle] = []
+_per_thread = threading.local()
+
+
+@cache
+def installed() -> NativeCore:
+    """Install the default rules of every device in the dispatcher, once per process.
+
+    Returns:
+        The native core; where it is not loaded nothing was installed.
+    """
+    core = native_core()
+    if core.region is None:
+        return core
+    for device_type in TABLES:
+        _define(OpRules.default(device_type), DEFAULT)
+        watched = [op for op in IN_PLACE_OPS if is_registered(op)]
+        torch.ops.amp_plugin._watch_writes(device_type, watched)
+    _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
+    return core
+
+
+def uninstall() -> None:
+    """Put torch's own autocast kernels back; the next region installs ours again.
+
+    Raises:
+        RuntimeError: a region is open in this thread.
+    """
+    if not installed.cache_info().currsize:
+        return
+    if installed().region is not None:
+        set_default_rules(None)
+        torch.ops.amp_plugin._uninstall()
+        _step_hooks.pop().remove()
+    _numbers.clear()
+    installed.cache_clear()
+
+
+def number_of(rules: OpRules | None, device_type: str) -> int:
+    """Return the number of a rule set, installing it if it is new.
+
+    Args:
+        rules: the rules of a region; None means the default ones.
+        device_type: the region's device.
+
+    Raises:
+        ValueError: the rules are for another device, or there are too many rule sets.
+        RuntimeError: other rules than the default ones, and no native core.
+    """
+    if rules is None:
+        installed()
+        return DEFAULT
+    if rules.device_type != device_type:
+        msg = (
+            f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
+            f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
+        )
+        raise ValueError(msg)
+    if rules == OpRules.default(device_type):
+        installed()
+        return DEFAULT
+    require_native("a rule set other than the default one")
+    installed()
+    with _lock:
+        if rules not in _numbers:
+            if len(_numbers) + 1 >= MAX_RULE_SETS:
+                msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
+                raise ValueError(msg)
+            _define(rules, len(_numbers) + 1)
+            _numbers[rules] = len(_numbers) + 1
+        return _numbers[rules]
+
+
+def _define(rules: OpRules, number: int) -> None:
+    """Give the dispatcher's functors the rules of one set."""
+    ops = sorted({*rules.rules, *rules.keep})
+    codes = [_CODES[rules[op]] for op in ops]
+    kept = [_bits(op, rules.keep.get(op, frozenset())) for op in ops]
+    names = [dispatcher_name(op) for op in ops]
+    torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
+
+
+def _bits(op: str, kept: frozenset[str]) -> int:
+    return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0
+
+
+def set_default_rules(rules: OpRules | None) -> None:
+    """Make every autocast block of the process follow our rules, torch's own blocks included.
+
+    Adapters call it for the length of a run: so the rules reach checkpoint's recomputation,
+    DataParallel's threads and ``torch.autocast`` blocks inside models.
+
+    Args:
+        rules: the rules of their device; None gives torch's kernels back on every device.
+
+    Raises:
+        RuntimeError: other rules than torch's, and no native core.
+    """
+    if rules is None:
+        core = installed() if installed.cache_info().currsize else None
+        if core is not None and core.region is not None:
+            for device_type in TABLES:
+                torch.ops.amp_plugin._set_default_rules(device_type, _NO_RULES)
+            _tag_compile_caches("")
+        return
+    number = number_of(rules, rules.device_type)
+    if installed().region is not None:
+        torch.ops.amp_plugin._set_default_rules(rules.device_type, number)
+        _tag_compile_caches("" if number == DEFAULT else rules.fingerprint())
+
+
+_TAG = "amp_plugin:"
+
+
+def _tag_compile_caches(fingerprint: str) -> None:
+    """Keep graphs compiled under other rules apart in torch.compile's disk caches."""
+    from torch.compiler import config  # noqa: PLC0415 - loads Dynamo's configuration
+
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
+    config.cache_key_tag = "|".join([*others, *([_TAG + fingerprint] if fingerprint else [])])
+
+
+def invalidate() -> None:
+    """Forget every cast weight, in every thread.
+
+    Call it after writing to weights outside a region behind autograd's back, such as
+    ``p.data.copy_(ema)`` by a kernel of your own. Optimizer steps do it by themselves.
+    """
+    if installed.cache_info().currsize and installed().region is not None:
+        torch.ops.amp_plugin._invalidate_weight_casts()
+
+
+def _weights_changed(*_: Any) -> None:
+    invalidate()
+
+
+def enter(region: autocast) -> None:
+    """Open a region in this thread: natively, or as a fresh block of torch's own."""
+    module = installed().region
+    number = _DEVICE_NUMBERS.get(region.device)
+    if module is None or number is None or torch._C._is_torch_function_mode_enabled():
+        _enter_torch(region)
+        return
+    kept = region._cast_cache
+    module.enter(
+        region,
+        number,
+        region.fast_dtype,
+        region._enabled,
+        region._cache_enabled,
+        region._rules_number,
+        kept._kept if kept is not None else None,
+    )
+
+
+def exit(region: autocast) -> None:  # noqa: A001 - the pair of enter
+    """Close the innermost block that `region` opened in this thread.
+
+    Raises:
+        RuntimeError: it has none open here.
+    """
+    module: ModuleType | None = installed().region
+    if module is not None and module.exit(region):
+        return
+    blocks = _torch_blocks()
+    for index in reversed(range(len(blocks))):
+        if blocks[index][0] is region:
+            blocks.pop(index)[1].__exit__(None, None, None)
+            return
+    msg = "autocast: exit without enter; this region is not open in this thread"
+    raise RuntimeError(msg)
+
+
+def _enter_torch(region: autocast) -> None:
+    block = torch.autocast(region.device, region.fast_dtype, region._enabled, cache_enabled=False)
+    block.__enter__()
+    _torch_blocks().append((region, block))
+
+
+def _torch_blocks() -> list[tuple[autocast, torch.autocast]]:
+    if not hasattr(_per_thread, "blocks"):
+        _per_thread.blocks = []
+    blocks: list[tuple[autocast, torch.autocast]] = _per_thread.blocks
+    return blocks

@@ -1,0 +1,184 @@
+"""Custom autograd Functions under autocast: custom_fwd and custom_bwd."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd.function import FunctionCtx
+
+from amp_plugin.casting.region import autocast
+
+_CARRIER = "_amp_plugin_setup_context"
+_forward_state = threading.local()
+
+
+def custom_fwd(
+    fwd: Callable[..., Any] | None = None,
+    *,
+    device_type: str,
+    cast_inputs: torch.dtype | None = None,
+) -> Any:
+    """Make the ``forward`` of an autograd Function follow autocast.
+
+    Works for both forms of Function: ``forward(ctx, ...)``, and ``forward(...)`` with
+    ``setup_context(ctx, inputs, output)``, where torch's decorator writes on the first
+    input instead of the context (pytorch issue 132388).
+
+    Args:
+        fwd: the ``forward`` method; leave it out to use this as a decorator with options.
+        device_type: device whose autocast state counts: ``"cuda"``, ``"cpu"``, ...
+        cast_inputs: if given, and autocast is on, floating-point inputs of that device (not
+            fp64) are cast to it and ``forward`` runs with autocast off. Tensors in dicts, lists
+            and tuples count; strings, bytes and arrays pass; iterators are cast as consumed.
+
+    Returns:
+        The decorated method.
+
+    Raises:
+        ValueError: ``device_type`` is not a string.
+
+    Example:
+        >>> class Twice(torch.autograd.Function):
+        ...     @staticmethod
+        ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     def forward(ctx, x):
+        ...         return x * 2
+        ...
+        ...     @staticmethod
+        ...     @custom_bwd(device_type="cpu")
+        ...     def backward(ctx, grad):
+        ...         return grad * 2
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     Twice.apply(torch.ones(1, dtype=torch.bfloat16)).dtype
+        torch.float32
+    """
+    _check_device_type(device_type)
+    if fwd is None:
+        _reach_setup_context(sys._getframe(1))
+        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
+    _reach_setup_context(sys._getframe(1))
+    method = fwd
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        enabled = torch.is_autocast_enabled(device_type)
+        state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
+        given_ctx = bool(args) and _is_context(args[0])
+        if given_ctx:
+            args[0]._fwd_used_autocast, args[0]._dtype = state
+        if cast_inputs is not None and enabled:
+            args = (*args[:given_ctx], *cast_tensors(args[given_ctx:], device_type, cast_inputs))
+            kwargs = cast_tensors(kwargs, device_type, cast_inputs)
+            with autocast(device_type, enabled=False):
+                output = method(*args, **kwargs)
+        else:
+            output = method(*args, **kwargs)
+        if not given_ctx:
+            _forward_state.last = state  # setup_context runs next in this thread
+        return output
+
+    return forward
+
+
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
+    """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
+
+    Args:
+        bwd: the ``backward`` method; leave it out to use this as a decorator with options.
+        device_type: device whose autocast state is restored: ``"cuda"``, ``"cpu"``, ...
+
+    Returns:
+        The decorated method.
+
+    Raises:
+        ValueError: ``device_type`` is not a string.
+        RuntimeError: (when called) ``forward`` was not decorated with ``custom_fwd``.
+    """
+    _check_device_type(device_type)
+    if bwd is None:
+        return functools.partial(custom_bwd, device_type=device_type)
+    method = bwd
+
+    @functools.wraps(method)
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        ctx = args[0]
+        if not hasattr(ctx, "_fwd_used_autocast"):
+            msg = (
+                f"custom_bwd: the forward of {type(ctx).__name__} recorded no autocast state; decorate it, "
+                "inside the class body, with @custom_fwd(device_type=...)"
+            )
+            raise RuntimeError(msg)
+        with autocast(device_type, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
+            return method(*args, **kwargs)
+
+    return backward
+
+
+def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors (not fp64) of a device in nested containers.
+
+    Args:
+        value: a tensor, or a mapping, list, tuple or iterable of such; anything else passes.
+        device_type: only tensors on this device are cast.
+        dtype: the target.
+    """
+    if isinstance(value, torch.Tensor):
+        eligible = value.is_floating_point() and value.device.type == device_type
+        return value.to(dtype) if eligible and value.dtype is not torch.float64 else value
+    if isinstance(value, (str, bytes, np.ndarray)):
+        return value
+    if isinstance(value, Mapping):
+        return {
+            cast_tensors(key, device_type, dtype): cast_tensors(each, device_type, dtype)
+            for key, each in value.items()
+        }
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cast_tensors(each, device_type, dtype) for each in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(cast_tensors(each, device_type, dtype) for each in value)
+    if isinstance(value, Iterable):
+        return (cast_tensors(each, device_type, dtype) for each in value)
+    return value
+
+
+class _SetupContextCarrier:
+    """Left in the body of a Function's class; hands forward's state to setup_context."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        delattr(owner, name)
+        defined = owner.__dict__.get("setup_context")
+        if defined is None:
+            return
+        setup_context = defined.__func__ if isinstance(defined, staticmethod) else defined
+
+        @functools.wraps(setup_context)
+        def with_state(ctx: Any, inputs: Any, output: Any) -> Any:
+            ctx._fwd_used_autocast, ctx._dtype = _forward_state.last
+            return setup_context(ctx, inputs, output)
+
+        owner.setup_context = staticmethod(with_state)  # type: ignore[attr-defined]
+
+
+def _reach_setup_context(frame: FrameType) -> None:
+    """Place a carrier if the caller is a class body: `forward` itself never sees the context."""
+    if "__qualname__" in frame.f_locals and frame.f_locals is not frame.f_globals:
+        frame.f_locals[_CARRIER] = _SetupContextCarrier()
+
+
+def _is_context(value: Any) -> bool:
+    return isinstance(value, FunctionCtx) or not (
+        isinstance(value, torch.Tensor) or not hasattr(value, "save_for_backward")
+    )
+
+
+def _check_device_type(device_type: object) -> None:
+    if not isinstance(device_type, str):
+        msg = f"Expected `device_type` of type `str`, got: `{type(device_type)}`"
+        raise ValueError(msg)  # noqa: TRY004 - torch's type of error

@@ -1,0 +1,118 @@
+"""The autocast region: a context manager and decorator over torch's autocast state."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from amp_plugin.casting import active
+from amp_plugin.casting.stepping import covers_each_step
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.cast_cache import CastCache
+    from amp_plugin.casting.rules import OpRules
+
+
+def is_autocast_available(device_type: str) -> bool:
+    """Say whether this build of torch has autocast for a device type.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...: the ``type`` of a ``torch.device``.
+    """
+    return bool(torch.amp.is_autocast_available(device_type))
+
+
+class autocast(torch.autocast):  # noqa: N801 - torch's name
+    """Run a region of a program in mixed precision.
+
+    The state is torch's own, so ``torch.is_autocast_enabled()``, nested
+    ``torch.autocast`` blocks, checkpointing and ``torch.compile`` see it; the ops in
+    the region follow ``rules`` through amp_plugin's kernels. One instance may be
+    nested, entered again and used by several threads. As a decorator it covers
+    functions, generators, coroutines and asynchronous generators, each step of them.
+
+    Operations of a backward pass are not autocast by a region opened outside that
+    backward pass: the region may stand around a whole training loop.
+
+    Args:
+        device_type: ``"cuda"``, ``"cpu"``, ``"xpu"`` or ``"mps"``.
+        dtype: ``torch.float16`` or ``torch.bfloat16``; default: what
+            ``torch.get_autocast_dtype(device_type)`` says.
+        enabled: False runs the region as if autocast were off.
+        cache_enabled: keep the cast of an fp32 weight for its next use in the region.
+        rules: op rules other than the default ones; needs the native core.
+        cache: a CastCache that keeps cast weights from region to region; needs the native core.
+
+    Raises:
+        ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
+        RuntimeError: the device has no autocast, or ``rules`` or ``cache`` were given where
+            they cannot work (no native core, or inside compiled code).
+
+    Example:
+        >>> a = torch.ones(2, 2)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     (a @ a).dtype
+        torch.bfloat16
+    """
+
+    def __new__(
+        cls,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        rules: OpRules | None = None,
+        cache: CastCache | None = None,
+    ) -> torch.autocast:  # type: ignore[misc]
+        """Return a region, or torch's own while torch.compile or torch.export trace.
+
+        Dynamo knows exactly torch's class: a subclass would stop at a graph break.
+        """
+        if torch.compiler.is_compiling():
+            if rules is not None:
+                msg = (
+                    "autocast(rules=...) was opened inside compiled code; open the region around the call "
+                    "of the compiled function, or use set_default_rules()"
+                )
+                raise RuntimeError(msg)
+            return torch.autocast(device_type, dtype, enabled, cache_enabled)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        cache_enabled: bool | None = None,
+        *,
+        rules: OpRules | None = None,
+        cache: CastCache | None = None,
+    ) -> None:
+        super().__init__(device_type, dtype, enabled, cache_enabled)
+        self._rules_number = active.number_of(rules, device_type)
+        self._cast_cache = cache
+
+    def __enter__(self) -> autocast:
+        active.enter(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> bool:
+        active.exit(self)
+        return False
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function, generator or coroutine function."""
+        if not callable(func):
+            msg = (
+                f"autocast()(func) requires a callable, but got {type(func).__name__}. Did you mean to use "
+                "autocast as a context manager? For example:\n    with autocast(device_type=...):\n"
+                "        output = model(input)"
+            )
+            raise TypeError(msg)
+        return covers_each_step(func, self)

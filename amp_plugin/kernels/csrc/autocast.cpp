@@ -1,0 +1,456 @@
+// Autocast kernels: one boxed functor per (op, autocast key), following the rules that are active.
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_to_copy_ops.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <map>
+#include <mutex>
+
+#include "cast_log.h"
+#include "kept_casts.h"
+#include "region.h"
+#include "weight_cache.h"
+
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}
+
+namespace amp_plugin {
+namespace {
+
+using c10::DeviceType;
+using c10::DispatchKey;
+using c10::IValue;
+using c10::OperatorHandle;
+using c10::ScalarType;
+using torch::jit::Stack;
+
+// Numbered as OpRule in casting/rules.py; 0 where a rule set does not name the op.
+enum class Rule : uint8_t {
+  kNone,
+  kLowerPrecision,
+  kFp32,
+  kFp32SetOptDtype,
+  kFp32AppendDtype,
+  kPromote,
+  kBanned,
+  kUnchanged,
+};
+
+constexpr const char* kBannedBinaryCrossEntropy =
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast.";
+
+DispatchKey autocast_key(DeviceType device) {
+  switch (device) {
+    case DeviceType::CPU: return DispatchKey::AutocastCPU;
+    case DeviceType::CUDA: return DispatchKey::AutocastCUDA;
+    case DeviceType::XPU: return DispatchKey::AutocastXPU;
+    case DeviceType::MPS: return DispatchKey::AutocastMPS;
+    default: TORCH_CHECK(false, "amp_plugin has no autocast rules for device type ", device, ".");
+  }
+}
+
+bool is_on(const at::Tensor& tensor, DeviceType device) {
+  switch (device) {
+    case DeviceType::CPU: return tensor.is_cpu() || tensor.is_mkldnn();
+    case DeviceType::CUDA: return tensor.is_cuda() || tensor.is_xla();
+    case DeviceType::XPU: return tensor.is_xpu();
+    default: return tensor.is_mps();
+  }
+}
+
+// Which tensors autocast may cast: floating point, not fp64, on the region's device.
+bool is_eligible(const at::Tensor& tensor, DeviceType device) {
+  return tensor.defined() && is_on(tensor, device) && tensor.is_floating_point() &&
+      tensor.scalar_type() != ScalarType::Double;
+}
+
+enum class ArgumentKind : uint8_t { kTensor, kTensorList, kOptionalTensorList };
+
+struct TensorArgument {
+  uint16_t index;
+  ArgumentKind kind;
+};
+
+// The call being autocast.
+struct Call {
+  const OperatorHandle& op;
+  DeviceType device;
+  const Plan& plan;
+  uint64_t keep;  // bit i: argument i is never cast
+  Stack* stack;
+  size_t base;  // position of argument 0 on the stack
+  IValue& argument(size_t index) const { return (*stack)[base + index]; }
+  bool casts(size_t index) const { return index >= 56 || ((keep >> index) & 1) == 0; }
+};
+
+// A plain cast, below autocast: the caller has excluded the key.
+at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
+  return at::_ops::_to_copy::call(tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
+}
+
+at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
+  at::Tensor cast = find_cast(weight, dtype);
+  cached = cast.defined();
+  if (cached) return cast;
+  // Built with grad even under no_grad, so that a later use in this region can differentiate it.
+  const c10::AutoGradMode with_grad(true);
+  cast = call.plan.region->kept ? call.plan.region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
+  keep_cast(weight, cast);
+  return cast;
+}
+
+at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
+  if (!is_eligible(tensor, call.device) || tensor.scalar_type() == dtype) return tensor;
+  const auto* region = call.plan.region;
+  bool cached = false;
+  at::Tensor cast;
+  if (region != nullptr && region->cache_enabled && is_cacheable_weight(tensor) &&
+      dtype == at::autocast::get_autocast_dtype(call.device) && may_cache(call.device)) {
+    cast = cast_weight(tensor, dtype, call, cached);
+  } else {
+    cast = cast_tensor(tensor, dtype);
+  }
+  if (is_logging_casts()) log_cast(call.op.operator_name(), index, tensor, dtype, cached);
+  return cast;
+}
+
+template <typename List>
+void cast_list(IValue& value, List list, ScalarType dtype, size_t index, const Call& call) {
+  List result;
+  result.reserve(list.size());
+  for (const auto& each : list) {
+    const std::optional<at::Tensor> tensor = std::optional<at::Tensor>(each);
+    if (tensor.has_value()) {
+      result.push_back(cast_argument(*tensor, dtype, index, call));
+    } else {
+      if constexpr (std::is_same_v<List, c10::List<std::optional<at::Tensor>>>) result.push_back(std::nullopt);
+    }
+  }
+  value = IValue(std::move(result));
+}
+
+template <typename Visit>
+void for_each_tensor(const Call& call, const std::vector<TensorArgument>& arguments, const Visit& visit) {
+  for (const auto& [index, kind] : arguments) {
+    const IValue& value = call.argument(index);
+    if (value.isTensor()) {
+      visit(value.toTensor());
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& each : value.toTensorVector()) visit(each);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& each : value.toOptionalTensorVector()) {
+        if (each.has_value()) visit(*each);
+      }
+    }
+  }
+}
+
+void cast_arguments(const Call& call, const std::vector<TensorArgument>& arguments, ScalarType dtype) {
+  for (const auto& [index, kind] : arguments) {
+    if (!call.casts(index)) continue;
+    IValue& value = call.argument(index);
+    if (value.isTensor()) {
+      const at::Tensor& tensor = value.toTensor();
+      if (is_eligible(tensor, call.device) && tensor.scalar_type() != dtype) {
+        value = cast_argument(tensor, dtype, index, call);
+      }
+    } else if (value.isTensorList()) {
+      cast_list(value, value.toTensorList(), dtype, index, call);
+    } else if (value.isOptionalTensorList()) {
+      cast_list(value, value.toOptionalTensorList(), dtype, index, call);
+    }
+  }
+}
+
+// fp32 if the eligible arguments differ, else their dtype. torch starts from the region's dtype and
+// raises on another half type; mixed half types have fp32 as their only common dtype.
+ScalarType widest_dtype(const Call& call, const std::vector<TensorArgument>& arguments, ScalarType lower) {
+  ScalarType widest = ScalarType::Undefined;
+  for_each_tensor(call, arguments, [&](const at::Tensor& tensor) {
+    if (!is_eligible(tensor, call.device)) return;
+    const ScalarType dtype = tensor.scalar_type();
+    widest = widest == ScalarType::Undefined || widest == dtype ? dtype : ScalarType::Float;
+  });
+  return widest == ScalarType::Undefined ? lower : widest;
+}
+
+// What never changes about an op at one autocast key.
+struct OpFacts {
+  OperatorHandle op;
+  DeviceType device;
+  DispatchKey key;
+  std::vector<TensorArgument> tensors;
+  std::optional<size_t> dtype_argument;         // for fp32_set_opt_dtype
+  std::optional<OperatorHandle> dtype_overload;  // for fp32_append_dtype
+  std::optional<c10::SafeKernelFunction> torch_kernel;
+};
+
+std::optional<ArgumentKind> tensor_kind(const c10::TypePtr& type) {
+  if (type->isSubtypeOf(*c10::OptionalType::ofTensor())) return ArgumentKind::kTensor;
+  if (type->isSubtypeOf(*c10::ListType::ofTensors())) return ArgumentKind::kTensorList;
+  if (type->isSubtypeOf(*c10::ListType::ofOptionalTensors())) return ArgumentKind::kOptionalTensorList;
+  if (const auto optional = type->cast<c10::OptionalType>()) return tensor_kind(optional->getElementType());
+  return std::nullopt;
+}
+
+bool takes_dtype_after(const c10::FunctionSchema& with_dtype, const c10::FunctionSchema& schema) {
+  const auto& longer = with_dtype.arguments();
+  const auto& shorter = schema.arguments();
+  if (longer.size() != shorter.size() + 1 || longer.back().name() != "dtype") return false;
+  return std::equal(shorter.begin(), shorter.end(), longer.begin(), [](const auto& a, const auto& b) {
+    return a.name() == b.name();
+  });
+}
+
+std::optional<OperatorHandle> find_dtype_overload(const OperatorHandle& op) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const char* overload : {"ScalarOpt_dtype", "ScalarOpt_dim_dtype", "dtype", "dim_dtype"}) {
+    const auto candidate = dispatcher.findSchema({op.operator_name().name, overload});
+    if (candidate.has_value() && takes_dtype_after(candidate->schema(), op.schema())) return candidate;
+  }
+  return std::nullopt;
+}
+
+OpFacts facts_of(const OperatorHandle& op, DeviceType device) {
+  const DispatchKey key = autocast_key(device);
+  OpFacts facts{.op = op, .device = device, .key = key};
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (const auto kind = tensor_kind(arguments[i].real_type())) {
+      facts.tensors.push_back({static_cast<uint16_t>(i), *kind});
+    }
+    if (arguments[i].name() == "dtype") facts.dtype_argument = i;
+  }
+  facts.dtype_overload = find_dtype_overload(op);
+  if (op.hasKernelForDispatchKey(key)) facts.torch_kernel = op.getComputedKernelForDispatchKey(key);
+  return facts;
+}
+
+// The kernel of one op at one autocast key.
+class AutocastKernel final : public c10::OperatorKernel {
+ public:
+  using Rules = std::array<std::atomic<uint64_t>, kMaxRuleSets>;
+
+  AutocastKernel(OpFacts facts, std::shared_ptr<Rules> rules) : facts_(std::move(facts)), rules_(std::move(rules)) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const Plan plan = plan_for(facts_.device);
+    if (plan.course == Course::kTorchKernel) return call_torch_kernel(op, keys, stack);
+    const uint64_t entry =
+        plan.course == Course::kLeaveAsIs ? 0 : (*rules_)[plan.rules].load(std::memory_order_acquire);
+    const auto rule = static_cast<Rule>(entry & 0xff);
+    // Ops inside this one are decided one by one, as if it had no autocast kernel.
+    if (rule == Rule::kNone) return redispatch(op, keys, stack);
+    const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
+    const size_t base = stack->size() - op.schema().arguments().size();
+    const Call call{op, facts_.device, plan, entry >> 8, stack, base};
+    if (rule == Rule::kFp32AppendDtype) return append_dtype(call);
+    apply(rule, call);
+    op.callBoxed(stack);
+  }
+
+ private:
+  void call_torch_kernel(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    if (facts_.torch_kernel.has_value()) {
+      facts_.torch_kernel->callBoxed(op, keys, stack);
+    } else {
+      redispatch(op, keys, stack);
+    }
+  }
+
+  void redispatch(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, facts_.key), stack);
+  }
+
+  void apply(Rule rule, const Call& call) const {
+    switch (rule) {
+      case Rule::kNone:
+      case Rule::kUnchanged: return;
+      case Rule::kLowerPrecision:
+        return cast_arguments(call, facts_.tensors, at::autocast::get_autocast_dtype(facts_.device));
+      case Rule::kFp32: return cast_arguments(call, facts_.tensors, ScalarType::Float);
+      case Rule::kPromote: {
+        const auto lower = at::autocast::get_autocast_dtype(facts_.device);
+        return cast_arguments(call, facts_.tensors, widest_dtype(call, facts_.tensors, lower));
+      }
+      case Rule::kFp32SetOptDtype: return set_opt_dtype(call);
+      default: return refuse(call);
+    }
+  }
+
+  bool first_is_eligible(const Call& call) const {
+    if (facts_.tensors.empty()) return false;
+    const IValue& first = call.argument(facts_.tensors.front().index);
+    return first.isTensor() && is_eligible(first.toTensor(), facts_.device);
+  }
+
+  void set_opt_dtype(const Call& call) const {
+    if (!first_is_eligible(call)) return;
+    if (!facts_.dtype_argument.has_value()) return cast_arguments(call, facts_.tensors, ScalarType::Float);
+    IValue& dtype = call.argument(*facts_.dtype_argument);
+    if (dtype.isNone()) dtype = IValue(ScalarType::Float);
+  }
+
+  void append_dtype(const Call& call) const {
+    const IValue& first = call.argument(facts_.tensors.front().index);
+    const auto dtype = first_is_eligible(call) ? ScalarType::Float : first.toTensor().scalar_type();
+    call.stack->emplace_back(dtype);
+    facts_.dtype_overload->callBoxed(call.stack);
+  }
+
+  [[noreturn]] void refuse(const Call& call) const {
+    const auto& name = call.op.operator_name();
+    TORCH_CHECK(name.name != "aten::binary_cross_entropy", kBannedBinaryCrossEntropy);
+    TORCH_CHECK(false, "The autocast rules in force ban ", name, ". Run it in a region with enabled=False, on fp32 inputs, or give it another rule.");
+  }
+
+  const OpFacts facts_;
+  const std::shared_ptr<Rules> rules_;
+};
+
+// An in-place op that may write a weight through an alias (`weight.data.clamp_()`): no version
+// counter of the weight moves, so the casts of that storage are forgotten here.
+class WatchKernel final : public c10::OperatorKernel {
+ public:
+  WatchKernel(DispatchKey key) : key_(key) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    if (has_open_region()) {
+      const IValue& written = (*stack)[stack->size() - op.schema().arguments().size()];
+      if (written.isTensor()) {
+        forget_casts_of_storage(written.toTensor());
+      } else if (written.isTensorList()) {
+        for (const at::Tensor& each : written.toTensorVector()) forget_casts_of_storage(each);
+      }
+    }
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
+  }
+
+ private:
+  const DispatchKey key_;
+};
+
+// Dispatcher warns that a kernel is overridden; here that is the purpose.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+class Installation {
+ public:
+  // Never destroyed: the dispatcher may be gone before it.
+  static Installation& get() {
+    static auto* installation = new Installation;
+    return *installation;
+  }
+
+  void set_rule(DeviceType device, int number, const std::string& op_name, uint64_t entry) {
+    const std::lock_guard lock(mutex_);
+    auto& rules = rules_[{op_name, autocast_key(device)}];
+    if (!rules) rules = std::make_shared<AutocastKernel::Rules>();
+    (*rules)[number].store(entry, std::memory_order_release);
+    register_kernel(op_name, device, rules);
+  }
+
+  void watch(DeviceType device, const std::string& op_name) {
+    const std::lock_guard lock(mutex_);
+    const auto op = find(op_name);
+    if (!op.has_value() || op->hasKernelForDispatchKey(autocast_key(device))) return;
+    const auto key = autocast_key(device);
+    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WatchKernel>(key)));
+  }
+
+  void uninstall() {
+    const std::lock_guard lock(mutex_);
+    handles_.clear();
+    rules_.clear();
+  }
+
+  std::vector<std::string> installed(DeviceType device) {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> names;
+    for (const auto& [where, handle] : handles_) {
+      if (where.second == autocast_key(device)) names.push_back(where.first);
+    }
+    return names;
+  }
+
+ private:
+  using Where = std::pair<std::string, DispatchKey>;
+
+  static std::optional<OperatorHandle> find(const std::string& full) {
+    const auto dot = full.find('.');
+    const auto overload = dot == std::string::npos ? "" : full.substr(dot + 1);
+    return c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
+  }
+
+  void register_kernel(const std::string& op_name, DeviceType device, const std::shared_ptr<AutocastKernel::Rules>& rules) {
+    const auto key = autocast_key(device);
+    if (handles_.count({op_name, key}) != 0) return;
+    const auto op = find(op_name);
+    TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
+    auto kernel = std::make_unique<AutocastKernel>(facts_of(*op, device), rules);
+    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::move(kernel)));
+  }
+
+  void add(const std::string& op_name, DispatchKey key, c10::KernelFunction kernel) {
+    NoWarnings handler;
+    const c10::WarningUtils::WarningHandlerGuard quiet(&handler);
+    const auto op = find(op_name);
+    handles_.emplace(
+        Where{op_name, key},
+        c10::Dispatcher::singleton().registerImpl(
+            op->operator_name(), key, std::move(kernel), std::nullopt, nullptr, "amp_plugin"));
+  }
+
+  std::mutex mutex_;
+  std::map<Where, std::shared_ptr<AutocastKernel::Rules>> rules_;
+  std::map<Where, c10::RegistrationHandleRAII> handles_;
+};
+
+DeviceType device_named(c10::string_view name) { return c10::Device(std::string(name)).type(); }
+
+void set_rules(
+    c10::string_view device, int64_t number, const std::vector<std::string>& ops, at::IntArrayRef rules, at::IntArrayRef keep) {
+  TORCH_CHECK(number >= 0 && number < kMaxRuleSets, "amp_plugin: rule set number ", number, " is out of range.");
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const auto entry = static_cast<uint64_t>(rules[i]) | (static_cast<uint64_t>(keep[i]) << 8);
+    Installation::get().set_rule(device_named(device), static_cast<int>(number), ops[i], entry);
+  }
+}
+
+void watch_writes(c10::string_view device, const std::vector<std::string>& ops) {
+  for (const auto& op : ops) Installation::get().watch(device_named(device), op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
+  library.def("_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()", [](
+      c10::string_view device, int64_t number, std::vector<std::string> ops, at::IntArrayRef rules, at::IntArrayRef keep) {
+    set_rules(device, number, ops, rules, keep);
+  });
+  library.def("_watch_writes(str device, str[] ops) -> ()", [](c10::string_view device, std::vector<std::string> ops) {
+    watch_writes(device, ops);
+  });
+  library.def("_set_default_rules(str device, int number) -> ()", [](c10::string_view device, int64_t number) {
+    set_default_rules(device_named(device), static_cast<int>(number));
+  });
+  library.def("_uninstall() -> ()", [] { Installation::get().uninstall(); });
+  library.def("_installed(str device) -> str[]", [](c10::string_view device) {
+    return Installation::get().installed(device_named(device));
+  });
+  library.def("_invalidate_weight_casts() -> ()", [] { invalidate_weight_casts(); });
+  library.def("_kept_cast_count() -> int", [] { return kept_cast_count(); });
+}
+
+}  // namespace amp_plugin

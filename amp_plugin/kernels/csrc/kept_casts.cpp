@@ -1,0 +1,162 @@
+#include "kept_casts.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/_to_copy_ops.h>
+#include <ATen/ops/copy_ops.h>
+#include <ATen/ops/empty_strided_ops.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "weight_cache.h"
+
+namespace amp_plugin {
+namespace {
+
+// The backward of a cast: the gradient goes to the weight in the weight's dtype.
+class CastBackward final : public torch::autograd::Node {
+ public:
+  explicit CastBackward(c10::ScalarType dtype) : dtype_(dtype) {}
+  std::string name() const override { return "AmpPluginCastBackward"; }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    if (!grads[0].defined()) return {at::Tensor()};
+    return {at::_ops::_to_copy::call(
+        grads[0], dtype_, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt)};
+  }
+
+ private:
+  const c10::ScalarType dtype_;
+};
+
+// torch counts references to nodes inside them since 2.12, before in a shared_ptr.
+template <typename Node>
+auto make_node(c10::ScalarType dtype) {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>(dtype);
+  } else {
+    return std::make_shared<Node>(dtype);
+  }
+}
+
+// A tensor on the buffer's memory that autograd sees as the cast of `weight`.
+at::Tensor attached(const at::Tensor& buffer, const at::Tensor& weight) {
+  at::Tensor cast = buffer.variable_data();
+  auto node = make_node<CastBackward>(weight.scalar_type());
+  node->set_next_edges(torch::autograd::collect_next_edges(weight));
+  torch::autograd::set_history(cast, node);
+  return cast;
+}
+
+void cast_all(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& buffers) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("amp_plugin::cast", "")
+                             .typed<void(at::TensorList, at::TensorList)>();
+  const c10::AutoGradMode no_grad(false);
+  op.call(weights, buffers);
+}
+
+// Somebody else still holds the memory: a graph that saved it for its backward pass.
+bool is_in_use(const at::Tensor& buffer) {
+  return buffer.use_count() > 1 || buffer.storage().use_count() > 1;
+}
+
+}  // namespace
+
+bool KeptCasts::is_same_memory(const Kept& kept, const at::Tensor& weight) {
+  return kept.weight._unsafe_get_target() == weight.unsafeGetTensorImpl() &&
+      kept.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
+      kept.offset == weight.storage_offset() && weight.sizes() == c10::IntArrayRef(kept.sizes) &&
+      weight.strides() == c10::IntArrayRef(kept.strides);
+}
+
+bool KeptCasts::is_current(const Kept& kept, const at::Tensor& weight) {
+  return is_same_memory(kept, weight) && kept.epoch == weights_epoch() &&
+      kept.version == weight.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+at::Tensor KeptCasts::cast(const at::Tensor& weight, c10::ScalarType dtype, bool& was_kept) {
+  const std::lock_guard lock(mutex_);
+  const Key key{weight.unsafeGetTensorImpl(), dtype};
+  const auto found = kept_.find(key);
+  was_kept = found != kept_.end() && is_current(found->second, weight);
+  if (!was_kept) {
+    if (found == kept_.end() || !is_same_memory(found->second, weight)) add(weight, dtype);
+    refresh_stale();
+  }
+  return attached(kept_.at(key).buffer, weight);
+}
+
+void KeptCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {
+  const Key key{weight.unsafeGetTensorImpl(), dtype};
+  kept_.erase(key);
+  kept_.emplace(
+      key,
+      Kept{
+          .weight = WeakTensor(weight.getIntrusivePtr()),
+          .storage = weight.storage().getWeakStorageImpl(),
+          .offset = weight.storage_offset(),
+          .sizes = weight.sizes().vec(),
+          .strides = weight.strides().vec(),
+          .version = 0,
+          .epoch = UINT64_MAX,  // refresh_stale() fills it
+          .buffer = {},
+      });
+}
+
+// One multi-tensor cast for every buffer whose weight has changed; a buffer that a live graph still
+// needs is replaced, not overwritten.
+void KeptCasts::refresh_stale() {
+  drop_dead();
+  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> buffers;
+  std::vector<Kept*> refreshed;
+  for (auto& [key, kept] : kept_) {
+    const auto impl = kept.weight.lock();
+    if (!impl.defined()) continue;
+    const at::Tensor weight = at::Tensor(impl);
+    if (is_current(kept, weight) || !is_same_memory(kept, weight)) continue;
+    if (!weights.empty() && weights.front().device() != weight.device()) continue;
+    if (!kept.buffer.defined() || is_in_use(kept.buffer)) {
+      const c10::AutoGradMode no_grad(false);
+      kept.buffer = at::_ops::empty_strided::call(
+          c10::fromIntArrayRefSlow(weight.sizes()), c10::fromIntArrayRefSlow(weight.strides()), key.second,
+          std::nullopt, weight.device(), std::nullopt);
+    }
+    weights.push_back(weight.detach());
+    buffers.push_back(kept.buffer);
+    refreshed.push_back(&kept);
+    kept.epoch = weights_epoch();
+    kept.version = weight.unsafeGetTensorImpl()->version_counter().current_version();
+  }
+  cast_all(weights, buffers);
+  casts_ += static_cast<int64_t>(weights.size());
+  refreshes_ += 1;
+}
+
+void KeptCasts::drop_dead() {
+  for (auto each = kept_.begin(); each != kept_.end();) {
+    each = each->second.weight.expired() ? kept_.erase(each) : std::next(each);
+  }
+}
+
+void KeptCasts::clear() {
+  const std::lock_guard lock(mutex_);
+  kept_.clear();
+}
+
+int64_t KeptCasts::bytes() const {
+  const std::lock_guard lock(mutex_);
+  int64_t total = 0;
+  for (const auto& [key, kept] : kept_) {
+    if (kept.buffer.defined()) total += static_cast<int64_t>(kept.buffer.storage().nbytes());
+  }
+  return total;
+}
+
+int64_t KeptCasts::buffers() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(kept_.size());
+}
+
+}  // namespace amp_plugin

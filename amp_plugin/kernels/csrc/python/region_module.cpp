@@ -1,0 +1,94 @@
+// Python's way in and out of a region; all else is reached through torch.ops.
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <memory>
+
+#include "../kept_casts.h"
+#include "../region.h"
+
+namespace {
+
+using Kept = std::shared_ptr<amp_plugin::KeptCasts>;
+constexpr const char* kKeptCasts = "amp_plugin.KeptCasts";
+
+void destroy_kept(PyObject* capsule) { delete static_cast<Kept*>(PyCapsule_GetPointer(capsule, kKeptCasts)); }
+
+Kept* kept_of(PyObject* capsule) { return static_cast<Kept*>(PyCapsule_GetPointer(capsule, kKeptCasts)); }
+
+// enter(owner, device_type: int, dtype, enabled, cache_enabled, rules: int, kept)
+PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 7 || !THPDtype_Check(arguments[2])) {
+    PyErr_SetString(PyExc_TypeError, "enter(owner, device_type, dtype, enabled, cache_enabled, rules, kept)");
+    return nullptr;
+  }
+  Kept kept;
+  if (arguments[6] != Py_None) {
+    const Kept* held = kept_of(arguments[6]);
+    if (held == nullptr) return nullptr;
+    kept = *held;
+  }
+  amp_plugin::enter_region(
+      arguments[0],
+      {.device = static_cast<c10::DeviceType>(PyLong_AsLong(arguments[1])),
+       .dtype = reinterpret_cast<THPDtype*>(arguments[2])->scalar_type,
+       .enabled = arguments[3] == Py_True,
+       .cache_enabled = arguments[4] == Py_True,
+       .rules = static_cast<int>(PyLong_AsLong(arguments[5])),
+       .kept = std::move(kept)});
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// exit(owner) -> bool
+PyObject* exit(PyObject* /*module*/, PyObject* owner) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(amp_plugin::exit_region(owner));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* new_kept_casts(PyObject* /*module*/, PyObject* /*unused*/) {
+  HANDLE_TH_ERRORS
+  return PyCapsule_New(new Kept(std::make_shared<amp_plugin::KeptCasts>()), kKeptCasts, destroy_kept);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* clear_kept_casts(PyObject* /*module*/, PyObject* capsule) {
+  HANDLE_TH_ERRORS
+  const Kept* kept = kept_of(capsule);
+  if (kept == nullptr) return nullptr;
+  (*kept)->clear();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// kept_casts_counts(kept) -> (buffers, bytes, casts, multi-tensor casts)
+PyObject* kept_casts_counts(PyObject* /*module*/, PyObject* capsule) {
+  HANDLE_TH_ERRORS
+  const Kept* kept = kept_of(capsule);
+  if (kept == nullptr) return nullptr;
+  return Py_BuildValue(
+      "LLLL", static_cast<long long>((*kept)->buffers()), static_cast<long long>((*kept)->bytes()),
+      static_cast<long long>((*kept)->casts()), static_cast<long long>((*kept)->refreshes()));
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef kMethods[] = {
+    {"enter", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter)), METH_FASTCALL, nullptr},
+    {"exit", exit, METH_O, nullptr},
+    {"new_kept_casts", new_kept_casts, METH_NOARGS, nullptr},
+    {"clear_kept_casts", clear_kept_casts, METH_O, nullptr},
+    {"kept_casts_counts", kept_casts_counts, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef kModule = {
+    PyModuleDef_HEAD_INIT, "_region", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__region() { return PyModule_Create(&kModule); }

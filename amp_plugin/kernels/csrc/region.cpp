@@ -1,0 +1,142 @@
+#include "region.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+#include <atomic>
+
+#include "weight_cache.h"
+
+// Declared here rather than through <ATen/autocast_mode.h>, which includes all of ATen.
+namespace at::autocast {
+TORCH_API bool is_autocast_enabled(at::DeviceType device_type);
+TORCH_API void set_autocast_enabled(at::DeviceType device_type, bool enabled);
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+TORCH_API void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
+TORCH_API void clear_cache();
+TORCH_API int increment_nesting();
+TORCH_API int decrement_nesting();
+TORCH_API bool is_autocast_cache_enabled();
+TORCH_API void set_autocast_cache_enabled(bool enabled);
+}  // namespace at::autocast
+namespace torch::autograd {
+TORCH_API int get_current_graph_task_id();
+}
+
+namespace amp_plugin {
+namespace {
+
+// The autocast state of device types that have no tensors here travels with torch's own: into
+// autograd's threads, into Dynamo's guards and into the compile caches. Its flag says "this is our
+// region"; its dtype says which rules.
+constexpr c10::DeviceType kMarker = c10::DeviceType::IPU;
+constexpr c10::DispatchKey kMarkerKey = c10::DispatchKey::AutocastIPU;
+constexpr c10::DeviceType kAcceleratorRulesSlot = c10::DeviceType::MAIA;
+
+constexpr std::array<c10::ScalarType, kMaxRuleSets> kRulesAsDtype = {
+    c10::kHalf,          c10::kByte,          c10::kChar,          c10::kShort,         c10::kInt,
+    c10::kLong,          c10::kFloat,         c10::kDouble,        c10::kComplexHalf,   c10::kComplexFloat,
+    c10::kComplexDouble, c10::kBool,          c10::kQInt8,         c10::kQUInt8,        c10::kQInt32,
+    c10::kBFloat16,      c10::kQUInt4x2,      c10::kQUInt2x4,      c10::kFloat8_e5m2,   c10::kFloat8_e4m3fn,
+    c10::kUInt16,        c10::kUInt32,        c10::kUInt64,        c10::kFloat8_e5m2fnuz,
+};
+
+thread_local std::vector<Region> open_regions;
+
+// Zero-initialised, so a rule set's number is stored plus one.
+std::array<std::atomic<int>, 64> default_rules_plus_one;
+
+c10::DeviceType rules_slot(c10::DeviceType device) {
+  return device == c10::DeviceType::CPU ? kMarker : kAcceleratorRulesSlot;
+}
+
+bool marked() { return !c10::impl::tls_local_dispatch_key_set().excluded_.has(kMarkerKey); }
+
+int current_nesting() {
+  const int inside = at::autocast::increment_nesting();
+  at::autocast::decrement_nesting();
+  return inside - 1;
+}
+
+const Region* innermost(c10::DeviceType device) {
+  for (auto region = open_regions.rbegin(); region != open_regions.rend(); ++region) {
+    if (region->device == device) return &*region;
+  }
+  return nullptr;
+}
+
+Plan by_default_rules(c10::DeviceType device) {
+  const int rules = default_rules_plus_one[static_cast<size_t>(device)].load(std::memory_order_acquire) - 1;
+  return {rules == kNoRules ? Course::kTorchKernel : Course::kFollowRules, rules, nullptr};
+}
+
+}  // namespace
+
+void enter_region(const void* owner, RegionOptions options) {
+  const auto slot = rules_slot(options.device);
+  Region region{
+      .owner = owner,
+      .device = options.device,
+      .rules = options.rules,
+      .nesting = 0,
+      .graph_task = torch::autograd::get_current_graph_task_id(),
+      .cache_enabled = options.cache_enabled,
+      .kept = std::move(options.kept),
+      .previous_enabled = at::autocast::is_autocast_enabled(options.device),
+      .previous_dtype = at::autocast::get_autocast_dtype(options.device),
+      .previous_cache_enabled = at::autocast::is_autocast_cache_enabled(),
+      .previous_marker = marked(),
+      .previous_rules_slot = at::autocast::get_autocast_dtype(slot),
+  };
+  at::autocast::set_autocast_enabled(options.device, options.enabled);
+  at::autocast::set_autocast_dtype(options.device, options.dtype);
+  at::autocast::set_autocast_enabled(kMarker, options.enabled);
+  if (options.rules >= 0) at::autocast::set_autocast_dtype(slot, kRulesAsDtype.at(options.rules));
+  at::autocast::set_autocast_cache_enabled(false);  // torch's cache serves stale casts
+  region.nesting = at::autocast::increment_nesting();
+  open_regions.push_back(std::move(region));
+}
+
+bool exit_region(const void* owner) {
+  auto& open = open_regions;
+  for (size_t i = open.size(); i-- > 0;) {
+    if (open[i].owner != owner) continue;
+    const Region region = std::move(open[i]);
+    open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    if (open.empty()) clear_weight_cache();
+    at::autocast::set_autocast_enabled(region.device, region.previous_enabled);
+    at::autocast::set_autocast_dtype(region.device, region.previous_dtype);
+    at::autocast::set_autocast_cache_enabled(region.previous_cache_enabled);
+    at::autocast::set_autocast_enabled(kMarker, region.previous_marker);
+    at::autocast::set_autocast_dtype(rules_slot(region.device), region.previous_rules_slot);
+    return true;
+  }
+  return false;
+}
+
+Plan plan_for(c10::DeviceType device) {
+  const Region* region = innermost(device);
+  const int graph_task = torch::autograd::get_current_graph_task_id();
+  if (region != nullptr) {
+    if (region->graph_task == graph_task) return {Course::kFollowRules, region->rules, region};
+    // Opened outside the backward pass that runs now. A torch.autocast block opened inside it
+    // (checkpoint's recomputation) is followed; else the backward pass is not autocast.
+    if (current_nesting() > open_regions.back().nesting) return {Course::kFollowRules, region->rules, nullptr};
+    return {Course::kLeaveAsIs, kNoRules, nullptr};
+  }
+  // A thread of autograd's inherits the state of a region it did not open.
+  const bool inherited = open_regions.empty() && marked() && graph_task != -1;
+  if (inherited && current_nesting() == 0) return {Course::kLeaveAsIs, kNoRules, nullptr};
+  return by_default_rules(device);
+}
+
+void set_default_rules(c10::DeviceType device, int rules) {
+  default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
+  const auto number = static_cast<size_t>(rules == kNoRules ? 0 : rules);
+  at::autocast::set_autocast_dtype(rules_slot(device), kRulesAsDtype.at(number));
+}
+
+bool has_open_region() { return !open_regions.empty(); }
+
+}  // namespace amp_plugin
