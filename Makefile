@@ -51,6 +51,6 @@ $(READY): pyproject.toml constraints.txt
 		PYTHONPATH=build/virtualenv $(PYTHON) -m virtualenv -q .venv; }
 	@rm -f .venv/.ready-*
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
-	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -q --disable-pip-version-check \
+	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check \
 		"torch==$(TORCH)" --editable ".[dev]"
 	@touch $@

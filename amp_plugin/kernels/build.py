@@ -131,19 +131,24 @@ def _load() -> tuple[NativeCore, bool]:
     if sys.platform != "linux":
         return _missing(f"it is built on Linux only, this is {sys.platform}"), True
     try:
-        library = build_library()
+        library = build_library(SOURCES)
         torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]
     except _FAILURES as error:
-        return _missing(str(error)), True
+        return _missing(_reason_of(error)), True
     seconds, region, reason = library.seconds, None, ""
     try:
-        extension = build_region(library)
+        extension = build_region(library, SOURCES)
         seconds += extension.seconds
         region = _import_extension(extension.path)
     except _FAILURES as error:
-        reason = str(error)
+        reason = _reason_of(error)
     core = NativeCore(loaded=True, reason=reason, library=library.path, region=region, seconds=seconds)
     return core, region is None
+
+
+def _reason_of(error: Exception) -> str:
+    """Return an error's text; torch keeps the linker's word in the cause."""
+    return f"{error} ({error.__cause__})" if isinstance(error.__cause__, OSError) else str(error)
 
 
 def _missing(reason: str) -> NativeCore:
@@ -160,7 +165,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lock)
 
 
-def build_library(sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
+def build_library(sources: Path, *, rebuild: bool = False) -> Built:
     """Return ``libamp_plugin.so``, from the cache or compiled.
 
     Args:
@@ -182,7 +187,7 @@ def build_library(sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
     return obtain(target, cache_root(), rebuild=rebuild)
 
 
-def build_region(library: Built, sources: Path = SOURCES, *, rebuild: bool = False) -> Built:
+def build_region(library: Built, sources: Path, *, rebuild: bool = False) -> Built:
     """Return the Python extension ``_region``, linked with ``library``; see `build_library`."""
     folder = library.path.parent
     with_library = (f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}")
