@@ -15,13 +15,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_plugin.casting.active import set_default_rules as set_default_rules
     from amp_plugin.casting.functions import custom_bwd as custom_bwd
     from amp_plugin.casting.functions import custom_fwd as custom_fwd
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
-    from amp_plugin.casting.rules import set_default_rules as set_default_rules
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _HOME = {
     "custom_bwd": "amp_plugin.casting.functions",
     "custom_fwd": "amp_plugin.casting.functions",
     "is_autocast_available": "amp_plugin.casting.region",
-    "set_default_rules": "amp_plugin.casting.rules",
+    "set_default_rules": "amp_plugin.casting.active",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -7,7 +7,6 @@ regions are torch's own with the weight cache off, which follow the default rule
 from __future__ import annotations
 
 import threading
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,7 @@ from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 
 if TYPE_CHECKING:
-    from types import ModuleType
+    from collections.abc import Callable
 
     from torch.utils.hooks import RemovableHandle
 
@@ -31,7 +30,7 @@ _NO_RULES = -1
 _CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
 
 # c10::DeviceType of the devices that have op tables.
-_DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
+DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
 
 _lock = threading.Lock()
 _numbers: dict[OpRules, int] = {}
@@ -39,38 +38,44 @@ _step_hooks: list[RemovableHandle] = []
 _per_thread = threading.local()
 
 
-@cache
-def installed() -> NativeCore:
+# Set by install(): the native region functions, None on the fallback.
+is_installed = False
+native_enter: Callable[..., None] | None = None
+native_exit: Callable[[autocast], bool] | None = None
+
+
+def install() -> NativeCore:
     """Install the default rules of every device in the dispatcher, once per process.
 
     Returns:
         The native core; where it is not loaded nothing was installed.
     """
+    global is_installed, native_enter, native_exit  # noqa: PLW0603 - what the process runs on
     core = native_core()
-    if core.region is None:
-        return core
-    for device_type in TABLES:
-        _define(OpRules.default(device_type), DEFAULT)
-        watched = [op for op in IN_PLACE_OPS if is_registered(op)]
-        torch.ops.amp_plugin._watch_writes(device_type, watched)
-    _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
+    with _lock:
+        if is_installed:
+            return core
+        if core.region is not None:
+            for device_type in TABLES:
+                _define(OpRules.default(device_type), DEFAULT)
+                watched = [dispatcher_name(op) for op in IN_PLACE_OPS if is_registered(op)]
+                torch.ops.amp_plugin._watch_writes(device_type, watched)
+            _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
+            native_enter, native_exit = core.region.enter, core.region.exit
+        is_installed = True
     return core
 
 
 def uninstall() -> None:
-    """Put torch's own autocast kernels back; the next region installs ours again.
-
-    Raises:
-        RuntimeError: a region is open in this thread.
-    """
-    if not installed.cache_info().currsize:
-        return
-    if installed().region is not None:
+    """Put torch's own autocast kernels back; the next region made installs ours again."""
+    global is_installed, native_enter  # noqa: PLW0603
+    if native_enter is not None:
         set_default_rules(None)
+        native_enter = None  # regions that are open can still be closed
         torch.ops.amp_plugin._uninstall()
         _step_hooks.pop().remove()
     _numbers.clear()
-    installed.cache_clear()
+    is_installed = False
 
 
 def number_of(rules: OpRules | None, device_type: str) -> int:
@@ -85,7 +90,6 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
         RuntimeError: other rules than the default ones, and no native core.
     """
     if rules is None:
-        installed()
         return DEFAULT
     if rules.device_type != device_type:
         msg = (
@@ -93,11 +97,10 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
             f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
         )
         raise ValueError(msg)
+    install()
     if rules == OpRules.default(device_type):
-        installed()
         return DEFAULT
     require_native("a rule set other than the default one")
-    installed()
     with _lock:
         if rules not in _numbers:
             if len(_numbers) + 1 >= MAX_RULE_SETS:
@@ -134,14 +137,13 @@ def set_default_rules(rules: OpRules | None) -> None:
         RuntimeError: other rules than torch's, and no native core.
     """
     if rules is None:
-        core = installed() if installed.cache_info().currsize else None
-        if core is not None and core.region is not None:
+        if native_enter is not None:
             for device_type in TABLES:
                 torch.ops.amp_plugin._set_default_rules(device_type, _NO_RULES)
             _tag_compile_caches("")
         return
     number = number_of(rules, rules.device_type)
-    if installed().region is not None:
+    if native_enter is not None:
         torch.ops.amp_plugin._set_default_rules(rules.device_type, number)
         _tag_compile_caches("" if number == DEFAULT else rules.fingerprint())
 
@@ -163,7 +165,7 @@ def invalidate() -> None:
     Call it after writing to weights outside a region behind autograd's back, such as
     ``p.data.copy_(ema)`` by a kernel of your own. Optimizer steps do it by themselves.
     """
-    if installed.cache_info().currsize and installed().region is not None:
+    if native_enter is not None:
         torch.ops.amp_plugin._invalidate_weight_casts()
 
 
@@ -171,34 +173,19 @@ def _weights_changed(*_: Any) -> None:
     invalidate()
 
 
-def enter(region: autocast) -> None:
-    """Open a region in this thread: natively, or as a fresh block of torch's own."""
-    module = installed().region
-    number = _DEVICE_NUMBERS.get(region.device)
-    if module is None or number is None or torch._C._is_torch_function_mode_enabled():
-        _enter_torch(region)
-        return
-    kept = region._cast_cache
-    module.enter(
-        region,
-        number,
-        region.fast_dtype,
-        region._enabled,
-        region._cache_enabled,
-        region._rules_number,
-        kept._kept if kept is not None else None,
-    )
+def enter_torch(region: autocast) -> None:
+    """Open a region as a block of torch's own, in this thread."""
+    block = torch.autocast(region.device, region.fast_dtype, region._enabled, cache_enabled=False)
+    block.__enter__()  # type: ignore[no-untyped-call]
+    _torch_blocks().append((region, block))
 
 
-def exit(region: autocast) -> None:  # noqa: A001 - the pair of enter
-    """Close the innermost block that `region` opened in this thread.
+def exit_torch(region: autocast) -> None:
+    """Close the innermost block of torch's own that `region` opened in this thread.
 
     Raises:
         RuntimeError: it has none open here.
     """
-    module: ModuleType | None = installed().region
-    if module is not None and module.exit(region):
-        return
     blocks = _torch_blocks()
     for index in reversed(range(len(blocks))):
         if blocks[index][0] is region:
@@ -206,12 +193,6 @@ def exit(region: autocast) -> None:  # noqa: A001 - the pair of enter
             return
     msg = "autocast: exit without enter; this region is not open in this thread"
     raise RuntimeError(msg)
-
-
-def _enter_torch(region: autocast) -> None:
-    block = torch.autocast(region.device, region.fast_dtype, region._enabled, cache_enabled=False)
-    block.__enter__()
-    _torch_blocks().append((region, block))
 
 
 def _torch_blocks() -> list[tuple[autocast, torch.autocast]]:

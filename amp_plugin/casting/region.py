@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch._C import _is_torch_function_mode_enabled
+from torch.compiler import is_compiling
 
 from amp_plugin.casting import active
 from amp_plugin.casting.stepping import covers_each_step
@@ -16,6 +15,10 @@ from amp_plugin.casting.stepping import covers_each_step
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
     from amp_plugin.casting.rules import OpRules
+
+
+# Arguments that torch has checked and found nothing to warn of -> (enabled, custom backend).
+_checked: dict[tuple[str, torch.dtype | None, bool], tuple[bool, str]] = {}
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -60,7 +63,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         torch.bfloat16
     """
 
-    def __new__(
+    def __new__(  # type: ignore[misc] # not a region under compilation
         cls,
         device_type: str,
         dtype: torch.dtype | None = None,
@@ -69,12 +72,12 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         *,
         rules: OpRules | None = None,
         cache: CastCache | None = None,
-    ) -> torch.autocast:  # type: ignore[misc]
+    ) -> torch.autocast:
         """Return a region, or torch's own while torch.compile or torch.export trace.
 
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
-        if torch.compiler.is_compiling():
+        if is_compiling():
             if rules is not None:
                 msg = (
                     "autocast(rules=...) was opened inside compiled code; open the region around the call "
@@ -82,7 +85,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
                 )
                 raise RuntimeError(msg)
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
-        return super().__new__(cls)
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -94,16 +97,47 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         rules: OpRules | None = None,
         cache: CastCache | None = None,
     ) -> None:
-        super().__init__(device_type, dtype, enabled, cache_enabled)
-        self._rules_number = active.number_of(rules, device_type)
-        self._cast_cache = cache
+        known = _checked.get((device_type, dtype, enabled))
+        if known is None or not active.is_installed:
+            active.install()
+            known = self._check(device_type, dtype, enabled)
+        self.device = device_type
+        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+        self._enabled, self.custom_backend_name = known
+        # torch's own cache is off in our regions, so its flag is no default for ours.
+        self._cache_enabled = cache_enabled is not False
+        self._rules_number = 0 if rules is None else active.number_of(rules, device_type)
+        self._cast_cache = None if cache is None else cache._kept
+
+    def _check(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[bool, str]:
+        """Let torch check the arguments, with its own errors and warnings."""
+        super().__init__(device_type, dtype, enabled)
+        known = (self._enabled, self.custom_backend_name)
+        if self._enabled == enabled:  # else it warned, and will again
+            _checked[device_type, dtype, enabled] = known
+        return known
 
     def __enter__(self) -> autocast:
-        active.enter(self)
+        enter = active.native_enter
+        number = active.DEVICE_NUMBERS.get(self.device)
+        if enter is None or number is None or _is_torch_function_mode_enabled():
+            active.enter_torch(self)
+        else:
+            enter(
+                self,
+                number,
+                self.fast_dtype,
+                self._enabled,
+                self._cache_enabled,
+                self._rules_number,
+                self._cast_cache,
+            )
         return self
 
-    def __exit__(self, *exc_info: object) -> bool:
-        active.exit(self)
+    def __exit__(self, *exc_info: object) -> Literal[False]:
+        leave = active.native_exit
+        if leave is None or not leave(self):
+            active.exit_torch(self)
         return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:

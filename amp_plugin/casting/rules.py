@@ -166,7 +166,8 @@ class OpRules:
         if self == OpRules.default(self.device_type):
             return f"OpRules.default({self.device_type!r})"
         changed = len(self.diff(OpRules.default(self.device_type)))
-        return f"<OpRules {self.device_type}: {len(self.rules)} ops, {changed} unlike the default, {self.fingerprint()}>"
+        counts = f"{len(self.rules)} ops, {changed} unlike the default"
+        return f"<OpRules {self.device_type}: {counts}, {self.fingerprint()}>"
 
 
 def overloads_of(op: object) -> list[str]:
@@ -176,7 +177,7 @@ def overloads_of(op: object) -> list[str]:
         ValueError: the name is not registered; the text names the nearest ones.
     """
     if isinstance(op, torch._ops.OpOverload):
-        return [full_name(op.name())]
+        return [full_name(op._name)]
     name = op._qualified_op_name if isinstance(op, torch._ops.OpOverloadPacket) else op
     if not isinstance(name, str) or "::" not in name:
         msg = f"an op is named like 'aten::softmax.int' or given as torch.ops.aten.softmax.int, got {op!r}"
@@ -188,7 +189,8 @@ def overloads_of(op: object) -> list[str]:
         each for each in registered if each.split(".")[0] == name and not _writes_to_arguments(each)
     ]
     if not functional or "." in name:
-        msg = f"unknown op {name!r}{_nearest(name, [*registered, *{each.split('.')[0] for each in registered}])}"
+        packets = {each.split(".")[0] for each in registered}
+        msg = f"unknown op {name!r}{_nearest(name, [*registered, *packets])}"
         raise ValueError(msg)
     return sorted(functional)
 
@@ -232,11 +234,11 @@ def _check_arguments(full: str, wanted: frozenset[str]) -> None:
 
 def dtype_overload(full: str) -> str | None:
     """Return the overload that takes the same arguments and then a dtype, if there is one."""
-    arguments = argument_names(full)
+    arguments, packet = argument_names(full), full.partition(".")[0]
     candidates = [
         each
         for each in torch._C._dispatch_get_all_op_names()
-        if each.split(".")[0] == full.split(".")[0] and each.endswith("dtype")
+        if each.startswith(f"{packet}.") and each.endswith("dtype")
     ]
     fitting = (each for each in candidates if argument_names(full_name(each)) == [*arguments, "dtype"])
     return next(fitting, None)

@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <map>
@@ -74,13 +75,6 @@ bool is_eligible(const at::Tensor& tensor, DeviceType device) {
       tensor.scalar_type() != ScalarType::Double;
 }
 
-enum class ArgumentKind : uint8_t { kTensor, kTensorList, kOptionalTensorList };
-
-struct TensorArgument {
-  uint16_t index;
-  ArgumentKind kind;
-};
-
 // The call being autocast.
 struct Call {
   const OperatorHandle& op;
@@ -110,7 +104,6 @@ at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& c
 }
 
 at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
-  if (!is_eligible(tensor, call.device) || tensor.scalar_type() == dtype) return tensor;
   const auto* region = call.plan.region;
   bool cached = false;
   at::Tensor cast;
@@ -124,57 +117,54 @@ at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t inde
   return cast;
 }
 
-template <typename List>
-void cast_list(IValue& value, List list, ScalarType dtype, size_t index, const Call& call) {
-  List result;
-  result.reserve(list.size());
-  for (const auto& each : list) {
-    const std::optional<at::Tensor> tensor = std::optional<at::Tensor>(each);
-    if (tensor.has_value()) {
-      result.push_back(cast_argument(*tensor, dtype, index, call));
-    } else {
-      if constexpr (std::is_same_v<List, c10::List<std::optional<at::Tensor>>>) result.push_back(std::nullopt);
-    }
+bool needs_cast(const IValue& value, ScalarType dtype, DeviceType device) {
+  if (!value.isTensor()) return false;
+  const at::Tensor& tensor = value.toTensor();
+  return is_eligible(tensor, device) && tensor.scalar_type() != dtype;
+}
+
+// Tensor[] and Tensor?[]: a new list, only where something is cast.
+void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) {
+  const c10::ArrayRef<IValue> given = value.toListRef();
+  const auto needed = [&](const IValue& each) { return needs_cast(each, dtype, call.device); };
+  if (std::none_of(given.begin(), given.end(), needed)) return;
+  c10::impl::GenericList result(value.toList().elementType());
+  result.reserve(given.size());
+  for (const IValue& each : given) {
+    result.push_back(needed(each) ? IValue(cast_argument(each.toTensor(), dtype, index, call)) : each);
   }
   value = IValue(std::move(result));
 }
 
 template <typename Visit>
-void for_each_tensor(const Call& call, const std::vector<TensorArgument>& arguments, const Visit& visit) {
-  for (const auto& [index, kind] : arguments) {
+void for_each_tensor(const Call& call, const std::vector<size_t>& arguments, const Visit& visit) {
+  for (const size_t index : arguments) {
     const IValue& value = call.argument(index);
     if (value.isTensor()) {
       visit(value.toTensor());
-    } else if (value.isTensorList()) {
-      for (const at::Tensor& each : value.toTensorVector()) visit(each);
-    } else if (value.isOptionalTensorList()) {
-      for (const std::optional<at::Tensor>& each : value.toOptionalTensorVector()) {
-        if (each.has_value()) visit(*each);
+    } else if (value.isList()) {
+      for (const IValue& each : value.toListRef()) {
+        if (each.isTensor()) visit(each.toTensor());
       }
     }
   }
 }
 
-void cast_arguments(const Call& call, const std::vector<TensorArgument>& arguments, ScalarType dtype) {
-  for (const auto& [index, kind] : arguments) {
+void cast_arguments(const Call& call, const std::vector<size_t>& arguments, ScalarType dtype) {
+  for (const size_t index : arguments) {
     if (!call.casts(index)) continue;
     IValue& value = call.argument(index);
-    if (value.isTensor()) {
-      const at::Tensor& tensor = value.toTensor();
-      if (is_eligible(tensor, call.device) && tensor.scalar_type() != dtype) {
-        value = cast_argument(tensor, dtype, index, call);
-      }
-    } else if (value.isTensorList()) {
-      cast_list(value, value.toTensorList(), dtype, index, call);
-    } else if (value.isOptionalTensorList()) {
-      cast_list(value, value.toOptionalTensorList(), dtype, index, call);
+    if (needs_cast(value, dtype, call.device)) {
+      value = cast_argument(value.toTensor(), dtype, index, call);
+    } else if (value.isList()) {
+      cast_list(value, dtype, index, call);
     }
   }
 }
 
 // fp32 if the eligible arguments differ, else their dtype. torch starts from the region's dtype and
 // raises on another half type; mixed half types have fp32 as their only common dtype.
-ScalarType widest_dtype(const Call& call, const std::vector<TensorArgument>& arguments, ScalarType lower) {
+ScalarType widest_dtype(const Call& call, const std::vector<size_t>& arguments, ScalarType lower) {
   ScalarType widest = ScalarType::Undefined;
   for_each_tensor(call, arguments, [&](const at::Tensor& tensor) {
     if (!is_eligible(tensor, call.device)) return;
@@ -189,18 +179,17 @@ struct OpFacts {
   OperatorHandle op;
   DeviceType device;
   DispatchKey key;
-  std::vector<TensorArgument> tensors;
-  std::optional<size_t> dtype_argument;         // for fp32_set_opt_dtype
+  size_t argument_count;
+  std::vector<size_t> tensors;  // arguments that hold tensors
+  std::optional<size_t> dtype_argument;  // for fp32_set_opt_dtype
   std::optional<OperatorHandle> dtype_overload;  // for fp32_append_dtype
   std::optional<c10::SafeKernelFunction> torch_kernel;
 };
 
-std::optional<ArgumentKind> tensor_kind(const c10::TypePtr& type) {
-  if (type->isSubtypeOf(*c10::OptionalType::ofTensor())) return ArgumentKind::kTensor;
-  if (type->isSubtypeOf(*c10::ListType::ofTensors())) return ArgumentKind::kTensorList;
-  if (type->isSubtypeOf(*c10::ListType::ofOptionalTensors())) return ArgumentKind::kOptionalTensorList;
-  if (const auto optional = type->cast<c10::OptionalType>()) return tensor_kind(optional->getElementType());
-  return std::nullopt;
+bool holds_tensors(const c10::TypePtr& type) {
+  if (const auto optional = type->cast<c10::OptionalType>()) return holds_tensors(optional->getElementType());
+  if (const auto list = type->cast<c10::ListType>()) return holds_tensors(list->getElementType());
+  return type->kind() == c10::TypeKind::TensorType;
 }
 
 bool takes_dtype_after(const c10::FunctionSchema& with_dtype, const c10::FunctionSchema& schema) {
@@ -223,12 +212,10 @@ std::optional<OperatorHandle> find_dtype_overload(const OperatorHandle& op) {
 
 OpFacts facts_of(const OperatorHandle& op, DeviceType device) {
   const DispatchKey key = autocast_key(device);
-  OpFacts facts{.op = op, .device = device, .key = key};
+  OpFacts facts{.op = op, .device = device, .key = key, .argument_count = op.schema().arguments().size()};
   const auto& arguments = op.schema().arguments();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (const auto kind = tensor_kind(arguments[i].real_type())) {
-      facts.tensors.push_back({static_cast<uint16_t>(i), *kind});
-    }
+    if (holds_tensors(arguments[i].real_type())) facts.tensors.push_back(i);
     if (arguments[i].name() == "dtype") facts.dtype_argument = i;
   }
   facts.dtype_overload = find_dtype_overload(op);
@@ -252,7 +239,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     // Ops inside this one are decided one by one, as if it had no autocast kernel.
     if (rule == Rule::kNone) return redispatch(op, keys, stack);
     const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
-    const size_t base = stack->size() - op.schema().arguments().size();
+    const size_t base = stack->size() - facts_.argument_count;
     const Call call{op, facts_.device, plan, entry >> 8, stack, base};
     if (rule == Rule::kFp32AppendDtype) return append_dtype(call);
     apply(rule, call);
@@ -290,7 +277,7 @@ class AutocastKernel final : public c10::OperatorKernel {
 
   bool first_is_eligible(const Call& call) const {
     if (facts_.tensors.empty()) return false;
-    const IValue& first = call.argument(facts_.tensors.front().index);
+    const IValue& first = call.argument(facts_.tensors.front());
     return first.isTensor() && is_eligible(first.toTensor(), facts_.device);
   }
 
@@ -302,7 +289,7 @@ class AutocastKernel final : public c10::OperatorKernel {
   }
 
   void append_dtype(const Call& call) const {
-    const IValue& first = call.argument(facts_.tensors.front().index);
+    const IValue& first = call.argument(facts_.tensors.front());
     const auto dtype = first_is_eligible(call) ? ScalarType::Float : first.toTensor().scalar_type();
     call.stack->emplace_back(dtype);
     facts_.dtype_overload->callBoxed(call.stack);
@@ -311,7 +298,9 @@ class AutocastKernel final : public c10::OperatorKernel {
   [[noreturn]] void refuse(const Call& call) const {
     const auto& name = call.op.operator_name();
     TORCH_CHECK(name.name != "aten::binary_cross_entropy", kBannedBinaryCrossEntropy);
-    TORCH_CHECK(false, "The autocast rules in force ban ", name, ". Run it in a region with enabled=False, on fp32 inputs, or give it another rule.");
+    TORCH_CHECK(
+        false, "The autocast rules in force ban ", name,
+        ". Run it in a region with enabled=False, on fp32 inputs, or give it another rule.");
   }
 
   const OpFacts facts_;

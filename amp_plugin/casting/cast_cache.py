@@ -1,0 +1,71 @@
+"""Cast weights kept over an accumulation window."""
+
+from __future__ import annotations
+
+from amp_plugin.kernels.build import require_native
+
+
+class CastCache:
+    """Keep the casts of weights from micro-batch to micro-batch.
+
+    Without it a region casts every fp32 weight once per micro-batch. With it a weight is
+    cast once per window, into a buffer that lives as long as this object: after an optimizer
+    step all stale buffers are refreshed by one multi-tensor cast. Every region hangs an
+    autograd node of its own on the buffer, so gradients add up in fp32 as without the cache.
+
+    Memory: 2 bytes per element of each fp32 weight that is cast to fp16 or bf16, until
+    ``clear()``; twice that for weights whose last graph is still alive at a refresh. Weights are
+    held weakly. Eager only: inside compiled code, under tracing, functorch transforms, CUDA
+    graph capture and for parameters that FSDP manages nothing is kept.
+
+    Buffers follow in-place and ``.data`` updates made by torch's optimizers, fused ones included,
+    swaps of ``.data`` and ``load_state_dict``. A write outside any region by code that
+    moves no version counter is invisible: call ``invalidate()``.
+
+    Raises:
+        RuntimeError: there is no native core.
+
+    Example:
+        >>> cache = CastCache()
+        >>> model, data = torch.nn.Linear(8, 2), torch.ones(4, 8)
+        >>> for micro_batch in data.split(2):
+        ...     with autocast("cpu", dtype=torch.bfloat16, cache=cache):
+        ...         loss = model(micro_batch).sum()
+        ...     loss.backward()
+        >>> cache.casts
+        2
+    """
+
+    def __init__(self) -> None:
+        region = require_native("CastCache").region
+        if region is None:
+            msg = "CastCache needs the native core's region extension"
+            raise RuntimeError(msg)
+        self._region = region
+        self._kept = region.new_kept_casts()
+
+    def clear(self) -> None:
+        """Free the buffers; graphs that still need one keep it alive."""
+        self._region.clear_kept_casts(self._kept)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held in buffers."""
+        return int(self._region.kept_casts_counts(self._kept)[1])
+
+    @property
+    def casts(self) -> int:
+        """Weights cast so far; stays the same while buffers are reused."""
+        return int(self._region.kept_casts_counts(self._kept)[2])
+
+    @property
+    def refreshes(self) -> int:
+        """Multi-tensor casts so far, at most one per optimizer step once all weights are known."""
+        return int(self._region.kept_casts_counts(self._kept)[3])
+
+    def __len__(self) -> int:
+        """Return the number of buffers."""
+        return int(self._region.kept_casts_counts(self._kept)[0])
+
+    def __repr__(self) -> str:
+        return f"CastCache({len(self)} weights, {self.nbytes} bytes, {self.casts} casts)"
