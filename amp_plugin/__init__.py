@@ -37,7 +37,7 @@ _HOME = {
     "set_default_rules": "amp_plugin.casting.active",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - names, computed
 
 
 def __getattr__(name: str) -> Any:
