@@ -1,0 +1,169 @@
+"""Closures under scaling: LBFGS, SAM, and any optimizer that calls its closure itself.
+
+The closure scales its loss and runs backward; the gradients are unscaled and checked before it
+returns to the optimizer::
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        scaler.scale(loss).backward()
+        return loss                      # not the scaled one
+
+    scaler.step(optimizer, closure)
+
+If one of its calls overflows, the step is given up and what it has already changed is put back.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from amp_plugin.scaling import stepping
+from amp_plugin.scaling.registry import OptimizerRecord
+
+if TYPE_CHECKING:
+    from amp_plugin.scaling.grad_scaler import GradScaler
+
+Closure = Callable[[], Any]
+
+
+class _OverflowError(Exception):
+    """Leaves ``optimizer.step`` from inside its closure."""
+
+
+def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None, Any, dict[str, Any]]:
+    """Find the closure among the arguments of ``step``, by keyword or by position."""
+    if callable(kwargs.get("closure")):
+        rest = dict(kwargs)
+        return rest.pop("closure"), args, rest
+    if args and callable(args[0]) and not isinstance(args[0], Tensor):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
+
+
+def step(
+    scaler: GradScaler,
+    record: OptimizerRecord,
+    optimizer: Optimizer,
+    closure: Closure,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Step an optimizer that calls a closure; waits for the device in each call.
+
+    Returns:
+        What ``optimizer.step`` returns; None if the step was given up.
+
+    Raises:
+        RuntimeError: The closure ran a backward from a loss that was not scaled.
+    """
+    session = _ClosureStep(scaler, record, closure)
+    if session.overflowed_before():
+        return session.finish()
+    saved = _Snapshot(optimizer) if _may_change_first(optimizer) else None
+    try:
+        value = optimizer.step(session.call, *args, **kwargs)
+    except _OverflowError:
+        value = None
+        if saved is not None:
+            saved.restore()
+    session.finish()
+    return value
+
+
+class _ClosureStep:
+    """The closure of one step, with what its calls found."""
+
+    def __init__(self, scaler: GradScaler, record: OptimizerRecord, closure: Closure) -> None:
+        self._scaler = scaler
+        self._record = record
+        self._closure = closure
+        self._found: tuple[Tensor, Tensor] | None = None
+        self._skipped = False
+
+    def overflowed_before(self) -> bool:
+        """Unscale gradients that were made before the step, as for SAM's first half."""
+        if not any(one.touched and one.ledger.count() for one in self._record.sets):
+            return False
+        return self._check()
+
+    def _check(self) -> bool:
+        self._found = self._scaler._unscale(self._record)
+        self._skipped = bool(self._found[1].item() > 0)
+        return self._skipped
+
+    def call(self) -> Any:
+        """Run the closure, unscale its gradients, and leave the step if they overflowed."""
+        with torch.enable_grad():
+            loss = self._closure()
+        self._refuse_unscaled()
+        with torch.no_grad():
+            if self._check():
+                raise _OverflowError
+        return loss
+
+    def _refuse_unscaled(self) -> None:
+        if any(
+            one.ledger.count() and one.changed_since_measured() and one.unit is None
+            for one in self._record.sets
+        ):
+            msg = (
+                "the closure ran backward() on a loss that was not scaled: call "
+                "scaler.scale(loss).backward() in it, and return the unscaled loss"
+            )
+            raise RuntimeError(msg)
+
+    def finish(self) -> None:
+        """Close the optimizer's window."""
+        if self._found is None:
+            zero = torch.zeros((), device=self._scaler._check_scale_growth_tracker("step")[0].device)
+            self._found = (zero, zero)
+        norm, found = self._found
+        stepping.finish(self._scaler, self._record, norm, found, known=self._skipped)
+
+
+def _may_change_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer may change anything before the last call of its closure.
+
+    torch's own, LBFGS apart, call it once and first.
+    """
+    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+
+
+class _Snapshot:
+    """Copies of an optimizer's parameters and state."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        self._state = {param: _copied(value) for param, value in optimizer.state.items()}
+        self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back."""
+        for param, value in self._params:
+            param.copy_(value)
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.update(saved)
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy of optimizer state, parameters within it kept as they are."""
+    if isinstance(value, torch.nn.Parameter):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(one) for one in value)
+    return copy.copy(value)

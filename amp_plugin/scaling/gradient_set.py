@@ -1,0 +1,179 @@
+"""Gradients that share their unit: scaled by one loss scale, or not scaled.
+
+Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one set of
+parameters; parameters shared by several optimizers form sets of their own, so that what one
+owner does to a shared gradient is known to the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from amp_plugin.scaling.distributed import Part
+from amp_plugin.scaling.gradients import GradientLedger, Group, group_gradients, make_ledger, native_group
+from amp_plugin.scaling.loss_scale import LossScale
+
+_MEASURED = 0  # the ledger's slot for the last measurement; optimizers' slots start at 1
+
+
+class GradientSet:
+    """The gradients of some parameters, and the unit they are in.
+
+    Attributes:
+        params: The parameters.
+        owners: Slots of the optimizers that step them.
+        unit: The loss scale the gradients are multiplied by; None if they are unscaled.
+        residue: A factor they still carry although ``unit`` is None, float32, 0-dim: after a folded
+            step they are unscaled if it was taken and scaled if not. None means 1.
+        overflow: Overflow met while changing units, float32, 0-dim; None if there was none to meet.
+        touched: Slots of the owners that have not stepped since the last scaled backward.
+        consumed: Whether an owner has stepped since gradients last changed unit.
+        parts: The last measurement, while it holds; None otherwise.
+    """
+
+    def __init__(self, params: list[Tensor], owners: frozenset[int]) -> None:
+        self.params = params
+        self.owners = owners
+        self.unit: LossScale | None = None
+        self.residue: Tensor | None = None
+        self.overflow: Tensor | None = None
+        self.touched: set[int] = set()
+        self.consumed = False
+        self.parts: list[Part] | None = None
+        self._norm_type = 2.0
+        self._ledger = make_ledger(params)
+
+    @property
+    def ledger(self) -> GradientLedger:
+        """The record of which gradients were seen when."""
+        return self._ledger  # type: ignore[no-any-return]
+
+    def groups(self) -> list[Group]:
+        """Return the present gradients, ready for the kernels."""
+        plain = native_group(self._ledger)
+        if plain is not None:
+            return [plain]
+        return group_gradients(self.params) if self._ledger.count() else []
+
+    def first_of_dtype(self, dtype: torch.dtype) -> int | None:
+        """Return the position of the first parameter with a gradient of ``dtype``."""
+        if isinstance(self._ledger, GradientLedger):
+            return next(
+                (i for i, p in enumerate(self.params) if p.grad is not None and p.grad.dtype is dtype), None
+            )
+        position = self._ledger.first_half() if dtype is torch.float16 else -1
+        return None if position < 0 else position
+
+    def measure(self, norm_type: float) -> list[Part]:
+        """Measure the gradients in their present unit, without a pass if nothing changed."""
+        if self.parts is None or norm_type != self._norm_type or self.changed_since_measured():
+            self._keep_overflow()
+            self.parts = [
+                Part(*group.norm_check(self._inverse(group.device), norm_type), group.positions, group.spread)
+                for group in self.groups()
+            ]
+            self._remember(norm_type)
+        return self.parts
+
+    def unscale_(self, norm_type: float) -> list[Part]:
+        """Divide the gradients by what they carry, once, and measure them."""
+        if self.unit is None and self.residue is None:
+            return self.measure(norm_type)
+        self._keep_overflow()
+        self.parts = [
+            Part(*group.unscale_(self._inverse(group.device), norm_type), group.positions, group.spread)
+            for group in self.groups()
+        ]
+        self.unit = self.residue = None
+        self.consumed = False
+        self._remember(norm_type)
+        return self.parts
+
+    def clip_(self, factor: Tensor, norm_type: float) -> None:
+        """Multiply unscaled gradients by a factor of at most 1; the measurement is carried along."""
+        parts = self.measure(norm_type)
+        for group in self.groups():
+            group.multiply_(factor.to(group.device, non_blocking=True))
+        if norm_type != 0:
+            parts = [
+                part._replace(norm=part.norm * factor.to(part.norm.device, non_blocking=True))
+                for part in parts
+            ]
+        self.parts = parts
+        self._remember(norm_type)
+
+    def changed_since_measured(self) -> bool:
+        """Whether a gradient was written to or replaced since the last measurement."""
+        return self._ledger.compare(_MEASURED) != GradientLedger.SAME
+
+    def _keep_overflow(self) -> None:
+        """An overflow that was seen counts, also if someone has overwritten it since."""
+        for part in self.parts or ():
+            found = part.found_inf
+            kept = self.overflow
+            self.overflow = (
+                found if kept is None else torch.maximum(kept, found.to(kept.device, non_blocking=True))
+            )
+
+    def _remember(self, norm_type: float) -> None:
+        self._norm_type = norm_type
+        self._ledger.remember(_MEASURED)
+
+    def _inverse(self, device: torch.device) -> Tensor:
+        if self.unit is not None:
+            return self.unit.inverse(device)
+        if self.residue is not None:
+            return self.residue.reciprocal().to(device, non_blocking=True)
+        return torch.ones((), dtype=torch.float32, device=device)
+
+    def bring_to(self, unit: LossScale) -> None:
+        """Convert the gradients to another loss scale; free if there are none."""
+        if self.unit is unit:
+            return
+        if self._ledger.count():
+            factor = unit.require()
+            if self.unit is not None:
+                factor = factor / self.unit.require()
+            elif self.residue is not None:
+                factor = factor / self.residue
+            overflow = self.multiply_(factor)
+            if self.unit is not None:
+                self.unit.record(overflow)
+        self.unit, self.residue, self.parts, self.consumed = unit, None, None, False
+
+    def multiply_(self, factor: Tensor) -> Tensor:
+        """Multiply the gradients by a device-side factor and keep the overflow it causes."""
+        total = torch.zeros((), dtype=torch.float32, device=factor.device)
+        for group in self.groups():
+            found = group.multiply_(factor.to(group.device, non_blocking=True))
+            total = torch.maximum(total, found.to(factor.device, non_blocking=True))
+        self._keep_overflow()
+        self.overflow = total if self.overflow is None else torch.maximum(self.overflow, total)
+        self.parts = None
+        return total
+
+    def pending(self, slot: int) -> bool:
+        """Whether scaled gradients came in since the last step of the owner with ``slot``."""
+        return self.unit is not None and self._ledger.compare(slot) != GradientLedger.SAME
+
+    def renewed(self, slot: int) -> bool:
+        """Whether the gradients are others than those that were unscaled or stepped."""
+        if self.consumed:
+            return self._ledger.compare(slot) != GradientLedger.SAME
+        return self._ledger.compare(_MEASURED) == GradientLedger.NEW
+
+    def stepped(self, slot: int) -> None:
+        """Note that the owner with ``slot`` has used the gradients."""
+        self._ledger.remember(slot)
+        self.touched.discard(slot)
+        self.consumed = True
+        self.overflow = None
+        self.parts = None
+
+    def split(self, params: list[Tensor], owners: frozenset[int]) -> GradientSet:
+        """Return a set of some of these parameters, in the same unit."""
+        part = GradientSet(params, owners)
+        part.unit, part.residue, part.overflow = self.unit, self.residue, self.overflow
+        part.touched = set(owners) if self.touched else set()
+        return part

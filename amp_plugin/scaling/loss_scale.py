@@ -1,0 +1,277 @@
+"""Loss scales: a number on the device and the rule by which it changes.
+
+The scale, its growth tracker and its hysteresis tracker live on the device and are
+changed there by one op, so that no step waits for the host. The rule is in
+:func:`amp_plugin.kernels.reference.update_scale_`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from amp_plugin.kernels import ops
+
+HysteresisMode = Literal["apex", "megatron", "deepspeed"]
+
+
+class LossScale:
+    """A loss scale that never changes by itself.
+
+    The tensors are made by the first :meth:`materialize`, on the device of the first
+    loss; until then :attr:`value` is None.
+
+    Attributes:
+        value: The scale, float32, 0-dim; None before the first use.
+        growth_tracker: Good steps since the last change, int32, 0-dim.
+        hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
+        generation: Increases whenever the value may have changed.
+        found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
+    """
+
+    dynamic = False
+
+    def __init__(self, init_scale: float = 2.0**16) -> None:
+        self.init_scale = positive("init_scale", init_scale)
+        self.init_growth_tracker = 0
+        self.init_hysteresis_tracker = 1
+        self.value: Tensor | None = None
+        self.growth_tracker: Tensor | None = None
+        self.hysteresis_tracker: Tensor | None = None
+        self.generation = 0
+        self.found_inf: Tensor | None = None
+        self._derived: dict[Any, Tensor] = {}
+        self._derived_from: tuple[int, int, int] | None = None
+
+    def materialize(self, device: torch.device | str) -> Tensor:
+        """Make the tensors on ``device`` if there are none, and return the scale."""
+        if self.value is None:
+            self.value = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+            self.growth_tracker = self._counter(self.init_growth_tracker, device)
+            self.hysteresis_tracker = self._counter(self.init_hysteresis_tracker, device)
+        return self.value
+
+    @staticmethod
+    def _counter(value: int, device: torch.device | str) -> Tensor:
+        return torch.full((), value, dtype=torch.int32, device=device)
+
+    def _derive(self, key: Any) -> Tensor | None:
+        """Look up what was computed from this value; forget it if the value has changed."""
+        value = self.require()
+        version = 0 if value.is_inference() else value._version
+        state = (self.generation, id(value), version)
+        if state != self._derived_from:
+            self._derived, self._derived_from = {}, state
+        return self._derived.get(key)
+
+    def require(self) -> Tensor:
+        """Return the scale's tensor; it must have been made."""
+        if self.value is None:
+            msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
+            raise RuntimeError(msg)
+        return self.value
+
+    def snapshot(self) -> Tensor:
+        """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
+        kept = self._derive("snapshot")
+        if kept is None:
+            kept = self._derived["snapshot"] = self.require().clone()
+        return kept
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """Return 1/scale on ``device`` (float32, 0-dim), rounded once from float64 as torch does."""
+        kept = self._derive(("inverse", device))
+        if kept is None:
+            value = self.require()
+            wide = value if value.device.type == "mps" else value.double()
+            kept = wide.reciprocal().float().to(device, non_blocking=True)
+            self._derived["inverse", device] = kept
+        return kept
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the scale on ``device`` (float32, 0-dim), without a host sync."""
+        value = self.require()
+        if value.device == device:
+            return value
+        kept = self._derive(("value", device))
+        if kept is None:
+            kept = self._derived["value", device] = value.to(device, non_blocking=True)
+        return kept
+
+    def record(self, found_inf: Tensor) -> None:
+        """Take note of one optimizer's check, for the next update."""
+        found_inf = found_inf.to(self.require().device, non_blocking=True)
+        self.found_inf = found_inf if self.found_inf is None else torch.maximum(self.found_inf, found_inf)
+
+    def update_(self) -> Tensor | None:
+        """Apply the recorded checks.
+
+        Returns:
+            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim);
+            None if this scale has no floor to watch.
+        """
+        self.found_inf = None
+        return None
+
+    def fill_(self, value: float | Tensor) -> None:
+        """Set the scale by hand.
+
+        Args:
+            value: The new scale; a number, or a tensor of one element.
+        """
+        if isinstance(value, Tensor):
+            self.require().copy_(value.detach().reshape(()))
+        else:
+            self.require().fill_(float(value))
+        self.generation += 1
+
+    def item(self) -> float:
+        """Return the scale as a number: a host sync."""
+        return self.init_scale if self.value is None else self.value.item()
+
+    def tracker(self) -> int:
+        """Return the growth tracker as a number: a host sync."""
+        return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
+
+    def tolerance(self) -> int:
+        """Return the hysteresis tracker as a number: a host sync."""
+        kept = self.hysteresis_tracker
+        return self.init_hysteresis_tracker if kept is None else int(kept.item())
+
+    def restore(self, scale: float, growth_tracker: int, hysteresis_tracker: int | None) -> None:
+        """Take over saved numbers, on the device if the tensors exist."""
+        self.init_scale, self.init_growth_tracker = float(scale), int(growth_tracker)
+        if hysteresis_tracker is not None:
+            self.init_hysteresis_tracker = int(hysteresis_tracker)
+        self.found_inf = None
+        if self.value is not None and self.growth_tracker is not None:
+            self.value.fill_(self.init_scale)
+            self.growth_tracker.fill_(self.init_growth_tracker)
+            if self.hysteresis_tracker is not None:
+                self.hysteresis_tracker.fill_(self.init_hysteresis_tracker)
+        self.generation += 1
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Keep numbers instead of tensors, which may live on a device the reader lacks."""
+        state = dict(self.__dict__)
+        state["init_scale"], state["init_growth_tracker"] = self.item(), self.tracker()
+        state["init_hysteresis_tracker"] = self.tolerance()
+        for name in ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from"):
+            state[name] = None
+        state["_derived"] = {}
+        return state
+
+
+class ConstantLossScale(LossScale):
+    """A loss scale that is only changed by hand; overflowing steps are still skipped."""
+
+
+class DynamicLossScale(LossScale):
+    """A loss scale that backs off on overflow and grows after good steps.
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Factor of a growth, more than 1.
+        backoff_factor: Factor of a backoff, between 0 and 1.
+        growth_interval: Good optimizer steps in a row before a growth.
+        min_scale: Floor; None means 1, or ``init_scale`` if that is lower.
+        max_scale: Ceiling; None means float32's largest number.
+        hysteresis: Overflows before a backoff.
+        hysteresis_mode: When the tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
+            ``"deepspeed"`` (a whole growth interval).
+        watch_floor: Whether :meth:`update_` reports an overflow at the floor.
+    """
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        hysteresis_mode: HysteresisMode = "apex",
+        watch_floor: bool = False,
+    ) -> None:
+        super().__init__(init_scale)
+        self.growth_factor = checked_growth_factor(growth_factor)
+        self.backoff_factor = checked_backoff_factor(backoff_factor)
+        self.growth_interval = whole("growth_interval", growth_interval)
+        self.min_scale = min(1.0, self.init_scale) if min_scale is None else positive("min_scale", min_scale)
+        self.max_scale = (
+            torch.finfo(torch.float32).max if max_scale is None else positive("max_scale", max_scale)
+        )
+        self.hysteresis = self.init_hysteresis_tracker = whole("hysteresis", hysteresis)
+        if hysteresis_mode not in ops.HYSTERESIS_MODES:
+            msg = f"hysteresis_mode={hysteresis_mode!r} is not known; use one of {', '.join(ops.HYSTERESIS_MODES)}"
+            raise ValueError(msg)
+        self.hysteresis_mode: HysteresisMode = hysteresis_mode
+        self.watch_floor = watch_floor
+        if not self.min_scale <= self.init_scale <= self.max_scale:
+            msg = (
+                f"init_scale={init_scale} is not between min_scale={self.min_scale} and "
+                f"max_scale={self.max_scale}; change one of the three"
+            )
+            raise ValueError(msg)
+
+    def update_(self) -> Tensor | None:
+        """Apply the recorded checks by one op on the device."""
+        found, self.found_inf = self.found_inf, None
+        if found is None:
+            return None
+        value = self.require()
+        at_floor = torch.logical_and(found > 0, value <= self.min_scale).float() if self.watch_floor else None
+        torch.ops.amp_plugin.update_scale_(
+            value,
+            self.growth_tracker,
+            self.hysteresis_tracker,
+            found,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            self.min_scale,
+            self.max_scale,
+            self.hysteresis,
+            ops.HYSTERESIS_MODES[self.hysteresis_mode],
+        )
+        self.generation += 1
+        return at_floor
+
+
+def positive(name: str, value: float) -> float:
+    """Return ``value`` as a float, or raise ValueError if it is no finite number above 0."""
+    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        msg = f"{name}={value!r} is not allowed; give a finite number greater than 0"
+        raise ValueError(msg)
+    return float(value)
+
+
+def whole(name: str, value: int) -> int:
+    """Return ``value`` as an int, or raise ValueError if it is no whole number above 0."""
+    if isinstance(value, bool) or int(value) != value or value < 1:
+        msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
+        raise ValueError(msg)
+    return int(value)
+
+
+def checked_growth_factor(value: float) -> float:
+    """Return the growth factor, or raise ValueError if it would not grow the scale."""
+    if not (math.isfinite(value) and value > 1.0):
+        msg = f"The growth factor must be > 1.0. Got growth_factor={value!r}; torch's default is 2.0"
+        raise ValueError(msg)
+    return float(value)
+
+
+def checked_backoff_factor(value: float) -> float:
+    """Return the backoff factor, or raise ValueError if it would not lower the scale."""
+    if not 0.0 < value < 1.0:
+        msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; torch's default is 0.5"
+        raise ValueError(msg)
+    return float(value)

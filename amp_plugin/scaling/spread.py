@@ -1,0 +1,66 @@
+"""How a gradient is spread over ranks, read from its DTensor placements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class Spread(NamedTuple):
+    """Where the parts of a gradient are.
+
+    Attributes:
+        mesh: The device mesh.
+        sharded: For each mesh dimension, whether ranks along it hold different elements.
+    """
+
+    mesh: DeviceMesh
+    sharded: tuple[bool, ...]
+
+
+def local_gradient(param: Tensor) -> tuple[Tensor, Spread | None]:
+    """Return this rank's part of ``param.grad``, and how the gradient is spread.
+
+    A Partial gradient is summed up first and replaced: neither its norm nor its overflow
+    can be told from the summands.
+    """
+    grad: Any = param.grad
+    if not _is_dtensor(grad):
+        return grad, None
+    if any(placement.is_partial() for placement in grad.placements):
+        from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- only DTensor users pay for it
+
+        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+        grad = param.grad = grad.redistribute(placements=whole)
+    sharded = tuple(not placement.is_replicate() for placement in grad.placements)
+    local = grad._local_tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    return local, Spread(grad.device_mesh, sharded)
+
+
+def _is_dtensor(grad: Tensor) -> bool:
+    if type(grad) in {Tensor, torch.nn.Parameter} or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
+
+    return isinstance(grad, DTensor)
+
+
+def parameter_spreads(params: Sequence[Tensor]) -> tuple[Spread, ...]:
+    """Return every way in which the gradients of ``params`` may be spread, in a fixed order.
+
+    Every rank finds the same list, whatever gradients it has.
+    """
+    found: dict[Spread, None] = {}
+    for param in params:
+        if _is_dtensor(param):
+            tensor: Any = param
+            found[Spread(tensor.device_mesh, tuple(p.is_shard() for p in tensor.placements))] = None
+    return tuple(found)

@@ -1,0 +1,158 @@
+"""What became of one optimizer step, read without a host sync until asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
+
+
+class HostFlag:
+    """A device flag on its way to the host.
+
+    On CUDA and XPU it is copied to pinned memory behind the work already queued; on other devices
+    it is read when asked for.
+
+    Args:
+        flag: One element; above 0 means set.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._flag = flag
+        self._copy: Tensor | None = None
+        self._arrived: torch.Event | None = None
+        if flag.device.type in {"cuda", "xpu"} and not _capturing(flag.device):
+            self._copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._copy.copy_(flag.reshape(()), non_blocking=True)
+            self._arrived = torch.Event(flag.device)
+            self._arrived.record()
+
+    def known(self) -> bool | None:
+        """Return the flag if the host can know it without waiting, else None."""
+        if self._flag.device.type == "cpu":
+            return bool(self._flag.item() > 0)
+        if self._arrived is None or self._copy is None or not self._arrived.query():
+            return None
+        return bool(self._copy.item() > 0)
+
+    def wait(self) -> bool:
+        """Return the flag: a host sync if it is not known yet."""
+        known = self.known()
+        return bool(self._flag.item() > 0) if known is None else known
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverflowReport:
+    """Which parameters had gradients that are not finite.
+
+    Attributes:
+        inf: Names of those with an infinite element.
+        nan: Names of those with a nan; a parameter may be in both.
+        elsewhere: True if this rank's gradients are finite and another's made the step be skipped.
+    """
+
+    inf: tuple[str, ...] = ()
+    nan: tuple[str, ...] = ()
+    elsewhere: bool = False
+
+    def __bool__(self) -> bool:
+        """Whether anything overflowed."""
+        return bool(self.inf or self.nan or self.elsewhere)
+
+    def __str__(self) -> str:
+        """Return one line, naming the first few parameters."""
+        if not self:
+            return "no overflow"
+        lines = [
+            f"{kind} in {_first(names)}" for kind, names in (("inf", self.inf), ("nan", self.nan)) if names
+        ]
+        return "; ".join(lines) or "overflow on another rank"
+
+
+def _first(names: Sequence[str], count: int = 5) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return f"{len(names)} gradients: {', '.join(names[:count])}{more}"
+
+
+class StepResult:
+    """The result of one ``scaler.step(optimizer)``.
+
+    Owns its tensors: later steps do not change it. Every property but :attr:`norm` and
+    :attr:`found_inf` waits for the device when first read.
+
+    Attributes:
+        norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
+            had no gradients.
+        found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+    """
+
+    def __init__(
+        self,
+        *,
+        norm: Tensor | None,
+        found_inf: Tensor,
+        scale_before: Tensor | None,
+        flags: Callable[[], Iterable[tuple[str, int]]],
+        known: bool | None = None,
+    ) -> None:
+        self.norm = norm
+        self.found_inf = found_inf
+        self._scale_before = scale_before
+        self._scale_after = scale_before
+        self._flags = flags
+        self._skipped = known
+        self._flag = None if known is not None else HostFlag(found_inf)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped."""
+        if self._skipped is None and self._flag is not None:
+            self._skipped = self._flag.wait()
+        return bool(self._skipped)
+
+    def skipped_if_known(self) -> bool | None:
+        """Return whether the step was skipped, or None if the host would have to wait to know."""
+        if self._skipped is None and self._flag is not None:
+            self._skipped = self._flag.known()
+        return self._skipped
+
+    @property
+    def scale_before(self) -> float:
+        """The loss scale the gradients came with."""
+        return 1.0 if self._scale_before is None else float(self._scale_before.item())
+
+    @property
+    def scale_after(self) -> float:
+        """The loss scale after the update that followed; ``scale_before`` until it is applied."""
+        return 1.0 if self._scale_after is None else float(self._scale_after.item())
+
+    def close(self, scale_after: Tensor) -> None:
+        """Note the scale after the update; called by the scaler."""
+        self._scale_after = scale_after
+
+    def overflow_report(self) -> OverflowReport:
+        """Return the names of the parameters whose gradients were not finite."""
+        inf: list[str] = []
+        nan: list[str] = []
+        for name, flag in self._flags():
+            if flag & INF_FLAG:
+                inf.append(name)
+            if flag & NAN_FLAG:
+                nan.append(name)
+        return OverflowReport(inf=tuple(inf), nan=tuple(nan), elsewhere=self.skipped and not (inf or nan))
+
+    def __repr__(self) -> str:
+        """Show the numbers: a host sync."""
+        norm = None if self.norm is None else self.norm.item()
+        return (
+            f"StepResult(skipped={self.skipped}, norm={norm}, scale_before={self.scale_before}, "
+            f"scale_after={self.scale_after})"
+        )

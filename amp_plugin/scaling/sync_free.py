@@ -1,0 +1,82 @@
+"""Skip a step on the device: step always, then put the old values back if it overflowed.
+
+For optimizers that know nothing of loss scales. Costs a copy of parameters and state and one
+select pass; saves the wait for the overflow flag. The first step of a parameter is taken the
+ordinary way, since it makes the state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+def possible(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a step can be undone on the device.
+
+    Args:
+        optimizer: Its state must exist for every parameter with a gradient, or it keeps none.
+        device: Where the overflow flag is.
+
+    Raises:
+        RuntimeError: The optimizer keeps state that is no tensor, or on another device.
+    """
+    stepping = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    with_state = [p for p in stepping if optimizer.state.get(p)]
+    for param in with_state:
+        _require_selectable(optimizer, optimizer.state[param], device)
+    if len(with_state) == len(stepping):
+        return True
+    return not with_state and _keeps_no_state(optimizer)
+
+
+def _keeps_no_state(optimizer: Optimizer) -> bool:
+    plain_sgd = isinstance(optimizer, torch.optim.SGD)
+    return plain_sgd and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _require_selectable(optimizer: Optimizer, state: dict[str, Any], device: torch.device) -> None:
+    for name, value in state.items():
+        if value is None or (isinstance(value, Tensor) and value.device == device):
+            continue
+        where = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        msg = (
+            f"sync_free=True: the state {name!r} of {type(optimizer).__name__} is {where}, which cannot be put "
+            f"back on {device} without a sync; pass capturable=True to the optimizer, or sync_free=False."
+        )
+        raise RuntimeError(msg)
+
+
+@torch.no_grad()
+def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Step, and undo it on the device where ``found_inf`` is 1.
+
+    Args:
+        optimizer: One for which :func:`possible` is true.
+        found_inf: float32, 0-dim.
+        args: For ``optimizer.step``.
+        kwargs: For ``optimizer.step``.
+
+    Returns:
+        What ``optimizer.step`` returns, whether the step was undone or not.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    current = [_local(p) for p in params]
+    current += [
+        _local(v) for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)
+    ]
+    before = [t.clone() for t in current]
+    with torch.enable_grad():
+        value = optimizer.step(*args, **kwargs)
+    undo = found_inf > 0
+    for tensor, old in zip(current, before, strict=True):
+        torch.where(undo, old, tensor, out=tensor)
+    return value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local

@@ -1,0 +1,102 @@
+"""When the scale may change: update() is a request until no gradient depends on the old one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.step_result import HostFlag
+
+if TYPE_CHECKING:
+    from amp_plugin.scaling.gradient_set import GradientSet
+    from amp_plugin.scaling.grad_scaler import GradScaler
+
+
+def request(scaler: GradScaler, new_scale: float | Tensor | None) -> None:
+    """Ask for an update, or set the scale at once."""
+    _raise_at_floor(scaler)
+    for record in scaler._registry:
+        record.stage = OptState.READY
+    if new_scale is None:
+        scaler._requested = True
+        settle(scaler, force=False)
+        return
+    scaler._requested = False
+    value = _checked(new_scale)
+    for loss_scale in scaler._all_loss_scales():
+        if loss_scale.value is not None:
+            loss_scale.found_inf = None
+            old = loss_scale.snapshot()
+            loss_scale.fill_(value)
+            _convert(scaler, loss_scale, old)
+
+
+def settle(scaler: GradScaler, *, force: bool) -> None:
+    """Apply a requested update, unless gradients wait that depend on the scale.
+
+    Args:
+        scaler: The scaler.
+        force: Apply it all the same and convert those gradients; only float16 ones prevent it.
+    """
+    if not scaler._requested:
+        return
+    waiting = [one for record in scaler._registry for one in record.sets if one.pending(record.slot)]
+    if waiting and (not force or any(one.first_of_dtype(torch.float16) is not None for one in waiting)):
+        return
+    scaler._requested = False
+    for loss_scale in scaler._all_loss_scales():
+        if loss_scale.value is not None and loss_scale.found_inf is not None:
+            old = loss_scale.snapshot()
+            at_floor = loss_scale.update_()
+            if at_floor is not None:
+                scaler._floor.append(HostFlag(at_floor))
+            _convert(scaler, loss_scale, old)
+    for result, loss_scale in scaler._open_results:
+        result.close(loss_scale.snapshot())
+    scaler._open_results.clear()
+    _raise_at_floor(scaler)
+
+
+def _convert(scaler: GradScaler, loss_scale: LossScale, old: Tensor) -> None:
+    """Multiply the gradients that carry the old scale by new/old."""
+    carriers: list[GradientSet] = [
+        one for one in scaler._registry.sets() if one.unit is loss_scale and one.ledger.count()
+    ]
+    if carriers:
+        factor = loss_scale.require() / old
+        for one in carriers:
+            one.multiply_(factor)
+
+
+def _checked(new_scale: float | Tensor) -> float | Tensor:
+    if isinstance(new_scale, Tensor):
+        if new_scale.numel() != 1 or not new_scale.is_floating_point():
+            msg = (
+                f"new_scale must be a number or a floating tensor of one element, got "
+                f"{tuple(new_scale.shape)} of {new_scale.dtype}"
+            )
+            raise ValueError(msg)
+        return new_scale
+    value = float(new_scale)
+    if not 0 < value < float("inf"):
+        msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
+        raise ValueError(msg)
+    return value
+
+
+def _raise_at_floor(scaler: GradScaler) -> None:
+    """Raise if the host knows by now of an overflow at the floor."""
+    for flag in list(scaler._floor):
+        known = flag.known()
+        if known is not None:
+            scaler._floor.remove(flag)
+        if known:
+            msg = (
+                "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. "
+                "Look at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+            )
+            raise FloatingPointError(msg)
