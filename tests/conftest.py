@@ -32,8 +32,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _native_core():
-    with (
-        warnings.catch_warnings()
-    ):  # the warning of a missing compiler is tested in tests/kernels/test_build.py
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # what a missing compiler warns of is tested in tests/kernels/test_build.py
         return native_core()

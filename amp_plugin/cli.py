@@ -1,0 +1,157 @@
+"""The command `amp-plugin`: look at a machine, compile ahead of time, list a run's casts.
+
+Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or the
+environment is wrong. With ``--json`` standard output is one JSON object and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import amp_plugin
+
+app = typer.Typer(
+    name="amp-plugin",
+    help="Automatic mixed precision for PyTorch, Lightning and Accelerate.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Precision(str, Enum):
+    """A precision to plan for."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+class Device(str, Enum):
+    """A type of device to plan for."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+    xpu = "xpu"
+    mps = "mps"
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(amp_plugin.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Automatic mixed precision for PyTorch, Lightning and Accelerate."""
+
+
+@app.command()
+def doctor(
+    precision: Annotated[Precision, typer.Option(help="Precision to plan for.")] = Precision.fp16,
+    device: Annotated[Device | None, typer.Option(help="Device to plan for; default: the best here.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
+    from amp_plugin.doctor import default_device, environment, examine  # noqa: PLC0415 - loads torch
+
+    try:
+        report = examine(precision.value, device.value if device else default_device())
+    except ValueError as error:
+        _fail(str(error), code=2)
+    report["environment"] = environment()
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(report)
+    raise typer.Exit(0 if report["healthy"] else 1)
+
+
+@app.command()
+def build(
+    rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even what the cache has.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Compile the native core ahead of its first use, for instance into a machine image."""
+    from amp_plugin.kernels.build import SOURCES, build_library, build_region  # noqa: PLC0415 - loads torch
+
+    try:
+        library = build_library(SOURCES, rebuild=rebuild)
+        region = build_region(library, SOURCES, rebuild=rebuild)
+    except (OSError, RuntimeError, ValueError) as error:
+        if as_json:
+            print(json.dumps({"built": False, "reason": str(error)}))
+        _fail(str(error), code=1)
+    seconds = library.seconds + region.seconds
+    if as_json:
+        paths = {"library": str(library.path), "region": str(region.path)}
+        print(json.dumps({"built": True, **paths, "seconds": round(seconds, 1)}))
+    else:
+        state = f"compiled in {seconds:.1f} s" if seconds else "already compiled"
+        print(f"{state}: {library.path}\n{' ' * len(state)}  {region.path}")
+
+
+def _fail(message: str, *, code: int) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    raise typer.Exit(code)
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    for title, part in report.items():
+        if title == "healthy":
+            continue
+        table = Table(
+            show_header=False,
+            box=None,
+            title=title.replace("_", " "),
+            title_justify="left",
+            title_style="bold",
+        )
+        for name, value in _rows(part):
+            table.add_row(escape(name), escape(_text(value)))
+        console.print(table)
+        console.print()
+    verdict = (
+        "[green]All is well.[/]"
+        if report["healthy"]
+        else "[yellow]Something is missing, see the reasons above.[/]"
+    )
+    console.print(verdict)
+
+
+def _rows(part: Any) -> list[tuple[str, Any]]:
+    if isinstance(part, list):
+        return [
+            (entry["device"], {key: value for key, value in entry.items() if key != "device"})
+            for entry in part
+        ]
+    return list(part.items())
+
+
+def _text(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{name} {_text(each)}" for name, each in value.items()) or "-"
+        case _:
+            return str(value) or "-"

@@ -1,0 +1,195 @@
+"""What this machine has and what amp_plugin will do on it, as plain data.
+
+Each part is a dictionary of strings, numbers and booleans, so the whole can be printed
+as JSON. Collecting it compiles and loads the native core as a first use would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import os
+import platform
+import warnings
+from collections import Counter
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import amp_plugin
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.build_cache import cache_root
+from amp_plugin.scaling.grad_scaler import GradScaler
+
+DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
+_COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
+
+Part = dict[str, Any]
+
+
+def examine(precision: str, device_type: str) -> dict[str, Any]:
+    """Return the whole report.
+
+    Args:
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the precision to plan for.
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+
+    Returns:
+        ``versions``, ``devices``, ``native_core``, ``cuda_kernels``, ``cache``, ``plan`` and
+        ``healthy``: True if nothing that this machine could use is missing.
+
+    Raises:
+        ValueError: The environment holds a setting that is not allowed.
+    """
+    core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
+    return {
+        "versions": versions(),
+        "devices": devices(),
+        "native_core": core,
+        "cuda_kernels": kernels,
+        "cache": cache,
+        "plan": plan(precision, device_type),
+        "healthy": not (core["reason"] or kernels["reason"] or cache["problem"]),
+    }
+
+
+def default_device() -> str:
+    """Return the type of this machine's accelerator, ``"cpu"`` if it has none."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in DEVICES else "cpu"
+
+
+def versions() -> Part:
+    """Return name -> version of what is installed, None for what is not."""
+    found: Part = {
+        "amp_plugin": amp_plugin.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda (torch's)": torch.version.cuda,
+    }
+    for name in _COMPANIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def devices() -> list[Part]:
+    """Return each device's name and what it computes fast."""
+    return [_cpu(), *(_cuda(index) for index in range(torch.cuda.device_count()))]
+
+
+def _cpu() -> Part:
+    model = platform.processor() or platform.machine()
+    facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    flags = next((line.split(":")[1].split() for line in facts.splitlines() if line.startswith("flags")), [])
+    names = (line.split(":")[1].strip() for line in facts.splitlines() if line.startswith("model name"))
+    return {
+        "device": "cpu",
+        "name": next(names, model),
+        "vectors": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "fast_bf16": bool({"avx512_bf16", "amx_bf16"} & {*flags}),
+        "fast_fp16": bool({"avx512_fp16", "amx_fp16"} & {*flags}),
+    }
+
+
+def _cuda(index: int) -> Part:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "device": f"cuda:{index}",
+        "name": properties.name,
+        "architecture": f"sm_{properties.major}{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "fast_bf16": properties.major >= 8,
+        "fast_fp16": properties.major >= 7,
+    }
+
+
+def native_core_state() -> Part:
+    """Return what is loaded of the native core and why something is not."""
+    with warnings.catch_warnings():  # the report says it
+        warnings.simplefilter("ignore")
+        core = native_core()
+    return {
+        "kernels": core.loaded,
+        "regions": core.region is not None,
+        "library": str(core.library) if core.library else None,
+        "compiled_s": round(core.seconds, 1),
+        "reason": core.reason,
+    }
+
+
+def cuda_kernels_state() -> Part:
+    """Return whether the CUDA kernels can be compiled here; no GPU needs none."""
+    if not torch.cuda.is_available():
+        return {"usable": False, "reason": "", "note": "no CUDA device"}
+    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
+        reason = "the package cuda-core is not installed; run: pip install 'amp-plugin[cuda]'"
+        return {"usable": False, "reason": reason, "note": "plain torch ops are used"}
+    return {"usable": True, "reason": "", "note": "compiled at first use"}
+
+
+def cache_state() -> Part:
+    """Return where the build cache is, its size in bytes, and why it cannot be used."""
+    try:
+        root = cache_root()
+    except (OSError, ValueError) as error:
+        return {"folder": None, "bytes": 0, "problem": str(error)}
+    size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
+    return {"folder": str(root), "bytes": size, "problem": ""}
+
+
+def plan(precision: str, device_type: str) -> Part:
+    """Return what a run in ``precision`` on ``device_type`` does.
+
+    Returns:
+        ``autocast`` is on or off, ``dtype`` its dtype, ``ops`` the number of ops per rule,
+        ``kernels`` who casts, ``loss_scale`` the scaler's settings or None, ``advice``
+        what the user should know.
+    """
+    core = native_core_state()
+    mixed = precision != "fp32"
+    rules = (
+        Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else Counter()
+    )
+    return {
+        "precision": precision,
+        "device": device_type,
+        "autocast": mixed,
+        "dtype": str(DTYPES[precision]).removeprefix("torch."),
+        "ops": dict(sorted(rules.items())),
+        "kernels": "amp_plugin" if core["regions"] else "torch",
+        "loss_scale": _loss_scale() if precision == "fp16" else None,
+        "advice": _advice(precision, device_type),
+    }
+
+
+def _loss_scale() -> Part:
+    names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
+    parameters = inspect.signature(GradScaler).parameters
+    return {name: parameters[name].default for name in names}
+
+
+def _advice(precision: str, device_type: str) -> str:
+    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
+        return f"there is no {device_type} device on this machine"
+    if precision == "fp32":
+        return ""
+    here = next((device for device in devices() if device["device"].startswith(device_type)), None)
+    if here is not None and not here[f"fast_{precision}"]:
+        other = "bf16" if precision == "fp16" else "fp16"
+        better = f"; {other} is" if here[f"fast_{other}"] else ", expect no speed-up"
+        return f"{precision} is not fast on this {device_type}{better}"
+    return ""
+
+
+def environment() -> Part:
+    """Return the settings of the environment that this package reads."""
+    names = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", "XDG_CACHE_HOME", "CXX", "MAX_JOBS")
+    return {name: os.environ[name] for name in names if name in os.environ}

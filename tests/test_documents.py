@@ -1,0 +1,72 @@
+"""Every code block of the documentation runs, every link inside the repository resolves."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for found, text in FENCE.findall(page.read_text()) if found == language]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """A page is read from top to bottom, so its blocks share one program."""
+    program = tmp_path / "page.py"
+    program.write_text("\n".join(blocks(page, "python")))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    answer = subprocess.run(
+        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_the_links_of_a_page_resolve(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text())
+    for target in LINK.findall(prose):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name(page)} links to {target}, which does not exist"
+        if anchor and file.suffix == ".md":
+            assert anchor in headings(file), (
+                f"{name(page)} links to {target}; {path} has {sorted(headings(file))}"
+            )
+
+
+def headings(page: Path) -> set[str]:
+    """The anchors a page offers, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
+    return {title.replace(" ", "-") for title in plain}
+
+
+def test_the_readme_names_commands_that_exist() -> None:
+    shell = "\n".join(blocks(ROOT / "README.md", "bash"))
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", shell, re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    extras = re.search(r"pip install '\.\[(.*)\]'", shell)
+    assert extras is not None
+    for extra in extras.group(1).split(","):
+        assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)

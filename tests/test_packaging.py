@@ -1,0 +1,164 @@
+"""The package as others get it: built, installed elsewhere, type-checked."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import amp_plugin
+
+ROOT = Path(__file__).parent.parent
+CONSUMER = '''
+"""Someone else's training step, fully typed."""
+
+import torch
+
+import amp_plugin
+
+
+def step(model: torch.nn.Module, batch: torch.Tensor, optimizer: torch.optim.Optimizer) -> float:
+    scaler = amp_plugin.GradScaler("cpu", init_scale=1024.0)
+    with amp_plugin.autocast("cpu", dtype=torch.float16):
+        loss: torch.Tensor = model(batch).sum()
+    torch.autograd.backward(scaler.scale(loss))
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+rules: amp_plugin.OpRules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+rule: amp_plugin.OpRule = rules["aten::softmax.int"]
+available: bool = amp_plugin.is_autocast_available("cpu")
+version: str = amp_plugin.__version__
+'''
+WRONG = """
+import amp_plugin
+
+version: int = amp_plugin.__version__
+"""
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A wheel, made from the sdist, as a package index would hold them."""
+    folder = tmp_path_factory.mktemp("dist")
+    answer = run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_runs_and_nothing_else(built: tuple[Path, Path]) -> None:
+    wheel, _ = built
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    in_tree = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "amp_plugin").rglob("*")
+        if path.suffix in {".py", ".pyi", ".yaml", ".cpp", ".h", ".cu", ".cuh", ".typed"}
+    }
+    assert {name for name in names if name.startswith("amp_plugin/")} == in_tree | {"amp_plugin/py.typed"}
+    assert {name.partition("/")[0] for name in names} == {
+        "amp_plugin",
+        f"amp_plugin-{amp_plugin.__version__}.dist-info",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_whole_project(built: tuple[Path, Path]) -> None:
+    _, sdist = built
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "Makefile",
+        "constraints.txt",
+        "tests/test_packaging.py",
+    } <= names
+    assert not [name for name in names if name.startswith((".venv", ".git/", "runs", "site"))]
+
+
+@pytest.mark.slow
+def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_path: Path) -> None:
+    """Installed without a compiler; torch and the other dependencies are lent by this environment."""
+    wheel, _ = built
+    venv.create(tmp_path / "empty", with_pip=False)
+    python = tmp_path / "empty" / "bin" / "python"
+    site = Path(
+        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip()
+    )
+    no_compiler = {"PATH": str(tmp_path / "empty" / "bin"), "AMP_PLUGIN_CACHE_DIR": str(tmp_path / "cache")}
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    answer = run(*pip, cwd=tmp_path, **no_compiler)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    lent = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "lent.pth").write_text("\n".join(lent))
+
+    found = run(python, "-c", "import amp_plugin; print(amp_plugin.__file__)", cwd=tmp_path)
+    assert found.stdout.startswith(str(site))
+    code = (
+        "import torch, amp_plugin\n"
+        "with amp_plugin.autocast('cpu', dtype=torch.bfloat16):\n"
+        "    print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)\n"
+    )
+    worked = run(python, "-W", "ignore", "-c", code, cwd=tmp_path, **no_compiler)
+    assert worked.stdout == "torch.bfloat16\n", worked.stderr
+    version = run(tmp_path / "empty" / "bin" / "amp-plugin", "--version", cwd=tmp_path)
+    assert version.stdout.strip() == amp_plugin.__version__
+    doctor = run(tmp_path / "empty" / "bin" / "amp-plugin", "doctor", cwd=tmp_path, **no_compiler)
+    assert doctor.returncode == 1
+    assert "no C++ compiler" in doctor.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
+    command = {
+        "mypy": [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--strict",
+            "--config-file=",
+            "--cache-dir",
+            tmp_path / "mypy",
+        ],
+        "pyright": [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error"],
+    }[checker]
+    (tmp_path / "consumer.py").write_text(CONSUMER)
+    (tmp_path / "wrong.py").write_text(WRONG)
+    (tmp_path / "pyrightconfig.json").write_text('{"typeCheckingMode": "strict"}')
+    good = run(*command, "consumer.py", cwd=tmp_path, PYTHONPATH=str(ROOT), MYPYPATH=str(ROOT))
+    bad = run(*command, "wrong.py", cwd=tmp_path, PYTHONPATH=str(ROOT), MYPYPATH=str(ROOT))
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert bad.returncode == 1
+    assert re.search(r"wrong\.py.*(Incompatible types|not assignable)", bad.stdout), bad.stdout
+
+
+def test_the_version_heads_the_changelog() -> None:
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    released = re.findall(r"^## \[(.+?)\]", changelog, re.MULTILINE)
+    assert released[0] == "Unreleased"
+    assert len(released) == 1 or released[1] == amp_plugin.__version__
