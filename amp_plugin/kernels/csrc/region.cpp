@@ -33,13 +33,19 @@ constexpr c10::DeviceType kMarker = c10::DeviceType::IPU;
 constexpr c10::DispatchKey kMarkerKey = c10::DispatchKey::AutocastIPU;
 constexpr c10::DeviceType kAcceleratorRulesSlot = c10::DeviceType::MAIA;
 
-constexpr std::array<c10::ScalarType, kMaxRuleSets> kRulesAsDtype = {
-    c10::kHalf,          c10::kByte,          c10::kChar,          c10::kShort,         c10::kInt,
-    c10::kLong,          c10::kFloat,         c10::kDouble,        c10::kComplexHalf,   c10::kComplexFloat,
-    c10::kComplexDouble, c10::kBool,          c10::kQInt8,         c10::kQUInt8,        c10::kQInt32,
-    c10::kBFloat16,      c10::kQUInt4x2,      c10::kQUInt2x4,      c10::kFloat8_e5m2,   c10::kFloat8_e4m3fn,
-    c10::kUInt16,        c10::kUInt32,        c10::kUInt64,        c10::kFloat8_e5m2fnuz,
+// Rule set n > 0 in a dtype slot; 0 is the value the slot has anyway.
+constexpr std::array<c10::ScalarType, kMaxRuleSets - 1> kRulesAsDtype = {
+    c10::kByte,          c10::kChar,         c10::kShort,         c10::kInt,         c10::kLong,
+    c10::kFloat,         c10::kDouble,       c10::kComplexHalf,   c10::kComplexFloat, c10::kComplexDouble,
+    c10::kBool,          c10::kQInt8,        c10::kQUInt8,        c10::kQInt32,      c10::kFloat8_e4m3fnuz,
+    c10::kQUInt4x2,      c10::kQUInt2x4,     c10::kFloat8_e5m2,   c10::kFloat8_e4m3fn, c10::kUInt16,
+    c10::kUInt32,        c10::kUInt64,       c10::kFloat8_e5m2fnuz,
 };
+
+c10::ScalarType slot_value(c10::DeviceType slot, int rules) {
+  if (rules > 0) return kRulesAsDtype.at(static_cast<size_t>(rules) - 1);
+  return slot == kMarker ? c10::kHalf : c10::kBFloat16;
+}
 
 thread_local std::vector<Region> open_regions;
 
@@ -91,7 +97,7 @@ void enter_region(const void* owner, RegionOptions options) {
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
   at::autocast::set_autocast_enabled(kMarker, options.enabled);
-  if (options.rules >= 0) at::autocast::set_autocast_dtype(slot, kRulesAsDtype.at(options.rules));
+  at::autocast::set_autocast_dtype(slot, slot_value(slot, options.rules));
   at::autocast::set_autocast_cache_enabled(false);  // torch's cache serves stale casts
   region.nesting = at::autocast::increment_nesting();
   open_regions.push_back(std::move(region));
@@ -133,8 +139,8 @@ Plan plan_for(c10::DeviceType device) {
 
 void set_default_rules(c10::DeviceType device, int rules) {
   default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
-  const auto number = static_cast<size_t>(rules == kNoRules ? 0 : rules);
-  at::autocast::set_autocast_dtype(rules_slot(device), kRulesAsDtype.at(number));
+  const auto slot = rules_slot(device);
+  at::autocast::set_autocast_dtype(slot, slot_value(slot, rules));
 }
 
 bool has_open_region() { return !open_regions.empty(); }

@@ -1,0 +1,409 @@
+"""Regions: torch's semantics, and what goes wrong with torch's own regions."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+
+import pytest
+import torch
+
+import amp_plugin
+from amp_plugin.casting import active
+
+
+@pytest.fixture(autouse=True)
+def state_is_left_as_found():
+    before = _state()
+    yield
+    assert _state() == before
+
+
+def _state():
+    devices = ("cpu", "cuda", "ipu", "maia")
+    nesting = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
+    return (
+        [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],
+        torch.is_autocast_cache_enabled(),
+        nesting,
+    )
+
+
+def mm_dtype(x=None):
+    x = torch.ones(2, 2) if x is None else x
+    return (x @ x).dtype
+
+
+class TestLikeTorch:
+    def test_state_is_torchs(self):
+        with amp_plugin.autocast("cpu", dtype=torch.float16):
+            assert torch.is_autocast_enabled("cpu")
+            assert torch.get_autocast_dtype("cpu") is torch.float16
+            with torch.autocast("cpu", enabled=False):
+                assert mm_dtype() is torch.float32
+            with amp_plugin.autocast("cpu", enabled=False):
+                assert mm_dtype() is torch.float32
+                assert not torch._C._is_any_autocast_enabled()
+            assert mm_dtype() is torch.float16
+        assert mm_dtype() is torch.float32
+
+    def test_default_dtype_is_torchs(self):
+        with amp_plugin.autocast("cpu"):
+            assert mm_dtype() is torch.bfloat16
+
+    def test_errors_are_torchs(self):
+        with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
+            amp_plugin.autocast(torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="unsupported autocast device_type 'opengl'|unknown device type"):
+            amp_plugin.autocast("opengl", dtype=torch.float16)
+        with pytest.raises(TypeError, match="requires a callable, but got int"):
+            amp_plugin.autocast("cpu")(3)
+
+    def test_unsupported_dtype_warns_every_time(self):
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="target dtype is not supported. Disabling autocast"):
+                region = amp_plugin.autocast("cpu", dtype=torch.float32)
+            with region:
+                assert mm_dtype() is torch.float32
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+    def test_cuda_region_without_cuda_warns(self):
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="CUDA is not available"):
+                amp_plugin.autocast("cuda")
+
+    def test_exit_without_enter(self):
+        with pytest.raises(RuntimeError, match="exit without enter; this region is not open in this thread"):
+            amp_plugin.autocast("cpu").__exit__(None, None, None)
+
+    def test_is_autocast_available(self):
+        assert amp_plugin.is_autocast_available("cpu")
+        assert amp_plugin.is_autocast_available("opengl") is torch.amp.is_autocast_available("opengl")
+
+    def test_it_is_a_torch_autocast(self):
+        region = amp_plugin.autocast("cpu")
+        assert isinstance(region, torch.autocast)
+        assert (region.device, region.fast_dtype, region._enabled) == ("cpu", torch.bfloat16, True)
+
+    def test_exception_leaves_nothing_behind(self):
+        with pytest.raises(KeyError), amp_plugin.autocast("cpu"):
+            raise KeyError
+
+    def test_reference_pages_rules(self):
+        x, out = torch.ones(2, 2), torch.ones(2, 2)
+        with amp_plugin.autocast("cpu"):
+            assert torch.mm(x, x, out=out).dtype is torch.float32
+            assert out.addmm_(x, x).dtype is torch.float32
+            assert mm_dtype(x.double()) is torch.float64
+            assert torch.sum(x.bfloat16(), dtype=torch.float64).dtype is torch.float64
+            assert torch.nn.functional.binary_cross_entropy(x, x).dtype is torch.float32
+
+
+class TestTorchsDefects:
+    """Each shows torch 2.13 failing, then ours working."""
+
+    def test_nested_regions_of_different_dtype(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+
+        def nested(autocast):
+            with autocast("cpu", dtype=torch.bfloat16):
+                a = x @ w
+                with autocast("cpu", dtype=torch.float16):
+                    return a.dtype, (x @ w).dtype
+
+        with pytest.raises(RuntimeError, match="same dtype"):
+            nested(torch.autocast)
+        assert nested(amp_plugin.autocast) == (torch.bfloat16, torch.float16)
+
+    def updates():  # noqa: N805 - a table
+        def in_place(p):
+            with torch.no_grad():
+                p.mul_(2)
+
+        def through_data(p):
+            p.data.mul_(2)
+
+        def clamp_data(p):
+            p.data.clamp_(-0.1, 0.1)
+
+        def swap_data(p):
+            p.data = p.data * 2
+
+        def swap_to_view(p):
+            p.data = torch.stack([p.data * 3, p.data * 2])[1]
+
+        def optimizer(p, **kwargs):
+            p.grad = torch.ones_like(p)
+            torch.optim.SGD([p], lr=1.0, **kwargs).step()
+
+        def foreach(p):
+            optimizer(p, foreach=True)
+
+        def fused(p):
+            optimizer(p, fused=True)
+
+        def load(p):
+            module = torch.nn.Module()
+            module.p = p
+            module.load_state_dict({"p": p.detach() * 2})
+
+        return [in_place, through_data, clamp_data, swap_data, swap_to_view, optimizer, foreach, fused, load]
+
+    @pytest.mark.parametrize("update", updates(), ids=lambda u: u.__name__)
+    def test_weight_updated_inside_a_region(self, update):
+        def outputs(autocast):
+            torch.manual_seed(0)
+            w, x = torch.nn.Parameter(torch.randn(3, 3)), torch.randn(3, 3)
+            with autocast("cpu", dtype=torch.bfloat16):
+                x @ w
+                update(w)
+                after = x @ w
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                return after, x @ w
+
+        stale, right = outputs(torch.autocast)
+        assert not torch.equal(stale, right), "torch has mended this"
+        ours, right = outputs(amp_plugin.autocast)
+        assert torch.equal(ours, right)
+
+    def test_instance_entered_again(self):
+        def reenter(autocast):
+            region = autocast("cpu")
+            with region:
+                with region:
+                    pass
+            return torch.is_autocast_enabled("cpu")
+
+        left_on = reenter(torch.autocast)
+        torch.set_autocast_enabled("cpu", False)
+        assert left_on
+        assert reenter(amp_plugin.autocast) is False
+
+    def test_one_instance_in_two_threads(self):
+        region = amp_plugin.autocast("cpu", dtype=torch.float16)
+        inside, leave = threading.Barrier(2), threading.Barrier(2)
+        seen = {}
+
+        def use(name):
+            with region:
+                inside.wait(5)
+                seen[name, "in"] = mm_dtype()
+                leave.wait(5)
+            seen[name, "out"] = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+        thread = threading.Thread(target=use, args=("b",))
+        thread.start()
+        use("a")
+        thread.join()
+        assert seen["a", "in"] is seen["b", "in"] is torch.float16
+        assert seen["a", "out"] == seen["b", "out"] == (False, torch.bfloat16)
+
+    def test_decorated_generator(self):
+        def body():
+            sent = yield mm_dtype()
+            try:
+                yield sent, mm_dtype()
+            except KeyError:
+                yield "caught", mm_dtype()
+            return mm_dtype()
+
+        theirs = torch.autocast("cpu")(body)()
+        assert next(theirs) is torch.float32, "torch has mended this"
+        ours = amp_plugin.autocast("cpu")(body)()
+        assert next(ours) is torch.bfloat16
+        assert not torch.is_autocast_enabled("cpu")
+        assert ours.send(7) == (7, torch.bfloat16)
+        assert ours.throw(KeyError()) == ("caught", torch.bfloat16)
+        with pytest.raises(StopIteration) as stop:
+            next(ours)
+        assert stop.value.value is torch.bfloat16
+
+    def test_closed_generator_runs_its_finally_in_the_region(self):
+        seen = []
+
+        @amp_plugin.autocast("cpu")
+        def body():
+            try:
+                yield 1
+            finally:
+                seen.append(mm_dtype())
+
+        generator = body()
+        next(generator)
+        generator.close()
+        assert seen == [torch.bfloat16]
+
+    def test_decorated_coroutines(self):
+        async def body():
+            before = mm_dtype()
+            await asyncio.sleep(0)
+            return before, mm_dtype()
+
+        async def outside():
+            await asyncio.sleep(0)
+            return torch.is_autocast_enabled("cpu")
+
+        async def both(decorated):
+            return await asyncio.gather(decorated(), outside())
+
+        assert asyncio.run(both(torch.autocast("cpu")(body)))[0][0] is torch.float32, "torch has mended this"
+        decorated = amp_plugin.autocast("cpu")(body)
+        assert asyncio.iscoroutinefunction(decorated)
+        assert asyncio.run(both(decorated)) == [(torch.bfloat16, torch.bfloat16), False]
+
+    def test_decorated_asynchronous_generator(self):
+        @amp_plugin.autocast("cpu")
+        async def body():
+            for _ in range(2):
+                await asyncio.sleep(0)
+                yield mm_dtype()
+
+        async def collect():
+            return [(each, torch.is_autocast_enabled("cpu")) async for each in body()]
+
+        assert asyncio.run(collect()) == [(torch.bfloat16, False)] * 2
+
+    def test_decorated_function_keeps_its_name(self):
+        @amp_plugin.autocast("cpu")
+        def forward(x):
+            """Doc."""
+            return x @ x
+
+        assert forward.__name__ == "forward"
+        assert forward.__doc__ == "Doc."
+        assert forward(torch.ones(2, 2)).dtype is torch.bfloat16
+
+    def test_no_grad_first_then_grad(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        with amp_plugin.autocast("cpu"):
+            with torch.no_grad():
+                x @ w
+            (x @ w).float().sum().backward()
+        assert w.grad is not None
+
+    @pytest.mark.native
+    def test_mixed_half_dtypes_are_promoted(self):
+        half, bf16 = torch.ones(2, dtype=torch.float16), torch.ones(2, dtype=torch.bfloat16)
+        with torch.autocast("cpu"), pytest.raises(RuntimeError, match="Unexpected floating ScalarType"):
+            torch.cat([half, bf16])
+        with amp_plugin.autocast("cpu"):
+            assert torch.cat([half, bf16]).dtype is torch.float32
+            assert torch.cat([half, half]).dtype is torch.float16
+            assert torch.cat([half, bf16.double()]).dtype is torch.float64
+
+    def test_regions_closed_out_of_order(self):
+        first, second = amp_plugin.autocast("cpu", dtype=torch.float16), amp_plugin.autocast("cpu", dtype=torch.bfloat16)
+        first.__enter__()
+        second.__enter__()
+        second.__exit__(None, None, None)
+        assert mm_dtype() is torch.float16
+        first.__exit__(None, None, None)
+
+
+@pytest.mark.native
+class TestWeightCache:
+    @staticmethod
+    def casts():
+        return torch.ops.amp_plugin._kept_cast_count()
+
+    def test_weight_is_cast_once_per_region(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        with amp_plugin.autocast("cpu"):
+            first, second = x @ w, x @ w
+            assert self.casts() == 1
+            assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
+        assert self.casts() == 0
+
+    def test_cache_can_be_switched_off(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        with amp_plugin.autocast("cpu", cache_enabled=False):
+            x @ w
+            assert self.casts() == 0
+
+    @pytest.mark.parametrize("kind", ["frozen", "view", "non-leaf", "inference"])
+    def test_what_is_never_kept(self, kind):
+        w = torch.randn(3, 3, requires_grad=kind != "frozen")
+        w = {"view": w.t(), "non-leaf": w * 1}.get(kind, w)
+        with torch.inference_mode(kind == "inference"), amp_plugin.autocast("cpu"):
+            torch.randn(3, 3) @ w
+            assert self.casts() == 0
+
+    def test_invalidate_reaches_writes_nobody_sees(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        with amp_plugin.autocast("cpu"):
+            x @ w
+            w.detach().numpy()[:] = 5.0  # no dispatcher, no version counter
+            active.invalidate()
+            assert torch.equal(x @ w, x.bfloat16() @ torch.full((3, 3), 5.0, dtype=torch.bfloat16))
+
+    def test_dead_weights_at_a_reused_address(self):
+        x = torch.ones(2, 2)
+        with amp_plugin.autocast("cpu"):
+            for value in range(50):
+                w = torch.full((2, 2), float(value), requires_grad=True)
+                assert (x @ w)[0, 0] == 2 * value
+                del w
+
+    def test_threads_do_not_empty_each_others_cache(self):
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+
+        def other():
+            with amp_plugin.autocast("cpu"):
+                x @ w
+
+        with amp_plugin.autocast("cpu"):
+            x @ w
+            thread = threading.Thread(target=other)
+            thread.start()
+            thread.join()
+            assert self.casts() == 1
+
+    def test_torchs_cache_is_not_used(self):
+        with amp_plugin.autocast("cpu"):
+            assert not torch.is_autocast_cache_enabled()
+        assert torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.native
+class TestTorchIsLeftAlone:
+    def test_torch_autocast_gives_the_same_bits_and_runs_torchs_kernel(self):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+        x = torch.randn(4, 8)
+
+        def run():
+            model.zero_grad()
+            with torch.autocast("cpu"):
+                loss = torch.nn.functional.mse_loss(model(x), torch.zeros(4, 2))
+            loss.backward()
+            return [loss.detach(), *(p.grad for p in model.parameters())]
+
+        active.uninstall()
+        before = run()
+        active.install()
+        after = run()
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def test_our_kernels_hand_over_to_torchs(self):
+        """Only torch's kernel fills torch's weight cache: a second use finds the same cast."""
+        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        active.install()
+        assert "aten::mm" in torch.ops.amp_plugin._installed("cpu")
+        with torch.autocast("cpu"):
+            first, second = x @ w, x @ w
+        assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
+        assert torch.ops.amp_plugin._kept_cast_count() == 0
+
+    def test_uninstall_puts_torchs_kernels_back(self):
+        active.uninstall()
+        assert torch.ops.amp_plugin._installed("cpu") == []
+        assert "amp_plugin" not in torch._C._dispatch_dump("aten::mm")
+        active.install()
+        assert "amp_plugin" in torch._C._dispatch_dump("aten::mm")
+
+    def test_installing_warns_of_nothing(self):
+        active.uninstall()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            active.install()

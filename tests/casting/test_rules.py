@@ -1,0 +1,217 @@
+"""Op rules: the tables equal torch's registrations; own rules; errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import amp_plugin
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules, full_name, overloads_of
+
+KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
+# Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
+NO_RULE = {"aten::_cudnn_rnn.default"}
+
+
+@pytest.fixture(scope="module")
+def registered_by_torch():
+    """What torch registers on each autocast key, read where nothing of ours is installed."""
+    program = (
+        "import json, torch\n"
+        f"keys = {KEYS!r}\n"
+        "print(json.dumps({d: torch._C._dispatch_get_registrations_for_dispatch_key(k) for d, k in keys.items()}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    names = json.loads(answer.stdout)
+    return {device: {full_name(each) for each in ops} - NO_RULE for device, ops in names.items()}
+
+
+@pytest.mark.parametrize("device", TABLES)
+def test_table_equals_torchs_registrations(registered_by_torch, device):
+    assert set(OpRules.default(device).rules) == registered_by_torch[device]
+
+
+@pytest.mark.parametrize("device", TABLES)
+def test_comparison_notices_one_op_more_or_less(registered_by_torch, device):
+    rules = dict(OpRules.default(device).rules)
+    rules.popitem()
+    assert set(rules) != registered_by_torch[device]
+
+
+def test_expected_counts():
+    if torch.__version__.startswith("2.13"):
+        assert {d: len(OpRules.default(d).rules) for d in TABLES} == {"cpu": 127, "cuda": 119, "mps": 95, "xpu": 117}
+
+
+def test_with_rule_makes_another_set():
+    default = OpRules.default("cuda")
+    changed = default.with_rule("aten::softmax.int", "lower_precision")
+    assert changed["aten::softmax.int"] is OpRule.LOWER_PRECISION
+    assert default["aten::softmax.int"] is OpRule.FP32_SET_OPT_DTYPE
+    assert changed.diff(default) == {"aten::softmax.int": ("lower_precision", "fp32_set_opt_dtype")}
+    assert changed != default
+    assert changed == default.with_rule(torch.ops.aten.softmax.int, OpRule.LOWER_PRECISION)
+    assert hash(changed) == hash(default.with_rule("aten::softmax.int", "lower_precision"))
+    assert repr(default) == "OpRules.default('cuda')"
+    assert "1 unlike the default" in repr(changed)
+
+
+def test_an_op_name_means_every_functional_overload():
+    assert overloads_of("aten::softmax") == ["aten::softmax.int"]
+    assert overloads_of(torch.ops.aten.sum) == overloads_of("aten::sum")
+    assert "aten::sum.dim_IntList" in overloads_of("aten::sum")
+    assert not any("out" in each for each in overloads_of("aten::sum"))
+
+
+def test_unknown_names_are_errors_with_the_nearest():
+    rules = OpRules.default("cpu")
+    with pytest.raises(ValueError, match=r"unknown op 'aten::sofmax', did you mean aten::softmax"):
+        rules.with_rule("aten::sofmax", "fp32")
+    with pytest.raises(ValueError, match=r"unknown rule 'fp33', did you mean fp32\?; allowed: lower_precision"):
+        rules.with_rule("aten::mm", "fp33")
+    with pytest.raises(ValueError, match=r"aten::mm.default has no argument 'slef', did you mean self\?; it has"):
+        rules.with_rule("aten::mm.default", keep={"slef"})
+    with pytest.raises(ValueError, match="an op is named like 'aten::softmax.int'"):
+        rules.with_rule("softmax", "fp32")
+    with pytest.raises(ValueError, match=r"no overload that takes a dtype"):
+        rules.with_rule("aten::mm.default", "fp32_append_dtype")
+    with pytest.raises(ValueError, match="no autocast rules for device 'tpu'; allowed: cpu, cuda, mps, xpu"):
+        OpRules.default("tpu")
+
+
+def test_yaml_round_trip(tmp_path):
+    rules = (
+        OpRules.default("cpu")
+        .with_rule("aten::softmax", "fp32")
+        .with_rule("aten::mm.default", "lower_precision", keep={"mat2"})
+    )
+    path = tmp_path / "rules.yaml"
+    path.write_text(rules.to_yaml())
+    assert OpRules.from_yaml(path) == rules
+    path.write_text("device_type: cpu\nrules: {aten::sofmax: fp32}\n")
+    with pytest.raises(ValueError, match=r"rules.yaml: unknown op 'aten::sofmax'"):
+        OpRules.from_yaml(path)
+    path.write_text("device_type: cpu\nrulez: {}\n")
+    with pytest.raises(ValueError, match="unknown key 'rulez'; allowed: device_type, rules"):
+        OpRules.from_yaml(path)
+
+
+def test_rules_for_another_device_are_refused():
+    with pytest.raises(ValueError, match=r"rules for 'cuda' were given to a region on 'cpu'; use rules.as_policy_of"):
+        amp_plugin.autocast("cpu", rules=OpRules.default("cuda"))
+
+
+@pytest.mark.native
+class TestOwnRules:
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
+
+    def test_op_gets_another_rule(self):
+        rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        with amp_plugin.autocast("cpu", rules=rules):
+            assert torch.softmax(self.x, 0).dtype is torch.float32
+            with amp_plugin.autocast("cpu"):
+                assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+            assert torch.softmax(self.x, 0).dtype is torch.float32
+        with amp_plugin.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+        with torch.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+
+    def test_nested_torch_block_follows_the_region_around_it(self):
+        rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        with amp_plugin.autocast("cpu", rules=rules), torch.autocast("cpu", dtype=torch.float16):
+            assert torch.softmax(self.x, 0).dtype is torch.float32
+            assert (self.x.float() @ self.x.float()).dtype is torch.float16
+
+    def test_every_rule(self):
+        x = self.x
+        default = OpRules.default("cpu")
+        with amp_plugin.autocast("cpu", rules=default.with_rule("aten::sum", "fp32_set_opt_dtype")):
+            assert x.sum().dtype is torch.float32
+            assert x.sum(dtype=torch.float64).dtype is torch.float64
+        with amp_plugin.autocast("cpu", rules=default.with_rule("aten::norm.Scalar", "fp32_append_dtype")):
+            assert torch.ops.aten.norm.Scalar(x).dtype is torch.float32
+            assert torch.ops.aten.norm.Scalar(x.double()).dtype is torch.float64
+        with amp_plugin.autocast("cpu", rules=default.with_rule("aten::mm.default", "unchanged")):
+            assert torch.mm(x.float(), x.float()).dtype is torch.float32
+        with amp_plugin.autocast("cpu", rules=default.with_rule("aten::add.Tensor", "promote")):
+            assert (x + x.half()).dtype is torch.float32
+        with (
+            amp_plugin.autocast("cpu", rules=default.with_rule("aten::exp.default", "banned")),
+            pytest.raises(RuntimeError, match="The autocast rules in force ban aten::exp"),
+        ):
+            x.exp()
+
+    def test_kept_argument_is_not_cast(self):
+        rules = OpRules.default("cpu").with_rule("aten::mse_loss.default", "fp32", keep={"target"})
+        x = torch.randn(3, dtype=torch.bfloat16)
+        seen = []
+        with amp_plugin.autocast("cpu", rules=rules), _seen_dtypes(seen, "mse_loss"):
+            torch.nn.functional.mse_loss(x, x)
+        assert seen[0] == [torch.float32, torch.bfloat16]
+
+    def test_custom_op(self):
+        @torch.library.custom_op("amp_plugin_tests::twice", mutates_args=())
+        def twice(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            assert x.dtype == y.dtype
+            return x * 2
+
+        rules = OpRules.default("cpu").with_rule("amp_plugin_tests::twice", "lower_precision")
+        x = torch.ones(2)
+        with amp_plugin.autocast("cpu", rules=rules):
+            assert twice(x, x).dtype is torch.bfloat16
+        with amp_plugin.autocast("cpu"):
+            assert twice(x, x).dtype is torch.float32
+
+    def test_cpu_with_the_policy_of_cuda(self):
+        rules = OpRules.default("cuda").as_policy_of("cpu")
+        x = self.x
+        with amp_plugin.autocast("cpu", rules=rules):
+            assert torch.softmax(x, 0).dtype is torch.float32
+            assert torch.nn.functional.layer_norm(x, (4,)).dtype is torch.float32
+            assert x.exp().dtype is torch.float32
+            assert torch.mv(x.float(), x[0].float()).dtype is torch.bfloat16
+            with pytest.raises(RuntimeError, match="are unsafe to autocast"):
+                torch.nn.functional.binary_cross_entropy(x.float().sigmoid(), x.float().sigmoid())
+
+    def test_default_rules_reach_torchs_own_blocks(self):
+        rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        amp_plugin.set_default_rules(rules)
+        try:
+            with torch.autocast("cpu"):
+                assert torch.softmax(self.x, 0).dtype is torch.float32
+        finally:
+            amp_plugin.set_default_rules(None)
+        with torch.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+
+    def test_too_many_rule_sets(self):
+        # in a process of its own: rule sets are numbered for its whole life
+        program = (
+            "import amp_plugin\n"
+            "default = amp_plugin.OpRules.default('cpu')\n"
+            "ops = sorted(default.rules)\n"
+            "try:\n"
+            "    for op in ops: amp_plugin.autocast('cpu', rules=default.with_rule(op, 'unchanged'))\n"
+            "except ValueError as error: print(error)\n"
+        )
+        answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert "23 rule sets besides the default ones" in answer.stdout
+
+
+class _seen_dtypes(torch.utils._python_dispatch.TorchDispatchMode):
+    """Record the dtypes with which an op arrives below autocast."""
+
+    def __init__(self, seen, name):
+        super().__init__()
+        self.seen, self.name = seen, name
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name == f"aten::{self.name}":
+            self.seen.append([each.dtype for each in args if isinstance(each, torch.Tensor)])
+            args = [each.float() if isinstance(each, torch.Tensor) else each for each in args]
+        return func(*args, **(kwargs or {}))
