@@ -113,27 +113,20 @@ def _fail(message: str, *, code: int) -> None:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    for title, part in report.items():
-        if title == "healthy":
-            continue
-        table = Table(
-            show_header=False,
-            box=None,
-            title=title.replace("_", " "),
-            title_justify="left",
-            title_style="bold",
-        )
-        for name, value in _rows(part):
-            table.add_row(escape(name), escape(_text(value)))
+    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    parts = {title: _rows(part) for title, part in report.items() if part and title != "healthy"}
+    width = max(len(name) for rows in parts.values() for name, _ in rows)
+    for title, rows in parts.items():
+        console.print(f"[bold]{title.replace('_', ' ')}[/]")
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(min_width=width, style="cyan")
+        table.add_column(overflow="fold")
+        for name, value in rows:
+            table.add_row(f"  {escape(name)}", escape(_text(value)))
         console.print(table)
-        console.print()
-    verdict = (
-        "[green]All is well.[/]"
-        if report["healthy"]
-        else "[yellow]Something is missing, see the reasons above.[/]"
+    console.print(
+        "[green]All is well.[/]" if report["healthy"] else "[yellow]Something is missing: see the reasons.[/]"
     )
-    console.print(verdict)
 
 
 def _rows(part: Any) -> list[tuple[str, Any]]:
@@ -142,16 +135,17 @@ def _rows(part: Any) -> list[tuple[str, Any]]:
             (entry["device"], {key: value for key, value in entry.items() if key != "device"})
             for entry in part
         ]
-    return list(part.items())
+    return [(_words(name), value) for name, value in part.items() if value not in ("", None, {})]
+
+
+def _words(name: str) -> str:
+    """Return a name as read by people; the names of settings and packages stay."""
+    return name.replace("_", " ") if name.islower() and name != "amp_plugin" else name
 
 
 def _text(value: Any) -> str:
-    match value:
-        case None:
-            return "-"
-        case bool():
-            return "yes" if value else "no"
-        case dict():
-            return ", ".join(f"{name} {_text(each)}" for name, each in value.items()) or "-"
-        case _:
-            return str(value) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{_words(name)} {_text(each)}" for name, each in value.items())
+    return str(value)

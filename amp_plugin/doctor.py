@@ -120,7 +120,7 @@ def native_core_state() -> Part:
         "kernels": core.loaded,
         "regions": core.region is not None,
         "library": str(core.library) if core.library else None,
-        "compiled_s": round(core.seconds, 1),
+        "compile_seconds": round(core.seconds, 1),
         "reason": core.reason,
     }
 

@@ -1,0 +1,183 @@
+"""The command `amp-plugin`, as typed."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import amp_plugin
+from amp_plugin import doctor
+from amp_plugin.cli import app
+from amp_plugin.kernels import build
+from amp_plugin.kernels.build import NativeCore
+from amp_plugin.kernels.shared_object import Built
+
+
+def amp(*words: str) -> Any:
+    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
+
+
+@pytest.fixture
+def whole_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    core = NativeCore(loaded=True, reason="", library=tmp_path / "lib.so", region=build, seconds=2.0)
+    monkeypatch.setattr(doctor, "native_core", lambda: core)
+    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process that has not loaded the core and will not find a compiler."""
+    monkeypatch.setattr(build, "_core", None)
+    monkeypatch.delenv("AMP_PLUGIN_NATIVE", raising=False)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_version() -> None:
+    assert amp("--version").output.strip() == amp_plugin.__version__
+
+
+def test_help_names_every_command() -> None:
+    output = amp("--help").output
+    for command in ("doctor", "build"):
+        assert re.search(rf"\b{command}\b", output)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["docter"], r"No such command 'docter'\. Did you mean 'doctor'\?"),
+        (["doctor", "--precison", "fp16"], r"No such option: --precison .*--precision"),
+        (["doctor", "--precision", "fp61"], r"--precision.*'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
+        (["doctor", "--device", "gpu"], r"--device.*'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'"),
+        (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
+    ],
+)
+def test_typos_get_the_nearest_name(words: list[str], answer: str) -> None:
+    result = amp(*words)
+    assert result.exit_code == 2
+    assert re.search(answer, " ".join(result.output.split()))
+
+
+def test_doctor_on_a_healthy_machine(whole_core: None) -> None:
+    result = amp("doctor")
+    assert result.exit_code == 0, result.output
+    assert "All is well." in result.output
+    for title in ("versions", "devices", "native core", "cuda kernels", "cache", "plan"):
+        assert re.search(rf"^{title}$", result.output, re.MULTILINE)
+
+
+def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
+    result = amp("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"reason +there is no C\+\+ compiler on PATH; install the package", result.output)
+    assert re.search(r"kernels +torch", result.output)
+    assert "Something is missing" in result.output
+
+
+def test_doctor_says_why_the_cache_is_not_used(no_core: None, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(0o777)
+    result = amp("doctor", "--json")
+    assert result.exit_code == 1
+    assert "others can write" in json.loads(result.stdout)["cache"]["problem"]
+
+
+def test_doctor_names_a_setting_that_is_not_allowed(no_core: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "yes")
+    result = amp("doctor", "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "error: AMP_PLUGIN_NATIVE='yes' is not allowed; use 0 (fallback) or 1" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "expected"),
+    [
+        ("fp16", "cpu", {"autocast": True, "dtype": "float16", "device": "cpu"}),
+        ("bf16", "cuda", {"autocast": True, "dtype": "bfloat16", "loss_scale": None}),
+        ("fp32", "cpu", {"autocast": False, "dtype": "float32", "loss_scale": None, "ops": {}, "advice": ""}),
+    ],
+)
+def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[str, Any]) -> None:
+    result = amp("doctor", "--json", "--precision", precision, "--device", device)
+    plan = json.loads(result.stdout)["plan"]
+    assert {name: plan[name] for name in expected} == expected
+    if precision == "fp16":
+        scaler = amp_plugin.GradScaler(device)
+        assert plan["loss_scale"]["init_scale"] == scaler.get_scale()
+        assert plan["loss_scale"]["growth_interval"] == scaler.get_growth_interval()
+    if precision != "fp32":
+        assert sum(plan["ops"].values()) == len(amp_plugin.OpRules.default(device).rules)
+
+
+def test_a_device_that_is_not_here(whole_core: None) -> None:
+    result = amp("doctor", "--device", "xpu")
+    assert re.search(r"advice +there is no xpu device on this machine", result.output)
+
+
+def test_json_and_text_agree(whole_core: None) -> None:
+    report = json.loads(amp("doctor", "--json").stdout)
+    text = amp("doctor").output
+    assert report["versions"]["torch"] in text
+    assert report["cache"]["folder"] in text
+    assert report["native_core"]["library"] in text
+    assert report["devices"][0]["name"] in text
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Replace compiling; returns what `rebuild` was asked for."""
+    asked: list[bool] = []
+
+    def library(sources: Path, *, rebuild: bool) -> Built:
+        asked.append(rebuild)
+        return Built(path=Path("/cache/libamp_plugin.so"), seconds=20.25 if rebuild else 0.0)
+
+    def region(_: Built, sources: Path, *, rebuild: bool) -> Built:
+        asked.append(rebuild)
+        return Built(path=Path("/cache/_region.so"), seconds=3.5 if rebuild else 0.0)
+
+    monkeypatch.setattr(build, "build_library", library)
+    monkeypatch.setattr(build, "build_region", region)
+    return asked
+
+
+def test_build(built: list[bool]) -> None:
+    result = amp("build")
+    assert result.exit_code == 0
+    assert result.output == "already compiled: /cache/libamp_plugin.so\n                  /cache/_region.so\n"
+    assert built == [False, False]
+
+
+def test_rebuild_as_json(built: list[bool]) -> None:
+    result = amp("build", "--rebuild", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.stdout) == {
+        "built": True,
+        "library": "/cache/libamp_plugin.so",
+        "region": "/cache/_region.so",
+        "seconds": 23.8,
+    }
+    assert built == [True, True]
+
+
+def test_a_build_that_fails(no_core: None) -> None:
+    result = amp("build", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout) == {
+        "built": False,
+        "reason": result.stderr.removeprefix("error: ").strip(),
+    }
+    assert "no C++ compiler on PATH" in result.stderr
