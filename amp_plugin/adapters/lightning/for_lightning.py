@@ -1,0 +1,88 @@
+"""AmpPrecision and its companions for ``lightning.pytorch`` and ``lightning.fabric``."""
+
+from __future__ import annotations
+
+from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+
+refuse_malicious_release()
+
+from lightning.pytorch import Callback  # noqa: E402 - after the check
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision, Precision  # noqa: E402
+from lightning.pytorch.utilities import rank_zero_warn  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
+
+from amp_plugin.adapters.lightning.monitor import Monitor  # noqa: E402
+from amp_plugin.adapters.lightning.scheduler_holds import HeldBack  # noqa: E402
+from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision  # noqa: E402
+
+
+class _HeldBackConfig(HeldBack, LRSchedulerConfig):
+    pass
+
+
+class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
+    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
+
+    Args:
+        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``.
+        device: device type; None: the model's, found when training starts.
+        eval_precision: precision of validation, test and prediction; None: ``precision``.
+        rules: op rules other than the default ones, or a YAML file of them, for the whole run.
+        fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
+            (``"LayerNorm"``) that compute in fp32.
+        cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
+            where a window has several micro-batches and the native core is loaded.
+        exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
+        init_scale: first loss scale.
+        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: optimizer steps without overflow before the scale grows.
+        min_scale: floor of the scale; None: 1, or ``init_scale`` if that is lower.
+        max_scale: ceiling of the scale; None: float32's largest number.
+        hysteresis: overflows tolerated before the scale backs off, the last included.
+        hysteresis_mode: when that tolerance is restored: ``"apex"``, ``"megatron"``, ``"deepspeed"``.
+        on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
+        dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values.
+        TypeError: when training starts, under a strategy with a precision of its own (DeepSpeed, XLA).
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[AmpPrecision("fp16")], accelerator="cpu", logger=False)
+        >>> trainer.precision
+        '16-mixed'
+    """
+
+    plain = Precision
+    config_class = _HeldBackConfig
+    wrapper = LightningOptimizer
+    is_overridden = staticmethod(is_overridden)
+    warn = staticmethod(rank_zero_warn)
+
+
+class AmpMonitor(Monitor, Callback):
+    """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
+
+    The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``.
+    On a GPU the device is read every few steps only, so warning and error come that much later.
+
+    Args:
+        max_skips_in_a_row: skipped optimizer steps in a row after which training stops.
+        every_n_steps: optimizer steps between two reads of the device; None: each step on CPU,
+            else the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: an argument is below 1.
+        TypeError: when training starts, if the Trainer has no AmpPrecision.
+        RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
+
+    Example:
+        >>> AmpMonitor(max_skips_in_a_row=10).max_skips_in_a_row
+        10
+    """
+
+    warn = staticmethod(rank_zero_warn)

@@ -1,0 +1,95 @@
+"""AmpMonitor: show the loss scale and what it does, and stop a run that only skips."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from torch.optim import Optimizer
+
+    from amp_plugin.scaling.step_result import StepResult
+
+    _Stock = Callback
+else:
+    _Stock = object
+
+
+class Monitor(_Stock):
+    """The body shared by AmpMonitor of ``lightning.pytorch`` and of ``pytorch_lightning``."""
+
+    warn: ClassVar[Any]
+    """The framework's ``rank_zero_warn``."""
+
+    def __init__(self, *, max_skips_in_a_row: int = 50, every_n_steps: int | None = None) -> None:
+        for name, value in (("max_skips_in_a_row", max_skips_in_a_row), ("every_n_steps", every_n_steps)):
+            if value is not None and value < 1:
+                msg = f"{name}={value} must be at least 1 (optimizer steps)"
+                raise ValueError(msg)
+        self.max_skips_in_a_row = max_skips_in_a_row
+        self.every_n_steps = every_n_steps
+        self.skipped_steps = 0
+        self._in_a_row = 0
+        self._unread: list[StepResult] = []
+        self._warned = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Ask the Trainer's AmpPrecision to report each optimizer step."""
+        plugin = trainer.precision_plugin
+        if not isinstance(plugin, TrainerPrecision):
+            msg = (
+                f"AmpMonitor watches AmpPrecision, but this Trainer has {type(plugin).__name__}; "
+                "add plugins=[AmpPrecision(...)] or remove AmpMonitor"
+            )
+            raise TypeError(msg)
+        plugin.observers.append(self._stepped)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Stop watching."""
+        trainer.precision_plugin.observers.remove(self._stepped)  # type: ignore[attr-defined]
+
+    def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
+        self._unread.append(result)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+        """Log the newest optimizer step; read the device every few steps."""
+        if not self._unread:
+            return
+        last = self._unread[-1]
+        on_host = trainer.precision_plugin.device == "cpu"
+        if len(self._unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+            self._read()
+        pl_module.log("loss_scale", last.scale_after, prog_bar=True)
+        if last.norm is not None:
+            pl_module.log("grad_norm", last.norm)
+        pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for result in unread:
+            if not result.skipped:
+                self._in_a_row = 0
+                continue
+            self.skipped_steps += 1
+            self._in_a_row += 1
+            if self._in_a_row >= self.max_skips_in_a_row:
+                self._stop(result)
+        last = unread[-1]
+        if last.scale_after < 1.0 and not self._warned:
+            self._warned = True
+            self.warn(
+                f"the loss scale fell to {last.scale_after:g}, below 1: gradients overflow without any "
+                f"scaling ({last.overflow_report()}). Look for a diverging loss, lower the learning rate, or "
+                "use AmpPrecision('bf16')"
+            )
+
+    def _stop(self, result: StepResult) -> None:
+        msg = (
+            f"{self._in_a_row} optimizer steps in a row were skipped because gradients overflowed (the "
+            f"loss scale is now {result.scale_after:g}): {result.overflow_report()}. Look for nan in the loss "
+            "or the data, compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16'), or "
+            "raise AmpMonitor(max_skips_in_a_row=...)"
+        )
+        raise RuntimeError(msg)

@@ -1,0 +1,215 @@
+"""What the plugins for Trainer and Fabric share: regions, the loss scale, its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
+from amp_plugin.adapters.lightning.fp32_modules import keep_in_fp32
+from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
+from amp_plugin.casting import active
+from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.kernels.build import native_core
+from amp_plugin.scaling.loss_scale import HysteresisMode
+from amp_plugin.scaling.step_result import StepResult
+
+Observer = Callable[[Optimizer, StepResult], None]
+
+
+class PrecisionCore:
+    """State and services that do not depend on the framework.
+
+    Attributes:
+        settings: What the user asked for.
+        precision: Lightning's own name for it, e.g. ``"16-mixed"``.
+        device: Device type; empty until training starts if it was not given.
+        scaler: The loss scale's owner; None where nothing is scaled, or before training starts.
+        observers: Called with each optimizer and the result of its step.
+    """
+
+    def __init__(
+        self,
+        precision: PrecisionName = "fp16",
+        *,
+        device: str | None = None,
+        eval_precision: PrecisionName | None = None,
+        rules: OpRules | str | None = None,
+        fp32_modules: Sequence[str] = (),
+        cast_cache: bool | None = None,
+        exact_schedulers: bool = False,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+        hysteresis_mode: HysteresisMode = "apex",
+        on_min_scale: Literal["hold", "raise"] = "hold",
+        dynamic: bool = True,
+    ) -> None:
+        self.settings = settings = PrecisionSettings(
+            precision=precision,
+            eval_precision=eval_precision,
+            device=device,
+            rules=rules,
+            fp32_modules=fp32_modules,
+            cast_cache=cast_cache,
+            exact_schedulers=exact_schedulers,
+            loss_scale={
+                "init_scale": init_scale,
+                "growth_factor": growth_factor,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+                "min_scale": min_scale,
+                "max_scale": max_scale,
+                "hysteresis": hysteresis,
+                "hysteresis_mode": hysteresis_mode,
+                "on_min_scale": on_min_scale,
+                "dynamic": dynamic,
+            },
+        )
+        GradScaler("cpu", **settings.loss_scale)  # a wrong number is an error here, not when training starts
+        self.precision: Any = settings.stock_name
+        self.device = settings.device or ""
+        self.scaler: GradScaler | None = None
+        self.observers: list[Observer] = []
+        self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
+        self._rules: OpRules | None = None
+        self._cast_cache: CastCache | None = None
+        self._attempted_steps = 0
+        self._loaded_state: dict[str, Any] = {}
+
+    def __repr__(self) -> str:
+        """Show the precision."""
+        return f"{type(self).__name__}({self.settings.precision!r})"
+
+    def __str__(self) -> str:
+        """Show the precision, and what to do where a framework complains of two precisions."""
+        return f"{self!r} (which sets the precision itself: delete precision=... and keep this plugin)"
+
+    # -- starting and ending ------------------------------------------------------------------
+
+    def _start(self, device_type: str, **scaler_options: Any) -> None:
+        """Make what depends on the device, once it is known."""
+        self.device = self.device or device_type
+        rules = self.settings.rules
+        if rules is not None:
+            self._rules = OpRules.from_yaml(rules) if isinstance(rules, str) else rules
+            set_default_rules(self._rules)
+        if self.settings.scales_loss and self.scaler is None:
+            self.scaler = GradScaler(self.device, **self.settings.loss_scale, **scaler_options)
+            if self._loaded_state:
+                self.load_state_dict(self._loaded_state)
+
+    def _keep_casts(self, *, window: int) -> None:
+        """Keep cast weights from micro-batch to micro-batch where that saves casts."""
+        asked = self.settings.cast_cache
+        worthwhile = window > 1 and native_core().loaded
+        if DTYPES[self.settings.precision] is not torch.float32 and (worthwhile if asked is None else asked):
+            self._cast_cache = CastCache()
+
+    def teardown(self) -> None:
+        """End the run: free cast weights, give the rules back; the loss scale stays."""
+        if self._rules is not None:
+            set_default_rules(None)
+            self._rules = None
+        if self._cast_cache is not None:
+            self._cast_cache.clear()
+            self._cast_cache = None
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Put the modules named by ``fp32_modules`` under fp32, in place."""
+        keep_in_fp32(module, self.settings.fp32_modules)
+        return module
+
+    def convert_input(self, data: Any) -> Any:
+        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay."""
+        return data
+
+    def convert_output(self, data: Any) -> Any:
+        """Return outputs as they are."""
+        return data
+
+    def tensor_init_context(self) -> AbstractContextManager[Any]:
+        """Create tensors as usual: weights are fp32."""
+        return nullcontext()
+
+    def module_init_context(self) -> AbstractContextManager[Any]:
+        """Create modules as usual: weights are fp32."""
+        return nullcontext()
+
+    # -- regions ------------------------------------------------------------------------------
+
+    def autocast_context_manager(self) -> torch.autocast:
+        """Return a new autocast region of the training precision."""
+        return self._region(self.settings.precision)
+
+    def _region(self, precision: str) -> torch.autocast:
+        dtype = DTYPES[precision]
+        if dtype is torch.float32:
+            return self._no_region()
+        return autocast(self.device, dtype=dtype, rules=self._rules, cache=self._cast_cache)
+
+    def _no_region(self) -> torch.autocast:
+        return autocast(self.device, enabled=False)
+
+    @staticmethod
+    def _forget_casts() -> None:
+        active.invalidate()
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    @contextmanager
+    def _backward_allowed(self) -> Iterator[None]:
+        """Silence a framework's guard against backward passes it does not know of."""
+        yield
+
+    def grad(self, outputs: Any, inputs: Any, **options: Any) -> tuple[Tensor | None, ...]:
+        """Return unscaled gradients of ``outputs``, as :func:`amp_plugin.scaling.penalty.grad` does."""
+        from amp_plugin.scaling import penalty  # noqa: PLC0415 - rarely needed
+
+        with self._backward_allowed(), self._no_region():
+            return penalty.grad(outputs, inputs, scaler=self.scaler, **options)
+
+    # -- steps --------------------------------------------------------------------------------
+
+    def last_step(self, optimizer: Optimizer) -> StepResult | None:
+        """Return what became of an optimizer's last step; None where nothing is scaled."""
+        return None if self.scaler is None else self.scaler.last_step(self._unwrap(optimizer))
+
+    def _unwrap(self, optimizer: Any) -> Optimizer:
+        return optimizer  # type: ignore[no-any-return]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far, of all optimizers: a host sync."""
+        return 0 if self.scaler is None else self.scaler.skipped_steps()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps taken so far, of all optimizers, skipped ones not counted: a host sync."""
+        return self._attempted_steps - self.skipped_steps
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
+        if self.scaler is None:
+            return dict(self._loaded_state)
+        return {**self.scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of a loss scale: ours, torch's or a stock plugin's."""
+        if not self.settings.scales_loss:
+            return
+        self._loaded_state = dict(state_dict)
+        if self.scaler is not None:
+            self.scaler.load_state_dict(self._loaded_state)
+            self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.scaler.skipped_steps()

@@ -1,0 +1,91 @@
+"""What a user may set on AmpPrecision, checked before training starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import torch
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.rules import OpRules
+
+PrecisionName = Literal["fp16", "bf16", "fp32"]
+DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrecisionSettings:
+    """The options of AmpPrecision and FabricAmpPrecision.
+
+    Attributes:
+        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the dtype of training forwards.
+        eval_precision: the same for validation, test and prediction; None: as in training.
+        device: ``"cuda"``, ``"cpu"``, ...; None: the device of the model, found when training starts.
+        rules: op rules other than the default ones, or a YAML file of them, for the whole run.
+        fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
+            (``"LayerNorm"``) which compute in fp32 whatever the precision.
+        cast_cache: keep cast weights over an accumulation window (2 bytes an element more); None: where
+            a window has several micro-batches and the native core is loaded.
+        exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
+            of a skipped step, not even by one optimizer step.
+        loss_scale: keyword arguments of ``amp_plugin.GradScaler``.
+    """
+
+    precision: str
+    eval_precision: str | None = None
+    device: str | None = None
+    rules: OpRules | str | None = None
+    fp32_modules: Sequence[str] = ()
+    cast_cache: bool | None = None
+    exact_schedulers: bool = False
+    loss_scale: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        _check_precision("precision", self.precision)
+        if self.eval_precision is not None:
+            _check_precision("eval_precision", self.eval_precision)
+        if self.device is not None:
+            _check_device(self.device)
+        if isinstance(self.fp32_modules, str):
+            msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
+            raise TypeError(msg)
+
+    @property
+    def stock_name(self) -> str:
+        """Lightning's own name for the training precision, e.g. ``"16-mixed"``."""
+        return STOCK_NAMES[self.precision]
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether training needs a loss scale: fp16 only."""
+        return self.precision == "fp16"
+
+
+def _check_precision(name: str, given: str) -> None:
+    if given in DTYPES:
+        return
+    ours = {theirs: mine for mine, theirs in STOCK_NAMES.items()} | {
+        "16": "fp16",
+        "32": "fp32",
+        "float16": "fp16",
+    }
+    ours |= {"bfloat16": "bf16", "float32": "fp32", "half": "fp16"}
+    nearest = ours.get(str(given)) or next(
+        iter(difflib.get_close_matches(str(given), DTYPES, n=1, cutoff=0.5)), None
+    )
+    hint = f"; did you mean {name}={nearest!r}?" if nearest else ""
+    msg = f"{name}={given!r} is unknown; allowed are {', '.join(map(repr, DTYPES))}{hint}"
+    raise ValueError(msg)
+
+
+def _check_device(given: str) -> None:
+    known = ("cpu", "cuda", "xpu", "mps")
+    if given not in known:
+        hint = " (a device type, without an index)" if ":" in str(given) else ""
+        allowed = ", ".join(map(repr, known))
+        msg = f"device={given!r} is unknown; allowed are {allowed}{hint}, or None for the model's device"
+        raise ValueError(msg)

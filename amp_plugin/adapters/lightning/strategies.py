@@ -1,0 +1,42 @@
+"""Which strategies AmpPrecision works under, and what it needs to know of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+_REFUSED = {
+    "DeepSpeedStrategy": (
+        "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
+        "delete the plugin and use precision='16-mixed' or 'bf16-mixed', or use strategy='fsdp'"
+    ),
+    "XLAStrategy": (
+        "XLA devices compute in bfloat16 by torch_xla's own switch, without autocast; "
+        "delete the plugin and use precision='bf16-true'"
+    ),
+}
+_REFUSED["SingleDeviceXLAStrategy"] = _REFUSED["XLAFSDPStrategy"] = _REFUSED["XLAStrategy"]
+
+
+def refuse_unsupported(strategy: object) -> None:
+    """Raise if a strategy does mixed precision in a way of its own.
+
+    Raises:
+        TypeError: the strategy is DeepSpeed's or XLA's.
+    """
+    for kind in type(strategy).__mro__:
+        if kind.__name__ in _REFUSED:
+            msg = f"AmpPrecision does not work under {type(strategy).__name__}: {_REFUSED[kind.__name__]}"
+            raise TypeError(msg)
+
+
+def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
+    """Return the model if FSDP's first version has wrapped it, else None."""
+    return model if isinstance(model, FullyShardedDataParallel) else None
+
+
+def scaler_options(root: FullyShardedDataParallel | None) -> dict[str, Any]:
+    """Return GradScaler options for a strategy: FSDP's ranks hold parts of each gradient."""
+    return {} if root is None else {"sharded_groups": (root.process_group,)}

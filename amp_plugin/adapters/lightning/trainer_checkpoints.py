@@ -1,0 +1,40 @@
+"""Checkpoints that the stock plugins read, and theirs read here."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore
+
+# Where the stock plugins keep the loss scale's state; the last is that of Lightning before 1.6.
+STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
+
+
+class TrainerCheckpoints(PrecisionCore):
+    """Write the loss scale where the stock plugin would, and find it wherever one did."""
+
+    warn: ClassVar[Any]
+    """The framework's ``rank_zero_warn``."""
+    checkpoint_key: str = "MixedPrecision"
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
+        payload = checkpoint.pop(type(self).__qualname__, None)
+        if payload:
+            checkpoint[self.checkpoint_key] = payload
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the loss scale of a checkpoint, whichever plugin wrote it."""
+        found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
+        if self.settings.scales_loss and found is None:
+            self.warn(
+                "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
+                f"in fp16 from init_scale={self.settings.loss_scale['init_scale']:g}"
+            )
+        elif not self.settings.scales_loss and found is not None:
+            self.warn(
+                "the checkpoint was written in fp16. Training goes on in "
+                f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
+            )
+        if found is not None:
+            self.load_state_dict(found)

@@ -1,0 +1,252 @@
+"""What AmpPrecision does at each call of Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_plugin import GradScaler
+from amp_plugin.adapters.lightning.optimizer_traits import evaluates_closure_again
+from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
+from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
+from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
+
+_NOTHING_SCALED = object()
+
+if TYPE_CHECKING:
+    from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+    from amp_plugin.scaling.step_result import StepResult
+
+
+class TrainerPrecision(TrainerCheckpoints):
+    """The body shared by AmpPrecision of ``lightning.pytorch`` and of ``pytorch_lightning``.
+
+    It translates the Trainer's calls into calls of ``amp_plugin.autocast`` and
+    ``amp_plugin.GradScaler``; all numbers are theirs. One optimizer step:
+
+        train_step_context: forward and loss under autocast
+        pre_backward:       on_before_backward sees the loss, then the loss is scaled
+        backward:           without autocast, in manual optimization too
+        optimizer_step:     unscale, on_before_optimizer_step, clip, step or skip, update
+    """
+
+    plain: ClassVar[Any]
+    """The framework's plain Precision: its hooks without scaling."""
+    config_class: ClassVar[Any]
+    """The framework's LRSchedulerConfig with HeldBack mixed in."""
+    wrapper: ClassVar[Any]
+    """The framework's LightningOptimizer."""
+    is_overridden: ClassVar[Any]
+    """The framework's test for a hook that a user has written."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
+        self._in_train_step = False
+        self._evaluated = False
+        self._backwards = 0
+        self._stepped_after: dict[int, int] = {}
+        self._looked_at: bool | None = None
+        self._window = 1
+        self._sharded_root: Any = None
+
+    # -- set-up -------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Refuse strategies with a precision of their own; put ``fp32_modules`` under fp32."""
+        trainer: Any = module.trainer
+        refuse_unsupported(trainer.strategy)
+        self._window = trainer.accumulate_grad_batches
+        return super().convert_module(module)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
+    ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
+        """Learn the device, register the optimizers and take charge of step-interval schedulers."""
+        tensors = (tensor for group in (model.parameters(), model.buffers()) for tensor in group)
+        self._sharded_root = fsdp_root(model)
+        self._start(next(tensors, torch.empty(0)).device.type, **scaler_options(self._sharded_root))
+        self._keep_casts(window=self._window)
+        self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
+        self._stepped_after.clear()
+        self._looked_at = None
+        self._holds.clear()
+        if self.scaler is not None and optimizers:
+            self.scaler.register(*optimizers, names=model)
+            lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
+        return model, optimizers, lr_schedulers
+
+    # -- the autocast region ------------------------------------------------------------------
+
+    @contextmanager
+    def forward_context(self) -> Generator[None, None, None]:
+        """Run a forward in the training precision."""
+        with self.autocast_context_manager():
+            yield
+
+    @contextmanager
+    def train_step_context(self) -> Generator[None, None, None]:
+        """Run ``training_step``; in manual optimization its end is the end of the iteration."""
+        self._weights_may_have_changed(evaluating=False)
+        self._in_train_step = True
+        try:
+            with self.autocast_context_manager():
+                yield
+        finally:
+            self._in_train_step = False
+        if self.scaler is not None:
+            self.scaler.end_iteration()
+
+    @contextmanager
+    def val_step_context(self) -> Generator[None, None, None]:
+        """Run ``validation_step`` in the evaluation precision."""
+        self._weights_may_have_changed(evaluating=True)
+        with self._region(self.settings.eval_precision or self.settings.precision):
+            yield
+
+    test_step_context = val_step_context
+    predict_step_context = val_step_context
+
+    def _weights_may_have_changed(self, *, evaluating: bool) -> None:
+        """Forget cast weights between training and evaluation: callbacks swap in averaged ones there."""
+        if evaluating is not self._evaluated:
+            self._evaluated = evaluating
+            self._forget_casts()
+
+    def _outside_region(self) -> AbstractContextManager[Any]:
+        """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
+        return self._no_region() if self._in_train_step else nullcontext()
+
+    def _inside_region(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Run the forward of a manual closure in the region its optimizer step has left."""
+        if not self._in_train_step:
+            return closure
+
+        def in_region() -> Any:
+            with self.autocast_context_manager():
+                return closure()
+
+        return in_region
+
+    # -- backward -----------------------------------------------------------------------------
+
+    def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Show ``on_before_backward`` the loss, then scale it."""
+        self._backwards += 1
+        with self._outside_region():
+            tensor = self.plain.pre_backward(self, tensor, module)
+            return tensor if self.scaler is None else self.scaler.scale(tensor)
+
+    def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run backward without autocast."""
+        with self._outside_region():
+            self.plain.backward(self, tensor, model, *args, **kwargs)
+
+    def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
+        """Run ``on_after_backward`` without autocast."""
+        with self._outside_region():
+            loss: Tensor = self.plain.post_backward(self, tensor, module)
+            return loss
+
+    # -- step ---------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Run the closure, unscale, call the hooks, clip, then step or skip."""
+        closure = self._inside_region(closure)
+        with self._outside_region():
+            self._attempted_steps += 1
+            if self.scaler is None:
+                return self.plain.optimizer_step(self, optimizer, model, closure, **kwargs)
+            if evaluates_closure_again(optimizer):
+                again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
+                output = self.scaler.step(optimizer, closure=again, **kwargs)
+            elif self._closure_and_hooks(self.scaler, optimizer, model, closure) is _NOTHING_SCALED:
+                self._holds.after_step(optimizer, None)
+                return optimizer.step(**kwargs)
+            else:
+                output = self.scaler.step(optimizer, **kwargs)
+            self.scaler.update()
+            self._report(optimizer, self.scaler.last_step(optimizer))
+            return output
+
+    def _closure_and_hooks(
+        self, scaler: GradScaler, optimizer: Optimizer, model: Any, closure: Callable[[], Any]
+    ) -> Any:
+        """Run forward and backward, then let hooks and clipping see unscaled gradients."""
+        result = closure()
+        scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
+        self._stepped_after[id(optimizer)] = self._backwards
+        if not scaled:
+            self._refuse_unscaled_gradients(optimizer, model)
+        elif self._gradients_are_looked_at(model):
+            scaler.ensure_unscaled(optimizer)
+        self.plain._after_closure(self, model, optimizer)
+        return result if scaled else _NOTHING_SCALED
+
+    def _gradients_are_looked_at(self, model: Any) -> bool:
+        """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
+        if self._looked_at is None:
+            self._looked_at = (
+                self.is_overridden("configure_gradient_clipping", model)
+                or self.is_overridden("on_before_optimizer_step", model)
+                or any(
+                    self.is_overridden("on_before_optimizer_step", each) for each in model.trainer.callbacks
+                )
+            )
+        return self._looked_at
+
+    @staticmethod
+    def _refuse_unscaled_gradients(optimizer: Optimizer, model: Any) -> None:
+        """Raise if a manual step has gradients although nothing was scaled since its last step."""
+        with_grad = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if with_grad and not model.automatic_optimization:
+            msg = (
+                f"{type(optimizer).__name__}.step(): {with_grad} parameters have gradients, but "
+                "self.manual_backward() was not called since its last step, so they were not scaled and fp16 "
+                "has lost the small ones; write self.manual_backward(loss) instead of loss.backward()"
+            )
+            raise RuntimeError(msg)
+
+    def _report(self, optimizer: Optimizer, result: StepResult) -> None:
+        self._holds.after_step(optimizer, result)
+        for observer in self.observers:
+            observer(optimizer, result)
+
+    # -- clipping -----------------------------------------------------------------------------
+
+    def clip_gradients(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """Clip the unscaled gradients, by norm or by value; fused optimizers too."""
+        self.plain.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip the unscaled gradients of an optimizer to a total norm."""
+        optimizer = self._unwrap(optimizer)
+        if self.scaler is not None and self._backwards:
+            self.scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
+        elif self._sharded_root is not None:
+            self._sharded_root.clip_grad_norm_(clip_val)
+        else:
+            self.plain.clip_grad_by_norm(self, optimizer, clip_val)
+
+    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        """Clip each element of the unscaled gradients of an optimizer."""
+        optimizer = self._unwrap(optimizer)
+        if self.scaler is not None and self._backwards:
+            self.scaler.clip_grad_value_(optimizer, clip_val)
+        else:
+            self.plain.clip_grad_by_value(self, optimizer, clip_val)
+
+    def _unwrap(self, optimizer: Any) -> Optimizer:
+        inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
+        return inner

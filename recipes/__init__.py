@@ -1,0 +1,1 @@
+"""Runnable training programs, one idea each."""

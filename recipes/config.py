@@ -1,0 +1,107 @@
+"""Typed configs: a YAML file, then ``key=value`` overrides, checked against a schema."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+
+Schema = TypeVar("Schema")
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class ConfigError(ValueError):
+    """A config does not fit its schema; the text names the key and what is allowed."""
+
+
+def config_from_command_line(
+    schema: type[Schema], *, default: str, about: str, arguments: Sequence[str] | None = None
+) -> Schema:
+    """Read ``[--config FILE] [key=value ...]`` and return a checked config.
+
+    Args:
+        schema: dataclass with a type and a default for each key.
+        default: YAML file used without ``--config``, relative to the repository.
+        about: what the program does, for ``--help``.
+        arguments: the command line; None: this process's.
+
+    Raises:
+        SystemExit: the config is wrong; the reason is printed.
+    """
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--config", default=str(ROOT / default), help=f"YAML file (default: {default})")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values that replace those of the file"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        return load_config(schema, Path(given.config), given.overrides)
+    except ConfigError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+
+
+def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ()) -> Schema:
+    """Merge a schema's defaults, a YAML file and overrides into a checked config.
+
+    Args:
+        schema: dataclass with a type and a default for each key.
+        path: YAML file.
+        overrides: ``"key=value"``, nested keys with dots.
+
+    Raises:
+        ConfigError: no such file, an override without ``=``, an unknown key or a value of the
+            wrong type.
+    """
+    if not path.is_file():
+        near = sorted(str(found) for found in path.parent.glob("*.yaml"))
+        msg = f"config file {path} does not exist; there is {', '.join(near) or 'no YAML file beside it'}"
+        raise ConfigError(msg)
+    for override in overrides:
+        if "=" not in override:
+            msg = f"override {override!r} has no '='; write key=value, for example epochs=5"
+            raise ConfigError(msg)
+    base = OmegaConf.structured(schema)
+    merged = base
+    for source, layer in (
+        (str(path), OmegaConf.load(path)),
+        ("command line", OmegaConf.from_dotlist([*overrides])),
+    ):
+        merged = _merge(base, merged, layer, source)
+    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def _merge(base: DictConfig, config: Any, layer: Any, source: str) -> Any:
+    try:
+        return OmegaConf.merge(config, layer)
+    except ConfigKeyError as error:
+        raise ConfigError(_unknown_key(base, str(error.full_key), source)) from error
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        expected = _type_name(base, key)
+        reason = str(error).splitlines()[0]
+        msg = f"{source}: {key} must be {expected}: {reason}; write {key}=<{expected}>"
+        raise ConfigError(msg) from error
+
+
+def _unknown_key(base: DictConfig, key: str, source: str) -> str:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(base, parent) if parent else base
+    allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
+    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
+    hint = f"; did you mean {'.'.join(filter(None, (parent, near[0])))}?" if near else ""
+    return f"{source}: unknown key {key!r}; allowed are {', '.join(allowed)}{hint}"
+
+
+def _type_name(base: DictConfig, key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(base, parent) if parent else base
+    kind = OmegaConf.get_type(node)
+    if not is_dataclass(kind):
+        return "another type"
+    return str(kind.__dataclass_fields__[name].type)

@@ -1,0 +1,180 @@
+"""Train a digits classifier with Lightning in fp16, bf16 or fp32.
+
+    python recipes/train_digits.py [--config configs/digits_fp16.yaml] [key=value ...]
+
+The only line about precision is ``plugins=[AmpPrecision(...)]``.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import warnings
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # run as a script: the recipes are a package
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import RichProgressBar
+from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassAccuracy
+
+from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from recipes.config import config_from_command_line
+from recipes.digits import CLASSES, DigitsNet, digits_loaders
+from recipes.training_record import TrainingRecord
+
+
+class Precision(Enum):
+    """Precisions a config may name."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+
+@dataclass
+class LossScaleConfig:
+    """How the loss scale moves; fp16 only."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 40
+
+
+@dataclass
+class DigitsConfig:
+    """What a config of this recipe may set."""
+
+    name: str = "digits_fp16"
+    precision: Precision = Precision.fp16
+    accelerator: str = "auto"
+    seed: int = 0
+    epochs: int = 20
+    batch_size: int = 64
+    accumulate: int = 1
+    learning_rate: float = 1e-2
+    weight_decay: float = 1e-2
+    clip_norm: float = 1.0
+    width: int = 16
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+
+class DigitsModule(LightningModule):
+    """DigitsNet with its loss, its accuracy and a one-cycle learning rate."""
+
+    def __init__(self, config: DigitsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.net = DigitsNet(config.width)
+        self.accuracy = MulticlassAccuracy(CLASSES, average="micro")
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the loss of a batch, a scalar."""
+        images, labels = batch
+        loss = cross_entropy(self.net(images), labels)
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Count right answers."""
+        images, labels = batch
+        self.accuracy(self.net(images), labels)
+        self.log("accuracy", self.accuracy, prog_bar=True)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """Return AdamW and a one-cycle schedule over all optimizer steps."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3, weight_decay=self.config.weight_decay)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.config.learning_rate, total_steps=steps
+        )
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Recorder(Callback):
+    """Copy each optimizer step and each validation into a TrainingRecord."""
+
+    def __init__(self, record: TrainingRecord) -> None:
+        self.record = record
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
+        """Record the loss, the scale and whether the step was skipped."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        step = trainer.precision_plugin.last_step(trainer.optimizers[0])
+        loss = float(outputs["loss"])
+        if step is None:
+            self.record.add_step(loss=loss, loss_scale=None, skipped=False)
+        else:
+            self.record.add_step(loss=loss, loss_scale=step.scale_before, skipped=step.skipped)
+            self.record.final_loss_scale = step.scale_after
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the validation accuracy."""
+        self.record.add_accuracy(float(trainer.callback_metrics["accuracy"]))
+
+
+def train(config: DigitsConfig) -> TrainingRecord:
+    """Train, test, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    seed_everything(config.seed, verbose=False)
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    record = TrainingRecord(title=f"digits, {config.precision.value}")
+    module = DigitsModule(config)
+    trainer = Trainer(
+        plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
+        accelerator=config.accelerator,
+        devices=1,
+        max_epochs=config.epochs,
+        accumulate_grad_batches=config.accumulate,
+        gradient_clip_val=config.clip_norm,
+        callbacks=[
+            AmpMonitor(),
+            Recorder(record),
+            RichProgressBar(theme=RichProgressBarTheme(metrics_format=".6g")),
+        ],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )
+    start = time.perf_counter()
+    trainer.fit(module, loaders.train, loaders.validation)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = trainer.test(module, loaders.test, verbose=False)[0]["accuracy"]
+    return record
+
+
+def main() -> None:
+    """Run the recipe from the command line."""
+    config = config_from_command_line(
+        DigitsConfig, default="configs/digits_fp16.yaml", about=str(__doc__).splitlines()[0]
+    )
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices were not found, tips
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
+    record = train(config)
+    record.print_table()
+    plot = Path(config.output) / config.name / "training.png"
+    record.save_plot(plot)
+    print(f"plot: {plot}")
+
+
+if __name__ == "__main__":
+    main()
