@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _NAMES = ("g++", "c++", "clang++")
+_INCLUDE = re.compile(r'^\s*#\s*include\s*"(?:.*/)?([^"/]+)"', re.MULTILINE)
 _ERROR = re.compile(r"^.*\b(?:error|undefined reference)\b.*$", re.MULTILINE)
 _PACKAGES = {
     "debian": {"compiler": "g++", "Python.h": "python3-dev"},
@@ -113,6 +114,19 @@ def python_headers() -> Path:
         msg = f"Python.h is not in {folder}; install the package {package} for Python {version}"
         raise FileNotFoundError(msg)
     return folder
+
+
+def included_headers(source: Path, headers: Sequence[Path]) -> list[Path]:
+    """Return those of our own headers that a source includes, directly or through another."""
+    by_name = {header.name: header for header in headers}
+    found: dict[str, Path] = {}
+    unread = [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop().read_text()):
+            if name in by_name and name not in found:
+                found[name] = by_name[name]
+                unread.append(by_name[name])
+    return sorted(found.values())
 
 
 def compile_shared_object(

@@ -32,6 +32,7 @@ from amp_plugin.kernels.compiler import (
     compile_shared_object,
     find_compiler,
     first_error,
+    included_headers,
 )
 from amp_plugin.kernels.torch_flags import cpu_identity
 
@@ -152,7 +153,7 @@ def _object_files(compiler: Compiler, target: SharedObject, root: Path) -> dict[
     common = _compilation_identity(target) | _compiler_identity(compiler)
     objects = {}
     for source in target.sources:
-        key = digest(common | {"sources": _content_hash((source, *target.headers))})
+        key = digest(common | {"sources": _content_hash((source, *included_headers(source, target.headers)))})
         objects[source] = folder / f"{source.stem}-{key}.o"
     return objects
 

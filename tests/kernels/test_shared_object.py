@@ -125,10 +125,19 @@ def test_a_changed_source_is_compiled_and_the_others_keep_their_objects(sources:
     assert {path: later[path] for path in objects} == objects
 
 
-def test_a_changed_header_is_compiled(sources: Path, root: Path) -> None:
-    obtain(target(sources), root)
-    (sources / "answer.h").write_text("#define ANSWER 44\n")
-    assert answer(obtain(target(sources), root).path) == 44
+@pytest.mark.parametrize("changed", ["answer.h", "number.h"])
+def test_a_changed_header_compiles_what_includes_it(changed: str, sources: Path, root: Path) -> None:
+    (sources / "answer.h").write_text('#pragma once\n# include "below/number.h"\n#define ANSWER NUMBER\n')
+    (sources / "below").mkdir()
+    (sources / "below" / "number.h").write_text('#pragma once\n#include "../answer.h"\n#define NUMBER 42\n')
+    headers = (sources / "answer.h", sources / "below" / "number.h")
+    wanted = dataclasses.replace(target(sources), headers=headers)
+    obtain(wanted, root)
+    header = next(header for header in headers if header.name == changed)
+    header.write_text(header.read_text() + f"#undef {'ANSWER' if changed == 'answer.h' else 'NUMBER'}\n")
+    header.write_text(header.read_text() + f"#define {'ANSWER' if changed == 'answer.h' else 'NUMBER'} 44\n")
+    assert answer(obtain(wanted, root).path) == 44
+    assert len(list((root / "objects").iterdir())) == 3  # other.cpp was not compiled again
 
 
 def test_rebuild_compiles_what_is_whole(sources: Path, root: Path) -> None:
