@@ -1,6 +1,7 @@
 # make demo    train the digits classifier in fp16 and draw its curves
 # make test    lint, types and all tests, on the native core and on the fallback
 # make lint    ruff and mypy alone
+# make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
 #
 # Each makes .venv with the pinned versions first, if it is not there.
@@ -15,7 +16,7 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint test-native test-fallback docs bench clean
+.PHONY: demo test lint format test-native test-fallback docs bench clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -27,6 +28,11 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 test-native: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not dist and not slow"
