@@ -55,7 +55,9 @@ class TestLikeTorch:
     def test_errors_are_torchs(self):
         with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
             amp_plugin.autocast(torch.device("cpu"))
-        with pytest.raises(RuntimeError, match="unsupported autocast device_type 'opengl'|unknown device type"):
+        with pytest.raises(
+            RuntimeError, match="unsupported autocast device_type 'opengl'|unknown device type"
+        ):
             amp_plugin.autocast("opengl", dtype=torch.float16)
         with pytest.raises(TypeError, match="requires a callable, but got int"):
             amp_plugin.autocast("cpu")(3)
@@ -293,7 +295,10 @@ class TestTorchsDefects:
             assert torch.cat([half, bf16.double()]).dtype is torch.float64
 
     def test_regions_closed_out_of_order(self):
-        first, second = amp_plugin.autocast("cpu", dtype=torch.float16), amp_plugin.autocast("cpu", dtype=torch.bfloat16)
+        first, second = (
+            amp_plugin.autocast("cpu", dtype=torch.float16),
+            amp_plugin.autocast("cpu", dtype=torch.bfloat16),
+        )
         first.__enter__()
         second.__enter__()
         second.__exit__(None, None, None)

@@ -44,7 +44,12 @@ def test_comparison_notices_one_op_more_or_less(registered_by_torch, device):
 
 def test_expected_counts():
     if torch.__version__.startswith("2.13"):
-        assert {d: len(OpRules.default(d).rules) for d in TABLES} == {"cpu": 127, "cuda": 119, "mps": 95, "xpu": 117}
+        assert {d: len(OpRules.default(d).rules) for d in TABLES} == {
+            "cpu": 127,
+            "cuda": 119,
+            "mps": 95,
+            "xpu": 117,
+        }
 
 
 def test_with_rule_makes_another_set():
@@ -71,9 +76,13 @@ def test_unknown_names_are_errors_with_the_nearest():
     rules = OpRules.default("cpu")
     with pytest.raises(ValueError, match=r"unknown op 'aten::sofmax', did you mean aten::softmax"):
         rules.with_rule("aten::sofmax", "fp32")
-    with pytest.raises(ValueError, match=r"unknown rule 'fp33', did you mean fp32\?; allowed: lower_precision"):
+    with pytest.raises(
+        ValueError, match=r"unknown rule 'fp33', did you mean fp32\?; allowed: lower_precision"
+    ):
         rules.with_rule("aten::mm", "fp33")
-    with pytest.raises(ValueError, match=r"aten::mm.default has no argument 'slef', did you mean self\?; it has"):
+    with pytest.raises(
+        ValueError, match=r"aten::mm.default has no argument 'slef', did you mean self\?; it has"
+    ):
         rules.with_rule("aten::mm.default", keep={"slef"})
     with pytest.raises(ValueError, match="an op is named like 'aten::softmax.int'"):
         rules.with_rule("softmax", "fp32")
@@ -101,7 +110,9 @@ def test_yaml_round_trip(tmp_path):
 
 
 def test_rules_for_another_device_are_refused():
-    with pytest.raises(ValueError, match=r"rules for 'cuda' were given to a region on 'cpu'; use rules.as_policy_of"):
+    with pytest.raises(
+        ValueError, match=r"rules for 'cuda' were given to a region on 'cpu'; use rules.as_policy_of"
+    ):
         amp_plugin.autocast("cpu", rules=OpRules.default("cuda"))
 
 

@@ -1,0 +1,225 @@
+"""Training under our autocast equals training under torch.amp, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import amp_plugin
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def digits():
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    return images, torch.tensor(data.target)
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1), nn.GELU(), nn.Flatten(), nn.LayerNorm(256), nn.Linear(256, 10),
+    )  # fmt: skip
+
+
+def losses(autocast, scaler_class, dtype, *, steps=50, whole_loop=False):
+    """Losses and final weights of digits training; `whole_loop` opens one region around it all."""
+    images, labels = digits()
+    model = classifier()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = scaler_class("cpu", init_scale=2.0**14, growth_interval=10, enabled=dtype is torch.float16)
+    generator = torch.Generator().manual_seed(1)
+    seen = []
+    # torch's own region, even a disabled one, would serve stale weights here: only ours goes around a loop
+    with autocast("cpu", dtype=dtype) if whole_loop else nullcontext():
+        for _ in range(steps):
+            batch = torch.randint(len(images), (64,), generator=generator)
+            optimizer.zero_grad()
+            with autocast("cpu", dtype=dtype):
+                loss = nn.functional.cross_entropy(model(images[batch]), labels[batch])
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            seen.append(loss.detach().float())
+    return torch.stack(seen), [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_digits_training_equals_torch_amp(dtype):
+    theirs = losses(torch.autocast, torch.amp.GradScaler, dtype)
+    ours = losses(amp_plugin.autocast, amp_plugin.GradScaler, dtype)
+    assert torch.equal(ours[0], theirs[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours[1], theirs[1], strict=True))
+    assert ours[0][-10:].mean() < ours[0][:10].mean() / 2  # and it learns
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_region_around_the_whole_loop_changes_no_bit(dtype):
+    forward_only = losses(amp_plugin.autocast, amp_plugin.GradScaler, dtype, steps=15)
+    whole = losses(amp_plugin.autocast, amp_plugin.GradScaler, dtype, steps=15, whole_loop=True)
+    assert torch.equal(whole[0], forward_only[0])
+    assert all(torch.equal(a, b) for a, b in zip(whole[1], forward_only[1], strict=True))
+
+
+def tiny(name):
+    """A small random model of a transformers architecture, with inputs."""
+    import transformers as t
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    ids = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    if name == "bert":
+        config = t.BertConfig(vocab_size=64, **sizes)
+        return t.BertForMaskedLM(config), {"input_ids": ids, "labels": ids}
+    if name == "gpt2":
+        config = t.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=32)
+        return t.GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}
+    if name == "llama":
+        config = t.LlamaConfig(vocab_size=64, num_key_value_heads=1, **sizes)
+        return t.LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}
+    if name == "t5":
+        config = t.T5Config(
+            vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, decoder_start_token_id=0
+        )
+        return t.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids}
+    images = torch.randn(2, 3, 16, 16)
+    if name == "vit":
+        config = t.ViTConfig(image_size=16, patch_size=4, num_labels=4, **sizes)
+        return t.ViTForImageClassification(config), {"pixel_values": images, "labels": torch.tensor([1, 3])}
+    config = t.WhisperConfig(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, max_source_positions=25,
+        max_target_positions=32, num_mel_bins=8, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=1,
+    )  # fmt: skip
+    return t.WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 8, 50), "labels": ids}
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers' own deprecations
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit", "whisper"])
+def test_transformers_models_give_the_same_bits(name):
+    model, inputs = tiny(name)
+    model.train()
+
+    def run(autocast):
+        model.zero_grad()
+        torch.manual_seed(3)
+        with autocast("cpu", dtype=torch.bfloat16):
+            output = model(**inputs)
+        output.loss.backward()
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        return [output.loss.detach(), output.logits.detach(), *grads]
+
+    theirs, ours = run(torch.autocast), run(amp_plugin.autocast)
+    assert len(ours) == len(theirs) > 10
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.mark.native
+class TestWholeLoop:
+    """A region around forward, backward and step: the backward pass is not autocast by it."""
+
+    def grads(self, whole, forward):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+        seen = []
+        model[0].weight.register_hook(lambda g: seen.append((g @ g.t()).dtype))
+        outer = amp_plugin.autocast("cpu", enabled=whole)
+        with outer:
+            with amp_plugin.autocast("cpu"):
+                loss = forward(model, x)
+            loss.backward()
+        return [p.grad for p in model.parameters()], seen
+
+    def check(self, forward):
+        alone, hook_alone = self.grads(False, forward)
+        whole, hook_whole = self.grads(True, forward)
+        assert hook_alone == hook_whole == [torch.float32]
+        assert all(torch.equal(a, b) for a, b in zip(alone, whole, strict=True))
+
+    def test_plain_and_hooks(self):
+        self.check(lambda model, x: model(x).float().square().sum())
+
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    def test_checkpoint(self, use_reentrant):
+        def forward(model, x):
+            x = x.clone().requires_grad_()
+            return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=use_reentrant).float().sum()
+
+        self.check(forward)
+
+    def test_custom_function_without_custom_bwd(self):
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return x * x
+
+            @staticmethod
+            def backward(ctx, grad):
+                (x,) = ctx.saved_tensors
+                identity = torch.eye(x.shape[1])
+                product = x.float() @ identity
+                assert product.dtype is torch.float32
+                return 2 * product.to(x.dtype) * grad
+
+        self.check(lambda model, x: Square.apply(model(x)).float().sum())
+
+    def test_torchs_region_does_autocast_the_backward_pass(self):
+        w = torch.randn(3, 3, requires_grad=True)
+        seen = []
+        with torch.autocast("cpu"):
+            y = w @ w
+            y.register_hook(lambda g: seen.append((g.float() @ g.float()).dtype))
+            y.float().sum().backward()
+        assert seen == [torch.bfloat16]
+
+    def test_a_region_opened_in_the_backward_pass_counts(self):
+        w = torch.randn(3, 3, requires_grad=True)
+        seen = []
+
+        def hook(grad):
+            grad = grad.float()
+            with amp_plugin.autocast("cpu", dtype=torch.float16):
+                seen.append((grad @ grad).dtype)
+            seen.append((grad @ grad).dtype)
+
+        with amp_plugin.autocast("cpu"):
+            y = w @ w
+            y.register_hook(hook)
+            y.float().sum().backward()
+            assert (w @ w).dtype is torch.bfloat16
+        assert seen == [torch.float16, torch.float32]
+
+    def test_no_memory_grows_from_iteration_to_iteration(self):
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with amp_plugin.autocast("cpu"):
+            for _ in range(5):
+                model(x).float().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert torch.ops.amp_plugin._kept_cast_count() <= 2
+            replaced = [nn.Linear(8, 8) for _ in range(20)]
+            for layer in replaced:
+                layer(x)
+            del layer, replaced
+            model(x)
+            assert torch.ops.amp_plugin._kept_cast_count() <= 42
+
+
+def test_warnings_are_none():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        losses(amp_plugin.autocast, amp_plugin.GradScaler, torch.float16, steps=2)
