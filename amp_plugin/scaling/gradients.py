@@ -104,7 +104,7 @@ def _version(grad: Tensor) -> int:
 
 def make_ledger(params: list[Tensor]) -> Any:
     """Return the native ledger for ``params`` if the native core is loaded, else the Python one."""
-    if native_core().loaded and params and hasattr(torch.ops.amp_plugin, "gradient_ledger_version"):
+    if native_core().loaded and params:
         return torch.classes.amp_plugin.GradientLedger(params)
     return GradientLedger(params)
 

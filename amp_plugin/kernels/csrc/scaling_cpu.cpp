@@ -1,0 +1,299 @@
+// norm_check, unscale_ and multiply_ on the CPU: chunks over all gradients, one pass.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/view_as_real.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <tuple>
+#include <vector>
+
+#include "scaling_chunk.h"
+
+namespace amp_plugin {
+namespace {
+
+constexpr int64_t kChunk = 32768;      // elements: float32 partial sums are exact enough, and it fits L2
+constexpr int64_t kTask = 2 * kChunk;  // elements a thread takes at a time
+
+using ChunkFunction = Partial (*)(void* data, int64_t count, double factor, double p);
+
+struct Chunk {
+  char* data;
+  int64_t count;
+  int64_t tensor;
+  ChunkFunction run;
+};
+
+struct Result {
+  double power = 0.0;
+  std::vector<uint8_t> flags;
+};
+
+Norm norm_of(double p) {
+  if (p == 2.0) return Norm::two;
+  if (p == 1.0) return Norm::one;
+  if (p == std::numeric_limits<double>::infinity()) return Norm::infinity;
+  return Norm::any;
+}
+
+bool takes_extreme(double p) {
+  return std::isinf(p);
+}
+
+// The square of an element may leave float32's range although the element and the norm do not.
+template <typename T>
+double checked_power(Partial& partial, const T* data, int64_t count) {
+  constexpr double kSmallest = 1e-26;  // below it, squares lost to underflow would show
+  if (std::is_same_v<T, double> || (partial.power >= kSmallest && std::isfinite(partial.power))) {
+    return partial.power;
+  }
+  return sum_of_squares(data, count);
+}
+
+template <typename T, Norm norm, bool write>
+Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
+  auto* values = static_cast<T*>(data);
+  if constexpr (norm == Norm::any) {
+    const double power = any_power(values, count, p);
+    Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
+    partial.power = power;
+    return partial;
+  } else {
+    Partial partial = run_chunk<T, norm, write>(values, count, static_cast<Wide<T>>(factor));
+    if constexpr (norm == Norm::two) {
+      if (partial.flags == 0) {
+        // After a write the data are multiplied already: undo that in the power.
+        const double power = checked_power(partial, values, count);
+        partial.power = write && power != partial.power ? power / (factor * factor) : power;
+      }
+    }
+    return partial;
+  }
+}
+
+// Complex numbers are pairs of reals, except in norms of their magnitudes.
+template <typename T, Norm norm, bool write>
+Partial chunk_of_complex(void* data, int64_t count, double factor, double p) {
+  if constexpr (norm == Norm::two || norm == Norm::none) {
+    return chunk_of_reals<T, norm, write>(data, 2 * count, factor, p);
+  } else {
+    const double power = any_power(static_cast<c10::complex<T>*>(data), count, p);
+    Partial partial = run_chunk<T, Norm::none, write>(static_cast<T*>(data), 2 * count, static_cast<T>(factor));
+    partial.power = power;
+    return partial;
+  }
+}
+
+template <Norm norm, bool write>
+ChunkFunction function_for(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat:
+      return chunk_of_reals<float, norm, write>;
+    case at::kDouble:
+      return chunk_of_reals<double, norm, write>;
+    case at::kHalf:
+      return chunk_of_reals<at::Half, norm, write>;
+    case at::kBFloat16:
+      return chunk_of_reals<at::BFloat16, norm, write>;
+    case at::kComplexFloat:
+      return chunk_of_complex<float, norm, write>;
+    case at::kComplexDouble:
+      return chunk_of_complex<double, norm, write>;
+    default:
+      TORCH_CHECK_TYPE(
+          false, "amp_plugin: gradients of dtype ", type,
+          " are not supported; allowed are float16, bfloat16, float32, float64, complex64 and complex128.");
+  }
+}
+
+template <bool write>
+ChunkFunction function_for(at::ScalarType type, Norm norm) {
+  switch (norm) {
+    case Norm::none:
+      return function_for<Norm::none, write>(type);
+    case Norm::one:
+      return function_for<Norm::one, write>(type);
+    case Norm::two:
+      return function_for<Norm::two, write>(type);
+    case Norm::infinity:
+      return function_for<Norm::infinity, write>(type);
+    default:
+      return function_for<Norm::any, write>(type);
+  }
+}
+
+// Gradients as memory without gaps. A strided one is worked on in a copy and written back.
+class Flattened {
+ public:
+  explicit Flattened(at::TensorList grads) {
+    flat_.reserve(grads.size());
+    for (const at::Tensor& grad : grads) {
+      TORCH_CHECK(grad.device().is_cpu(), "amp_plugin: all gradients of one call must be on one device; got cpu and ",
+                  grad.device(), ".");
+      TORCH_CHECK(grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
+                  "; pass the values of sparse gradients.");
+      const bool dense = grad.is_non_overlapping_and_dense() && !grad.is_conj() && !grad.is_neg();
+      if (dense) {
+        flat_.push_back(grad.unsafeGetTensorImpl());
+      } else {
+        copies_.emplace_back(grad, grad.resolve_conj().resolve_neg().contiguous().clone());
+        flat_.push_back(copies_.back().second.unsafeGetTensorImpl());
+      }
+    }
+  }
+
+  const std::vector<c10::TensorImpl*>& tensors() const {
+    return flat_;
+  }
+
+  void write_back(at::TensorList grads) const {
+    for (const auto& [grad, copy] : copies_) {
+      grad.copy_(copy);
+    }
+    for (const at::Tensor& grad : grads) {
+      if (!grad.is_inference()) {
+        grad.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  }
+
+ private:
+  std::vector<c10::TensorImpl*> flat_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+};
+
+template <bool write>
+std::vector<Chunk> cut(const std::vector<c10::TensorImpl*>& tensors, Norm norm) {
+  std::vector<Chunk> chunks;
+  chunks.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const c10::TensorImpl& tensor = *tensors[i];
+    const at::ScalarType type = c10::typeMetaToScalarType(tensor.dtype());
+    const ChunkFunction run = function_for<write>(type, norm);
+    const auto size = static_cast<int64_t>(tensor.itemsize());
+    const int64_t numel = tensor.numel();
+    auto* data = numel ? static_cast<char*>(const_cast<void*>(tensor.data())) : nullptr;
+    for (int64_t begin = 0; begin < numel; begin += kChunk) {
+      chunks.push_back({data + begin * size, std::min(kChunk, numel - begin), static_cast<int64_t>(i), run});
+    }
+  }
+  return chunks;
+}
+
+// First chunks of the tasks, each of about kTask elements; fixed, so that results do not depend on threads.
+std::vector<size_t> share(const std::vector<Chunk>& chunks) {
+  std::vector<size_t> first{0};
+  int64_t elements = 0;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    elements += chunks[i].count;
+    if (elements >= kTask || i + 1 == chunks.size()) {
+      first.push_back(i + 1);
+      elements = 0;
+    }
+  }
+  return first;
+}
+
+template <bool write>
+Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double factor, double p) {
+  const std::vector<Chunk> chunks = cut<write>(tensors, norm);
+  const std::vector<size_t> first = share(chunks);
+  std::vector<Partial> partials(chunks.size());
+  at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+    for (size_t i = first[begin]; i < first[end]; ++i) {
+      partials[i] = chunks[i].run(chunks[i].data, chunks[i].count, factor, p);
+    }
+  });
+  Result result;
+  result.flags.resize(tensors.size());
+  result.power = p == -std::numeric_limits<double>::infinity() ? -p : 0.0;
+  for (size_t i = 0; i < chunks.size(); ++i) {
+    const double power = partials[i].power;
+    result.flags[chunks[i].tensor] |= partials[i].flags;
+    if (!takes_extreme(p)) {
+      result.power += power;
+    } else if (std::isnan(power) || (p > 0 ? power > result.power : power < result.power)) {
+      result.power = power;
+    }
+  }
+  if (chunks.empty()) {
+    result.power = 0.0;
+  }
+  return result;
+}
+
+double one_value(const at::Tensor& factor, const char* name) {
+  TORCH_CHECK(factor.numel() == 1 && factor.device().is_cpu(), "amp_plugin: ", name,
+              " must have one element on the gradients' device; got ", factor.sizes(), " on ", factor.device(), ".");
+  if (factor.scalar_type() == at::kFloat) return *factor.const_data_ptr<float>();
+  TORCH_CHECK(factor.scalar_type() == at::kDouble, "amp_plugin: ", name, " must be float32 or float64; got ",
+              factor.scalar_type(), ".");
+  return *factor.const_data_ptr<double>();
+}
+
+at::Tensor scalar(double value) {
+  at::Tensor result = at::empty({}, at::kFloat);
+  *result.mutable_data_ptr<float>() = static_cast<float>(value);
+  return result;
+}
+
+using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Measured measured(const Result& result, double factor, double p) {
+  double norm = result.power;
+  if (!takes_extreme(p) && p != 0.0) {
+    norm = p == 2.0 ? std::sqrt(norm) : std::pow(norm, 1.0 / p);
+  }
+  if (p != 0.0) {
+    norm *= std::abs(factor);
+  }
+  at::Tensor flags = at::empty({static_cast<int64_t>(result.flags.size())}, at::kByte);
+  std::copy(result.flags.begin(), result.flags.end(), flags.mutable_data_ptr<uint8_t>());
+  const bool found = std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
+  return {scalar(norm), scalar(found ? 1.0 : 0.0), flags};
+}
+
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+  const double factor = one_value(inv_scale, "inv_scale");
+  const Flattened flattened(grads);
+  return measured(run_all<false>(flattened.tensors(), norm_of(p), factor, p), factor, p);
+}
+
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+  const double factor = one_value(inv_scale, "inv_scale");
+  if (factor == 1.0) {
+    return norm_check(grads, inv_scale, p);
+  }
+  const Flattened flattened(grads);
+  const Result result = run_all<true>(flattened.tensors(), norm_of(p), factor, p);
+  flattened.write_back(grads);
+  return measured(result, factor, p);
+}
+
+at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
+  const double value = one_value(factor, "factor");
+  if (value == 1.0) {
+    return scalar(0.0);
+  }
+  const Flattened flattened(grads);
+  const Result result = run_all<true>(flattened.tensors(), Norm::none, value, 2.0);
+  flattened.write_back(grads);
+  const bool found = std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
+  return scalar(found ? 1.0 : 0.0);
+}
+
+}  // namespace
+}  // namespace amp_plugin
+
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
+  m.impl("norm_check", amp_plugin::norm_check);
+  m.impl("unscale_", amp_plugin::unscale_);
+  m.impl("multiply_", amp_plugin::multiply_);
+}

@@ -1,0 +1,57 @@
+// update_scale_ on the CPU; the rule is told in kernels/reference.py.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace amp_plugin {
+namespace {
+
+enum HysteresisMode : int64_t { kApex = 0, kMegatron = 1, kDeepSpeed = 2 };
+
+void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+                   const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
+                   double min_scale, double max_scale, int64_t hysteresis, int64_t mode) {
+  auto& value = *scale.mutable_data_ptr<float>();
+  auto& steps = *growth_tracker.mutable_data_ptr<int32_t>();
+  auto& tolerance = *hysteresis_tracker.mutable_data_ptr<int32_t>();
+  if (*found_inf.const_data_ptr<float>() > 0.0F) {
+    steps = 0;
+    const bool spent = tolerance <= 1;
+    if (!spent || mode != kDeepSpeed) {
+      --tolerance;
+    }
+    if (spent) {
+      const auto floor = std::min(value, static_cast<float>(min_scale));
+      value = std::max(value * static_cast<float>(backoff_factor), floor);
+    }
+  } else {
+    ++steps;
+    const bool grows = steps >= growth_interval;
+    if (grows) {
+      const float grown = value * static_cast<float>(growth_factor);
+      const auto ceiling = std::max(value, static_cast<float>(std::min<double>(
+                                               max_scale, std::numeric_limits<float>::max())));
+      value = std::isfinite(grown) ? std::min(grown, ceiling) : value;
+      steps = 0;
+    }
+    if (grows || mode == kApex) {
+      tolerance = static_cast<int32_t>(hysteresis);
+    }
+  }
+  for (const at::Tensor* written : {&scale, &growth_tracker, &hysteresis_tracker}) {
+    if (!written->is_inference()) {
+      written->unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace amp_plugin
+
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
+  m.impl("update_scale_", amp_plugin::update_scale_);
+}
