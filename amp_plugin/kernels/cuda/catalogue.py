@@ -1,0 +1,41 @@
+"""The kernels there are, by name and form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+THREADS: Final = 256  # kThreads in tensor_table.cuh
+NORMS: Final = ("Squares", "Magnitudes", "Maximum", "Minimum", "Power")  # the structs of norms.cuh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A kernel: the function ``name`` in ``name.cu``.
+
+    Attributes:
+        name: Of the file, without suffix, and of the function in it.
+        norm: One of `NORMS` if the file is compiled once for each norm, else None.
+        threads: Threads of a block; the source relies on it.
+    """
+
+    name: str
+    norm: str | None = None
+    threads: int = THREADS
+
+
+NORM_CHECK: Final = {norm: Kernel(name="norm_check", norm=norm) for norm in NORMS}
+UNSCALE: Final = {norm: Kernel(name="unscale", norm=norm) for norm in NORMS}
+FINALISE: Final = {norm: Kernel(name="finalise", norm=norm, threads=1024) for norm in NORMS}
+MULTIPLY: Final = Kernel(name="multiply")
+CAST: Final = Kernel(name="cast")
+WRITE_TABLE: Final = Kernel(name="write_table", threads=128)
+UPDATE_SCALE: Final = Kernel(name="update_scale", threads=1)
+
+
+def all_kernels() -> Iterator[Kernel]:
+    """Yield every kernel of the package, in every form."""
+    for family in (NORM_CHECK, UNSCALE, FINALISE):
+        yield from family.values()
+    yield from (MULTIPLY, CAST, WRITE_TABLE, UPDATE_SCALE)

@@ -1,0 +1,132 @@
+// Element types of a gradient: how 16 bytes of memory become numbers and back.
+//
+// No header of a toolkit is needed. fp16 and bf16 are 16-bit patterns here; arithmetic is in fp32
+// (fp64 for fp64). The two conversions between fp16 and fp32 are single instructions on a GPU; a
+// host compiler that builds these sources supplies them itself.
+#pragma once
+
+namespace amp_plugin {
+
+using u8 = unsigned char;
+using u16 = unsigned short;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+
+// Numbered as DTYPE_CODES in tensor_table.py.
+enum DType : u8 { kFloat16, kBFloat16, kFloat32, kFloat64, kComplex64, kComplex128 };
+
+#ifdef __CUDACC__
+__device__ inline float half_to_float(u16 bits) {
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return value;
+}
+
+__device__ inline u16 float_to_half(float value) {  // to nearest, ties to even
+  u16 bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+#endif
+
+struct Float16 {
+  using Wide = float;
+  u16 bits;
+  __device__ static Wide widen(Float16 x) { return half_to_float(x.bits); }
+  __device__ static Float16 narrow(Wide x) { return {float_to_half(x)}; }
+};
+
+struct BFloat16 {
+  using Wide = float;
+  u16 bits;
+  __device__ static Wide widen(BFloat16 x) { return __uint_as_float(u32(x.bits) << 16); }
+  __device__ static BFloat16 narrow(Wide x) {  // in integers: sm_75 has no instruction for it
+    if (x != x) return {0x7fc0};
+    const u32 word = __float_as_uint(x);
+    return {u16((word + 0x7fffu + ((word >> 16) & 1u)) >> 16)};
+  }
+};
+
+struct Float32 {
+  using Wide = float;
+  float value;
+  __device__ static Wide widen(Float32 x) { return x.value; }
+  __device__ static Float32 narrow(Wide x) { return {x}; }
+};
+
+struct Float64 {
+  using Wide = double;
+  double value;
+  __device__ static Wide widen(Float64 x) { return x.value; }
+  __device__ static Float64 narrow(Wide x) { return {x}; }
+};
+
+// `kCount` neighbours, moved by one access.
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) Packet {
+  T element[kCount];
+};
+
+// The word of `kBytes` that moves a packet.
+template <int kBytes>
+struct WordOf;
+template <>
+struct WordOf<2> { using Type = u16; };
+template <>
+struct WordOf<4> { using Type = u32; };
+template <>
+struct WordOf<8> { using Type = uint2; };
+template <>
+struct WordOf<16> { using Type = uint4; };
+
+// An address out of a table could be of any memory space to the compiler; these say it is global.
+template <typename P>
+__device__ inline P load_packet(const P* address) {
+  using Word = typename WordOf<sizeof(P)>::Type;
+  const Word word = __ldca(reinterpret_cast<const Word*>(address));
+  P packet;
+  memcpy(&packet, &word, sizeof(P));
+  return packet;
+}
+
+template <typename P>
+__device__ inline void store_packet(P* address, const P& packet) {
+  using Word = typename WordOf<sizeof(P)>::Type;
+  Word word;
+  memcpy(&word, &packet, sizeof(P));
+  __stwb(reinterpret_cast<Word*>(address), word);
+}
+
+template <typename T>
+inline constexpr int kPerVector = 16 / int(sizeof(T));
+
+template <typename T>
+using Vector = Packet<T, kPerVector<T>>;
+
+__device__ inline float largest(float) { return 3.402823466e+38f; }
+__device__ inline double largest(double) { return 1.7976931348623157e+308; }
+
+template <typename Wide>
+__device__ inline bool is_finite(Wide x) {
+  return fabs(x) <= largest(x);
+}
+
+constexpr u32 kHasInf = 1, kHasNan = 2;
+
+// What a number adds to the flags of its tensor.
+template <typename Wide>
+__device__ inline u32 non_finite_bits(Wide x) {
+  if (is_finite(x)) return 0;
+  return x != x ? kHasNan : kHasInf;
+}
+
+// A one-element tensor, fp32 or fp64, that stays on the device.
+struct DeviceScalar {
+  const void* address;
+  u64 is_double;
+  __device__ double read() const {
+    return is_double ? *static_cast<const double*>(address) : double(*static_cast<const float*>(address));
+  }
+};
+
+}  // namespace amp_plugin

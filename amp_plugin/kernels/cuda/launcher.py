@@ -1,0 +1,134 @@
+"""Put kernels on torch's streams through the CUDA driver.
+
+Kernels are loaded per device at their first launch and stay loaded. A launch goes to the
+current stream of the device, whichever thread asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from cuda.bindings import driver  # type: ignore[import-untyped]
+from cuda.core import Device, ObjectCode  # type: ignore[import-untyped]
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amp_plugin.kernels.cuda.catalogue import WRITE_TABLE, Kernel
+from amp_plugin.kernels.cuda.compile import cached_cubin
+from amp_plugin.kernels.cuda.tensor_table import ROW, ROWS_BY_VALUE
+
+OLDEST_CAPABILITY = (7, 5)
+
+
+class CudaLauncher:
+    """One CUDA device.
+
+    Args:
+        device: A CUDA device with an index.
+
+    Attributes:
+        device: The same.
+        multiprocessors: How many it has.
+        architecture: As ``"sm_90"``.
+
+    Raises:
+        RuntimeError: The device is older than compute capability 7.5.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        capability = (properties.major, properties.minor)
+        if capability < OLDEST_CAPABILITY:
+            msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
+            raise RuntimeError(msg)
+        self.device = device
+        self.multiprocessors: int = properties.multi_processor_count
+        self.architecture = f"sm_{capability[0]}{capability[1]}"
+        self._make_current = Device(device.index).set_current
+        self._bound = threading.local()
+        self._lock = threading.Lock()
+        self._loaded: dict[Kernel, tuple[Any, Any]] = {}
+
+    def stream(self) -> int:
+        """Return the handle of the current stream of the device."""
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def capturing(self) -> bool:
+        """Return True while the current stream is being captured into a graph."""
+        with torch.cuda.device(self.device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def upload(self, rows: NDArray[Any]) -> Tensor:
+        """Copy rows to the device in stream order.
+
+        From pinned memory, which torch's host allocator hands out again only after an event
+        behind the copy; during a capture as kernel arguments.
+
+        Args:
+            rows: `ROW` records.
+
+        Returns:
+            uint8 ``[32 * len(rows)]`` on the device.
+        """
+        table = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
+        if self.capturing():
+            for begin in range(0, len(rows), ROWS_BY_VALUE):
+                self._write_by_value(rows[begin : begin + ROWS_BY_VALUE], table, begin)
+            return table
+        pinned = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned.numpy()[:] = rows.view(np.uint8)
+        return table.copy_(pinned, non_blocking=True)
+
+    def _write_by_value(self, rows: NDArray[Any], table: Tensor, begin: int) -> None:
+        by_value = (ctypes.c_uint8 * (ROWS_BY_VALUE * ROW.itemsize)).from_buffer_copy(
+            rows.tobytes().ljust(ROWS_BY_VALUE * ROW.itemsize, b"\0")
+        )
+        target = ctypes.c_void_p(table.data_ptr() + begin * ROW.itemsize)
+        self.launch(WRITE_TABLE, 1, (by_value, ctypes.c_uint32(len(rows)), target))
+
+    def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[Any]) -> None:
+        """Launch a kernel on the current stream of the device.
+
+        Args:
+            kernel: Compiled and loaded if it was not yet.
+            blocks: How many blocks, at least 1.
+            arguments: ctypes objects, one per parameter of the kernel, of its type.
+
+        Raises:
+            RuntimeError: The driver refused the launch.
+        """
+        with torch.cuda.device(self.device):
+            self._bind_thread()
+            function = self.load(kernel)
+            pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(one) for one in arguments])
+            grid, block = (blocks, 1, 1), (kernel.threads, 1, 1)
+            where = ctypes.addressof(pointers)
+            (status,) = driver.cuLaunchKernel(function, *grid, *block, 0, self.stream(), where, 0)
+        if int(status):
+            msg = f"the CUDA driver refused {kernel.name} ({blocks} blocks) on {self.device}: {status!r}"
+            raise RuntimeError(msg)
+
+    def _bind_thread(self) -> None:
+        """Make the device's context current: a new thread has none until the runtime is called."""
+        if not getattr(self._bound, "done", False):
+            self._make_current()
+            self._bound.done = True
+
+    def load(self, kernel: Kernel) -> Any:
+        """Return the handle of a kernel, compiled and loaded if it was not yet."""
+        loaded = self._loaded.get(kernel)
+        if loaded is None:
+            with self._lock:
+                loaded = self._loaded.get(kernel) or self._load(kernel)
+                self._loaded[kernel] = loaded
+        return loaded[0]
+
+    def _load(self, kernel: Kernel) -> tuple[Any, Any]:
+        code = ObjectCode.from_cubin(cached_cubin(kernel, self.architecture))
+        entry = code.get_kernel(kernel.name)
+        return driver.CUfunction(int(entry.handle)), (code, entry)  # what must stay alive beside it

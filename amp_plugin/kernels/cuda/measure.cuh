@@ -1,0 +1,172 @@
+// One pass over a chunk: measure it and, if asked, multiply it.
+#pragma once
+
+#include "norms.cuh"
+#include "tensor_table.cuh"
+
+namespace amp_plugin {
+
+// Join the magnitudes of neighbouring components: single ones, or complex pairs.
+template <int kComponents, typename T, typename Wide, int kCount, typename Norm>
+__device__ Wide add_packet(const Norm& norm, Wide total, const Packet<T, kCount>& packet) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += kComponents) {
+    Wide magnitude = fabs(Wide(T::widen(packet.element[i])));
+    if constexpr (kComponents == 2) magnitude = hypot(magnitude, Wide(T::widen(packet.element[i + 1])));
+    total = norm.add(total, magnitude);
+  }
+  return total;
+}
+
+template <typename T, int kCount>
+__device__ u32 bits_of_packet(const Packet<T, kCount>& packet) {
+  u32 bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) bits |= non_finite_bits(T::widen(packet.element[i]));
+  return bits;
+}
+
+template <typename T, int kCount>
+__device__ bool all_zero(const Packet<T, kCount>& packet) {
+  bool zero = true;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) zero = zero && T::widen(packet.element[i]) == 0;
+  return zero;
+}
+
+// Multiply in the wide type, round once. What `shrinks` stays finite, and inf stays inf.
+template <typename T, int kCount>
+__device__ u32 multiply_packet(Packet<T, kCount>& packet, double factor, bool shrinks) {
+  using Wide = typename T::Wide;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    packet.element[i] = T::narrow(T::widen(packet.element[i]) * Wide(factor));
+  }
+  return shrinks ? 0 : bits_of_packet(packet);
+}
+
+// kComponents: 1, or 2 where the norm needs |z| of complex pairs.
+template <typename T, int kComponents, typename Norm, bool kWrites>
+struct MeasureVisit {
+  using Wide = typename T::Wide;
+  const Norm& norm;
+  double factor;
+  bool shrinks;
+  Measured measured;
+
+  template <int kPackets, int kCount>
+  __device__ void group(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
+    Wide total = Wide(Norm::identity());
+#pragma unroll
+    for (u32 k = 0; k < kPackets; ++k) {
+      if (k < valid) total = add_packet<kComponents>(norm, total, packets[k]);
+    }
+    if (norm.trusted(total)) {
+      measured.total = norm.join(measured.total, double(total));
+    } else {
+      again_with_care(packets, valid, total);
+    }
+  }
+
+  template <int kPackets, int kCount>
+  __device__ void again_with_care(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Wide total) {
+    double exact = Norm::identity();
+    bool zero = Norm::kOfComponents && total == 0;  // a sum of squares: nothing to repeat for zeros
+    for (u32 k = 0; k < kPackets; ++k) {
+      if (k < valid) zero = zero && all_zero(packets[k]);
+    }
+    if (zero) return;
+    for (u32 k = 0; k < kPackets; ++k) {
+      if (k >= valid) continue;
+      exact = add_packet<kComponents>(norm, exact, packets[k]);
+      measured.bits |= bits_of_packet(packets[k]);
+    }
+    measured.total = norm.join(measured.total, exact);
+  }
+
+  __device__ void vectors(Vector<T>* address, u32 valid) {
+    Vector<T> loaded[kInFlight];
+#pragma unroll
+    for (u32 k = 0; k < kInFlight; ++k) {
+      if (k < valid) loaded[k] = load_packet(address + k * kThreads);
+    }
+    group(loaded, valid);
+    if constexpr (kWrites) {
+      if (factor == 1) return;
+#pragma unroll
+      for (u32 k = 0; k < kInFlight; ++k) {
+        if (k >= valid) continue;
+        measured.bits |= multiply_packet(loaded[k], factor, shrinks) << kWritten;
+        store_packet(address + k * kThreads, loaded[k]);
+      }
+    }
+  }
+
+  __device__ void unit(T* address) {
+    Packet<T, kComponents> one[1];
+    for (int i = 0; i < kComponents; ++i) one[0].element[i] = address[i];
+    group(one, 1);
+    if constexpr (kWrites) {
+      if (factor == 1) return;
+      measured.bits |= multiply_packet(one[0], factor, shrinks) << kWritten;
+      for (int i = 0; i < kComponents; ++i) address[i] = one[0].element[i];
+    }
+  }
+};
+
+template <typename T, int kComponents, typename Norm, bool kWrites>
+__device__ Measured measure_components(const Row& row, u32 per_element, u64 chunk, u32 chunk_bytes,
+                                       const Norm& norm, double factor) {
+  const bool shrinks = fabs(factor) <= 1 && factor != 0;
+  MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {Norm::identity(), 0}};
+  const Span span = span_of_chunk(row.address, row.numel * per_element * sizeof(T), chunk, chunk_bytes);
+  for_each_in_span<T>(span, kComponents * sizeof(T), visit);
+  return visit.measured;
+}
+
+template <typename Norm, bool kWrites>
+__device__ Measured measure_chunk(const Row& row, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
+  constexpr int kPair = Norm::kOfComponents ? 1 : 2;
+  switch (row.dtype) {
+    case kFloat16: return measure_components<Float16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kBFloat16: return measure_components<BFloat16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat32: return measure_components<Float32, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat64: return measure_components<Float64, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kComplex64:
+      return measure_components<Float32, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
+    default: return measure_components<Float64, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
+  }
+}
+
+// Join what the threads of a block measured, always in the same order; thread 0 has the result.
+template <u32 kBlock, typename Norm>
+__device__ Measured reduce_block(const Norm& norm, Measured mine) {
+  __shared__ Measured of_warp[kBlock / 32];
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  for (u32 distance = 16; distance > 0; distance /= 2) {
+    mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
+    mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
+  }
+  if (lane == 0) of_warp[warp] = mine;
+  __syncthreads();
+  if (warp > 0) return mine;
+  mine = lane < kBlock / 32 ? of_warp[lane] : Measured{Norm::identity(), 0};
+  for (u32 distance = 16; distance > 0; distance /= 2) {
+    mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
+    mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
+  }
+  return mine;
+}
+
+template <typename Norm, bool kWrites>
+__device__ void measure_block(const Row* rows, u32 count, u32 chunk_bytes, const Norm& norm, double factor,
+                              Partial* partials) {
+  const u32 tensor = row_of_block(rows, count, blockIdx.x);
+  const Row row = rows[tensor];
+  Measured measured =
+      measure_chunk<Norm, kWrites>(row, blockIdx.x - row.first_block, chunk_bytes, norm, factor);
+  measured = reduce_block<kThreads>(norm, measured);
+  if (threadIdx.x == 0) partials[blockIdx.x] = {measured.total, measured.bits, tensor};
+}
+
+}  // namespace amp_plugin

@@ -1,0 +1,33 @@
+// update_scale: adjust a loss scale after a step. One thread; the rule is in kernels/reference.py.
+#include "elements.cuh"
+
+using namespace amp_plugin;
+
+constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // of hysteresis_mode
+
+extern "C" __global__ void
+update_scale(float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf,
+             float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale,
+             int hysteresis, int hysteresis_mode) {
+  if (*found_inf > 0) {
+    const int left = *hysteresis_tracker;
+    const bool spent = left <= 1;
+    *growth_tracker = 0;
+    if (!(spent && hysteresis_mode == kNeverBelowOne)) *hysteresis_tracker = left - 1;
+    if (spent) {
+      const float floor = *scale < min_scale ? *scale : min_scale;  // never raise
+      const float lower = *scale * backoff_factor;
+      *scale = lower < floor ? floor : lower;
+    }
+    return;
+  }
+  const int steps = *growth_tracker + 1;
+  const bool grows = steps >= growth_interval;
+  if (grows || hysteresis_mode == kRestoreOnSuccess) *hysteresis_tracker = hysteresis;
+  *growth_tracker = grows ? 0 : steps;
+  if (grows) {
+    const float ceiling = *scale > max_scale ? *scale : max_scale;  // never lower
+    const float higher = *scale * growth_factor;
+    if (is_finite(higher)) *scale = higher > ceiling ? ceiling : higher;
+  }
+}
