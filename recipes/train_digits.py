@@ -58,6 +58,7 @@ class DigitsConfig:
     name: str = "digits_fp16"
     precision: Precision = Precision.fp16
     accelerator: str = "auto"
+    threads: int = 1
     seed: int = 0
     epochs: int = 20
     batch_size: int = 64
@@ -133,6 +134,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
     Args:
         config: a checked config.
     """
+    torch.set_num_threads(config.threads)
     seed_everything(config.seed, verbose=False)
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
     record = TrainingRecord(title=f"digits, {config.precision.value}")

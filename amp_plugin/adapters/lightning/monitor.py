@@ -86,10 +86,10 @@ class Monitor(_Stock):
             )
 
     def _stop(self, result: StepResult) -> None:
+        cause = f"loss scale {result.scale_after:g}; {result.overflow_report()}"
         msg = (
-            f"{self._in_a_row} optimizer steps in a row were skipped because gradients overflowed (the "
-            f"loss scale is now {result.scale_after:g}): {result.overflow_report()}. Look for nan in the loss "
-            "or the data, compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16'), or "
-            "raise AmpMonitor(max_skips_in_a_row=...)"
+            f"{self._in_a_row} optimizer steps in a row were skipped because gradients overflowed ({cause}). "
+            "Look for nan in the loss or the data, compute the named modules in fp32 (fp32_modules=[...]), "
+            "use AmpPrecision('bf16'), or raise AmpMonitor(max_skips_in_a_row=...)"
         )
         raise RuntimeError(msg)
