@@ -1,0 +1,133 @@
+"""Tiny models with gradients known by heart, and a Trainer that says nothing."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+from torch.utils.data import DataLoader
+
+QUIET = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        ".*LeafSpec.*is deprecated",  # Lightning 2.6 calling torch 2.13
+        ".*many workers.*",  # advice for larger data
+        ".*ended before the epoch ended.*",  # tests resume where they like
+    )
+]
+
+
+def stock(init_scale=2.0**16, growth_interval=2000, cls=MixedPrecision, **options):
+    """The stock plugin in real fp16 on the CPU."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=growth_interval, **options)
+    return cls("16-mixed", "cpu", scaler=scaler)
+
+
+def make_trainer(plugin, steps=1, **options):
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": steps,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+    }
+    return Trainer(plugins=None if plugin is None else [plugin], **{**defaults, **options})
+
+
+def batches(count=64, value=3.0):
+    """Batches of one number each: with loss ``w * x`` the gradient of ``w`` is that number."""
+    return DataLoader([torch.tensor(value)] * count, batch_size=None)
+
+
+def fit(module, plugin, steps=1, data=None, ckpt_path=None, **options):
+    trainer = make_trainer(plugin, steps, **options)
+    trainer.fit(module, batches() if data is None else data, ckpt_path=ckpt_path)
+    return trainer
+
+
+def weight(value=1.0):
+    return nn.Parameter(torch.tensor(float(value)))
+
+
+class OneWeight(LightningModule):
+    """loss = w * x with SGD(lr=1): each step subtracts the gradient it was given."""
+
+    def __init__(self, overflow_at=(), lr=1.0, none_at=(), fused=False, scheduler=None):
+        super().__init__()
+        self.w = weight()
+        self.overflow_at, self.none_at, self.lr = overflow_at, none_at, lr
+        self.fused, self.scheduler, self.lrs = fused, scheduler, []
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in self.none_at:
+            return None
+        loss = self.w * batch
+        return loss * torch.inf if batch_idx in self.overflow_at else loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
+        if self.scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": {"interval": "step", **self.scheduler(optimizer)}}
+
+    def on_train_batch_end(self, *_):
+        self.lrs.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+
+class TwoOptimizers(LightningModule):
+    """One joint backward, two optimizers; the step of ``a`` may overflow. Records the gradients stepped on."""
+
+    def __init__(self, overflow_a=False, step=None):
+        super().__init__()
+        self.automatic_optimization = False
+        self.a, self.b = weight(), weight()
+        self.overflow_a, self.step, self.seen = overflow_a, step, []
+
+    def training_step(self, batch, batch_idx):
+        if self.step is not None:
+            self.step(self, batch, batch_idx)
+            return
+        first, second = self.optimizers()
+        first.zero_grad(), second.zero_grad()
+        a = self.a * torch.inf if self.overflow_a else self.a
+        self.manual_backward(batch * (a + self.b))
+        before = self.a.item(), self.b.item()
+        first.step()
+        second.step()
+        self.seen.append((before[0] - self.a.item(), before[1] - self.b.item()))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.a], lr=1.0), torch.optim.SGD([self.b], lr=1.0)
+
+
+class Linear(LightningModule):
+    """A regression on random data, for runs that are compared with one another."""
+
+    def __init__(self, optimizer=torch.optim.AdamW, seed=0, dtypes=None, **options):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+        self.make_optimizer, self.options = optimizer, {"lr": 1e-2, **options}
+        self.losses = []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return self.make_optimizer(self.parameters(), **self.options)
+
+
+def regression(count=16, size=8, seed=1, repeat=False):
+    """Batches of a sum to be learned; ``repeat`` gives the same batch each time."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size if repeat else count * size, 8, generator=generator)
+    x = x.repeat(count, 1) if repeat else x
+    y = x.sum(1, keepdim=True)
+    return DataLoader(list(zip(x, y, strict=True)), batch_size=size)

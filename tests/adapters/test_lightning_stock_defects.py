@@ -1,0 +1,392 @@
+"""What the stock plugin gets wrong, with its numbers, and ours right beside it.
+
+A test of the ``stock`` half that fails says that upstream has fixed the defect.
+"""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from amp_plugin.adapters.lightning import AmpPrecision
+from tests.adapters.lightning_models import (
+    QUIET,
+    Linear,
+    OneWeight,
+    TwoOptimizers,
+    fit,
+    regression,
+    stock,
+)
+
+pytestmark = QUIET
+
+
+# -- several optimizers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stepped_on"),
+    [
+        (lambda: stock(init_scale=2.0, growth_interval=1), (3.0, 1.5)),
+        (lambda: AmpPrecision(init_scale=2.0, growth_interval=1), (3.0, 3.0)),
+    ],
+    ids=["stock", "ours"],
+)
+def test_scale_grows_between_the_steps_of_two_optimizers(plugin, stepped_on):
+    module = TwoOptimizers()
+    fit(module, plugin(), data=None)
+    assert module.seen == [stepped_on]
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stepped_on"),
+    [(lambda: stock(init_scale=8.0), (0.0, 6.0)), (lambda: AmpPrecision(init_scale=8.0), (0.0, 3.0))],
+    ids=["stock", "ours"],
+)
+def test_the_first_of_two_optimizers_overflows(plugin, stepped_on):
+    module = TwoOptimizers(overflow_a=True)
+    fit(module, plugin())
+    assert module.seen == [stepped_on]
+
+
+def different_cadence(module, batch, batch_idx):
+    """``a`` steps after every batch, ``b`` after every second; the scale grows with each step of ``a``."""
+    first, second = module.optimizers()
+    first.zero_grad()
+    module.manual_backward(batch * (module.a + module.b))
+    first.step()
+    if batch_idx % 2:
+        before = module.b.item()
+        second.step()
+        module.seen.append(before - module.b.item())
+        second.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stepped_on"),
+    [
+        (lambda: stock(init_scale=2.0, growth_interval=1), 2.25),
+        (lambda: AmpPrecision(init_scale=2.0, growth_interval=1), 6.0),
+    ],
+    ids=["stock", "ours"],
+)
+def test_optimizers_of_different_cadence(plugin, stepped_on):
+    module = TwoOptimizers(step=different_cadence)
+    fit(module, plugin(), steps=3)
+    assert module.seen == [stepped_on]
+
+
+def only_b_has_gradients(module, batch, batch_idx):
+    first, second = module.optimizers()
+    module.manual_backward(batch * module.b)
+    first.step()
+    second.step()
+    module.seen.append((module.a.item(), module.b.item()))
+
+
+def test_an_optimizer_without_gradients_stock():
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        fit(TwoOptimizers(step=only_b_has_gradients), stock())
+
+
+def test_an_optimizer_without_gradients():
+    module = TwoOptimizers(step=only_b_has_gradients)
+    fit(module, AmpPrecision())
+    assert module.seen == [(1.0, -2.0)]
+
+
+# -- clipping and hooks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plugin", "stepped_on"),
+    [(lambda: stock(init_scale=1024.0), 1.0 / 1024), (lambda: AmpPrecision(init_scale=1024.0), 1.0)],
+    ids=["stock", "ours"],
+)
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clip_gradients_in_manual_optimization(plugin, stepped_on, algorithm):
+    def step(module, batch, batch_idx):
+        optimizer, _ = module.optimizers()
+        module.manual_backward(batch * module.a)
+        module.clip_gradients(optimizer, gradient_clip_val=1.0, gradient_clip_algorithm=algorithm)
+        before = module.a.item()
+        optimizer.step()
+        module.seen.append(before - module.a.item())
+
+    module = TwoOptimizers(step=step)
+    fit(module, plugin())
+    assert module.seen == [pytest.approx(stepped_on, rel=1e-5)]
+
+
+class GradientNorm(Callback):
+    """A gradient-norm logger."""
+
+    def __init__(self):
+        self.norms = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        grads = [p.grad.norm() for p in pl_module.parameters() if p.grad is not None]
+        self.norms.append(torch.stack(grads).norm().item() if grads else None)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "factor"),
+    [(lambda: stock(init_scale=1024.0), 1024), (lambda: AmpPrecision(init_scale=1024.0), 1)],
+    ids=["stock", "ours"],
+)
+def test_hooks_see_the_gradients_of_a_fused_optimizer(plugin, factor):
+    norms = GradientNorm()
+    fit(OneWeight(fused=True), plugin(), callbacks=[norms])
+    assert norms.norms == [3.0 * factor]
+
+
+def test_clipping_with_a_fused_optimizer_stock():
+    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+        fit(Linear(fused=True), stock(), data=regression(), gradient_clip_val=0.1)
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("looked_at", [True, False])
+def test_clipping_with_a_fused_optimizer(algorithm, looked_at):
+    def weights(fused, **options):
+        module = Linear(torch.optim.SGD, fused=fused)
+        options |= {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
+        fit(module, AmpPrecision(), steps=8, data=regression(), **options)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    callbacks = [GradientNorm()] if looked_at else []
+    torch.testing.assert_close(weights(True, callbacks=callbacks), weights(False), rtol=1e-6, atol=1e-7)
+
+
+# -- scope --------------------------------------------------------------------------------------
+
+
+class Scope(Callback):
+    """Where autocast is on."""
+
+    def __init__(self):
+        self.on = {}
+
+    def _note(self, where):
+        self.on[where] = torch.is_autocast_enabled("cpu")
+
+    def on_before_backward(self, *_):
+        self._note("on_before_backward")
+
+    def on_after_backward(self, *_):
+        self._note("on_after_backward")
+
+    def on_before_optimizer_step(self, *_):
+        self._note("on_before_optimizer_step")
+
+
+def manual_step(module, batch, batch_idx):
+    optimizer, _ = module.optimizers()
+    scope = module.trainer.callbacks[0]
+    scope._note("forward")
+    loss = batch * module.a
+    module.a.register_hook(lambda _: scope._note("backward"))
+    module.manual_backward(loss)
+    optimizer.step()
+    scope._note("after the step")
+
+
+@pytest.mark.parametrize(("plugin", "outside"), [(stock, True), (AmpPrecision, False)], ids=["stock", "ours"])
+def test_backward_hooks_and_step_of_manual_optimization_run_without_autocast(plugin, outside):
+    scope = Scope()
+    fit(TwoOptimizers(step=manual_step), plugin(), callbacks=[scope])
+    assert scope.on == {
+        "forward": True,
+        "on_before_backward": outside,
+        "backward": outside,
+        "on_after_backward": outside,
+        "on_before_optimizer_step": outside,
+        "after the step": True,
+    }
+
+
+class SeesLoss(Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.loss = loss.item()
+
+
+@pytest.mark.parametrize(
+    ("plugin", "seen"),
+    [(lambda: stock(8.0), 24.0), (lambda: AmpPrecision(init_scale=8.0), 3.0)],
+    ids=["stock", "ours"],
+)
+def test_on_before_backward_sees_the_loss(plugin, seen):
+    callback = SeesLoss()
+    fit(OneWeight(), plugin(), callbacks=[callback])
+    assert callback.loss == seen
+
+
+# -- steps without a loss, closures -------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
+def test_none_on_the_last_micro_batch_stock():
+    norms = GradientNorm()
+    module = OneWeight(none_at=(1,))
+    fit(module, stock(init_scale=1024.0), callbacks=[norms], accumulate_grad_batches=2)
+    assert norms.norms == [1.5 * 1024]  # still scaled
+    assert module.w.item() == 1.0  # and the window's work is lost
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
+@pytest.mark.parametrize("none_at", [(), (0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2), (3, 4, 5)])
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_none_at_any_place_of_a_window(none_at, precision):
+    norms = GradientNorm()
+    module = OneWeight(none_at=none_at)
+    fit(module, AmpPrecision(precision), steps=2, callbacks=[norms], accumulate_grad_batches=3)
+    expected = [sum(i not in none_at for i in range(start, start + 3)) for start in (0, 3)]
+    assert [norm or 0.0 for norm in norms.norms] == expected
+    assert module.w.item() == 1.0 - sum(expected)
+
+
+def test_lbfgs_stock():
+    with pytest.raises(MisconfigurationException, match="LBFGS"):
+        fit(Linear(torch.optim.LBFGS, lr=0.1), stock(), data=regression())
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_lbfgs(manual):
+    class Module(Linear):
+        def __init__(self):
+            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=4)
+            self.automatic_optimization = not manual
+            self.enabled = set()
+
+        def training_step(self, batch, batch_idx):
+            if not manual:
+                return super().training_step(batch, batch_idx)
+            optimizer = self.optimizers()
+
+            def closure():
+                optimizer.zero_grad()
+                self.enabled.add(torch.is_autocast_enabled("cpu"))
+                loss = super(Module, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+            return None
+
+    results = {}
+    for precision in ("fp16", "fp32"):
+        module = Module()
+        clip = None if manual else 1e6
+        plugin = AmpPrecision(precision, init_scale=1024.0)
+        trainer = fit(module, plugin, steps=3, data=regression(3, 64, repeat=True), gradient_clip_val=clip)
+        assert len(module.losses) > 9  # several evaluations a step
+        assert trainer.precision_plugin.skipped_steps == 0
+        results[precision] = module.losses
+        if manual:
+            assert module.enabled == {precision == "fp16"}
+    assert results["fp16"][-1] < results["fp16"][0] / 5
+    # the same gradients, before the line search multiplies what fp16 rounds off
+    torch.testing.assert_close(results["fp16"][:3], results["fp32"][:3], rtol=0.01, atol=0.0)
+
+
+# -- schedulers and steps -----------------------------------------------------------------------
+
+
+def harmonic(optimizer):
+    return {"scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step.*")
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("plugin", "lrs"),
+    [(stock, [0.5, 1 / 3, 0.25]), (AmpPrecision, [1.0, 1.0, 0.5])],
+    ids=["stock", "ours"],
+)
+def test_scheduler_while_steps_are_skipped(plugin, lrs, fused):
+    module = OneWeight(overflow_at=(0, 1), scheduler=harmonic, fused=fused)
+    fit(module, plugin(), steps=3)
+    assert module.lrs == pytest.approx(lrs)
+
+
+def test_a_held_scheduler_saves_what_stock_saves(tmp_path):
+    states = []
+    for plugin in (stock(), AmpPrecision()):
+        module = OneWeight(scheduler=harmonic)
+        trainer = fit(module, plugin, steps=3)
+        path = tmp_path / "a.ckpt"
+        trainer.save_checkpoint(path)
+        pickle.dumps(trainer.lr_scheduler_configs[0].scheduler.optimizer.state_dict())
+        checkpoint = torch.load(path, weights_only=False)
+        states.append((checkpoint["lr_schedulers"], sorted(checkpoint)))
+        assert vars(trainer.lr_scheduler_configs[0].scheduler).keys() >= {"optimizer", "base_lrs"}
+    assert states[0] == states[1]
+
+
+def test_true_steps_are_counted_beside_global_step():
+    module = OneWeight(overflow_at=(0, 2))
+    trainer = fit(module, AmpPrecision(), steps=5)
+    assert (trainer.global_step, trainer.precision_plugin.optimizer_steps) == (5, 3)
+    assert trainer.precision_plugin.skipped_steps == 2
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+class Renamed(MixedPrecision):
+    pass
+
+
+def test_a_stock_subclass_forgets_the_scale_of_a_stock_checkpoint(tmp_path):
+    path = tmp_path / "stock.ckpt"
+    fit(OneWeight(), stock(init_scale=256.0)).save_checkpoint(path)
+    trainer = fit(OneWeight(), stock(8.0, cls=Renamed), steps=2, ckpt_path=path)
+    assert trainer.scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize("key", ["MixedPrecision", "FSDPPrecision", "native_amp_scaling_state"])
+def test_stock_checkpoints_are_read(tmp_path, key):
+    path = tmp_path / "stock.ckpt"
+    fit(OneWeight(), stock(init_scale=256.0)).save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=False)
+    checkpoint[key] = checkpoint.pop("MixedPrecision")
+    torch.save(checkpoint, path)
+    trainer = fit(OneWeight(), AmpPrecision(init_scale=8.0), steps=2, ckpt_path=path)
+    assert trainer.scaler.get_scale() == 256.0
+
+
+def test_the_stock_plugin_reads_ours(tmp_path):
+    path = tmp_path / "ours.ckpt"
+    fit(OneWeight(), AmpPrecision(init_scale=256.0)).save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 256.0
+    trainer = fit(OneWeight(), stock(8.0), steps=2, ckpt_path=path)
+    assert trainer.scaler.get_scale() == 256.0
+
+
+# -- what other code asks -----------------------------------------------------------------------
+
+
+def test_throughput_monitor_knows_the_dtype():
+    assert _plugin_to_compute_dtype(AmpPrecision("fp16")) is torch.float16
+    assert _plugin_to_compute_dtype(AmpPrecision("bf16")) is torch.bfloat16
+
+
+def test_precision_beside_the_plugin_stock():
+    with pytest.raises(ValueError, match="Choose one") as error:
+        fit(OneWeight(), stock(), precision="16-mixed")
+    assert "delete" not in str(error.value)
+
+
+def test_precision_beside_the_plugin_says_which_to_delete():
+    with pytest.raises(ValueError, match=r"delete precision=\.\.\. and keep this plugin"):
+        fit(OneWeight(), AmpPrecision(), precision="16-mixed")
+
+
+def test_a_plugin_can_be_copied_before_it_is_used():
+    assert copy.deepcopy(AmpPrecision("bf16")).settings == AmpPrecision("bf16").settings
