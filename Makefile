@@ -43,7 +43,7 @@ test-fallback: $(READY)
 		tests/adapters tests/casting tests/scaling
 
 docs: $(READY)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site

@@ -70,3 +70,19 @@ def test_the_readme_names_commands_that_exist() -> None:
     assert extras is not None
     for extra in extras.group(1).split(","):
         assert re.search(rf"^{extra} = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    answer = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert answer.stdout + answer.stderr == ""
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert (tmp_path / "site" / page.relative_to(ROOT / "docs")).with_suffix(".html").exists()
