@@ -61,7 +61,10 @@ class Operations:
         """Measure gradients; see ``reference.norm_check``. B bytes read, 2 launches, no sync."""
         scalar = self._scalar(inv_scale, "inv_scale")
         norm = _NORM_OF_P.get(norm_type, "Power")
-        table = self._table([_readable(grad) for grad in grads])
+        dense = [
+            _readable(grad) for grad in grads
+        ]  # alive until the launch: what is allocated next may not be theirs
+        table = self._table(dense)
         partials = self._empty(table.blocks * PARTIAL_BYTES, torch.uint8)
         if table.blocks:
             arguments = (*_table_arguments(table), ctypes.c_double(norm_type), _pointer(partials))

@@ -1,0 +1,12 @@
+// One kernel as a shared object: -DKERNEL=norm_check -DKERNEL_FILE='"norm_check.cu"' [-DNORM=Squares].
+#include "emulation.h"
+
+#include KERNEL_FILE
+
+extern "C" const char* emulate(unsigned blocks, unsigned threads, void** arguments, int descending) {
+  return emulation::launch(KERNEL, blocks, threads, arguments, descending != 0);
+}
+
+// Of tests: the conversions the header supplies.
+extern "C" float emulated_half_to_float(unsigned short bits) { return amp_plugin::half_to_float(bits); }
+extern "C" unsigned short emulated_float_to_half(float value) { return amp_plugin::float_to_half(value); }

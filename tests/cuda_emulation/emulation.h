@@ -1,0 +1,234 @@
+// Enough of CUDA C++ to run a kernel on the CPU, one block at a time.
+//
+// A thread of a block is a fiber; it runs until it meets a shuffle, a vote or a barrier and then gives
+// way. A warp goes on when all of its threads are at the same shuffle or vote, the block when all of
+// its threads are at a barrier or have returned; anything else is reported as an error. Threads, warps
+// and blocks run in ascending or descending order: a kernel that forgets a barrier differs between the two.
+#pragma once
+
+#include <math.h>
+#include <setjmp.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <cstdint>
+#include <tuple>
+#include <utility>
+
+#define __global__
+#define __device__
+#define __shared__ static  // blocks run one after the other
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct Dimension {
+  unsigned x = 0;
+};
+static Dimension threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulation {
+
+constexpr unsigned kMostThreads = 1024, kWarp = 32;
+constexpr size_t kStackBytes = 128 * 1024;
+
+enum class Waits { kRuns, kForWarp, kForBlock, kReturned };
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf resume_point;
+  bool started = false;
+  Waits waits = Waits::kRuns;
+  unsigned exchanges = 0;
+};
+
+static Fiber fibers[kMostThreads];
+static uint64_t exchanged[2][kMostThreads];  // two, so that the next write meets no late reader
+static jmp_buf scheduler;
+static char* stacks = nullptr;
+static void (*body)(void* arguments);
+static void* body_arguments;
+static const char* error = nullptr;
+
+static void wait_for(Waits what) {
+  Fiber& fiber = fibers[threadIdx.x];
+  fiber.waits = what;
+  if (_setjmp(fiber.resume_point) == 0) _longjmp(scheduler, 1);
+}
+
+static void run_fiber() {
+  for (;;) {
+    body(body_arguments);
+    wait_for(Waits::kReturned);
+  }
+}
+
+[[gnu::noinline]] static void resume(unsigned thread) {
+  threadIdx.x = thread;
+  Fiber& fiber = fibers[thread];
+  fiber.waits = Waits::kRuns;
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.resume_point, 1);
+  fiber.started = true;
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = stacks + kStackBytes * thread;
+  fiber.context.uc_stack.ss_size = kStackBytes;
+  makecontext(&fiber.context, run_fiber, 0);
+  setcontext(&fiber.context);
+}
+
+// Run a warp until all of its threads are at a barrier or have returned.
+static void run_warp(unsigned begin, unsigned end, bool descending) {
+  while (error == nullptr) {
+    unsigned at_exchange = 0, alive = 0;
+    for (unsigned i = 0; i < end - begin; ++i) {
+      const unsigned thread = descending ? end - 1 - i : begin + i;
+      if (fibers[thread].waits != Waits::kReturned && fibers[thread].waits != Waits::kForBlock) resume(thread);
+    }
+    for (unsigned thread = begin; thread < end; ++thread) {
+      at_exchange += fibers[thread].waits == Waits::kForWarp;
+      alive += fibers[thread].waits != Waits::kReturned;
+      if (fibers[thread].exchanges != fibers[begin].exchanges) error = "a warp diverged around a shuffle";
+    }
+    if (at_exchange == 0) return;
+    if (at_exchange != end - begin) error = "a shuffle or vote was not reached by the whole warp";
+  }
+}
+
+static void run_block(unsigned threads, bool descending) {
+  for (unsigned thread = 0; thread < threads; ++thread) {
+    fibers[thread].waits = Waits::kRuns;
+    fibers[thread].exchanges = 0;
+  }
+  for (unsigned at_barrier = 1; at_barrier > 0 && error == nullptr;) {
+    const unsigned warps = (threads + kWarp - 1) / kWarp;
+    for (unsigned i = 0; i < warps && error == nullptr; ++i) {
+      const unsigned begin = (descending ? warps - 1 - i : i) * kWarp;
+      run_warp(begin, begin + kWarp < threads ? begin + kWarp : threads, descending);
+    }
+    at_barrier = 0;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+      if (fibers[thread].waits != Waits::kForBlock) continue;
+      fibers[thread].waits = Waits::kRuns;
+      ++at_barrier;
+    }
+  }
+}
+
+template <typename... Parameters, size_t... kIndex>
+void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<kIndex...>) {
+  kernel(*static_cast<std::remove_reference_t<Parameters>*>(arguments[kIndex])...);
+}
+
+template <typename... Parameters>
+const char* launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, void** arguments,
+                   bool descending) {
+  struct Call {
+    void (*kernel)(Parameters...);
+    void** arguments;
+  } call_data{kernel, arguments};
+  if (stacks == nullptr) {
+    void* memory = mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    stacks = static_cast<char*>(memory);
+  }
+  error = nullptr;
+  body_arguments = &call_data;
+  body = [](void* data) {
+    auto* one = static_cast<Call*>(data);
+    call(one->kernel, one->arguments, std::index_sequence_for<Parameters...>{});
+  };
+  blockDim.x = threads;
+  gridDim.x = blocks;
+  for (unsigned i = 0; i < blocks && error == nullptr; ++i) {
+    blockIdx.x = descending ? blocks - 1 - i : i;
+    run_block(threads, descending);
+  }
+  body_arguments = nullptr;
+  for (Fiber& fiber : fibers) fiber.started = fiber.started && error == nullptr;
+  return error;
+}
+
+// Give a word to the warp, and return when all of it has given one; the slots are the warp's.
+static uint64_t* exchange(uint64_t word) {
+  Fiber& fiber = fibers[threadIdx.x];
+  ++fiber.exchanges;
+  uint64_t* slots = exchanged[fiber.exchanges % 2];
+  slots[threadIdx.x] = word;
+  wait_for(Waits::kForWarp);
+  return slots + threadIdx.x / kWarp * kWarp;
+}
+
+}  // namespace emulation
+
+static inline void __syncthreads() { emulation::wait_for(emulation::Waits::kForBlock); }
+
+template <typename T>
+T __shfl_down_sync(unsigned, T value, unsigned distance) {
+  uint64_t word = 0;
+  memcpy(&word, &value, sizeof(T));
+  const uint64_t* slots = emulation::exchange(word);
+  const unsigned lane = threadIdx.x % emulation::kWarp;
+  memcpy(&value, &slots[lane + distance < emulation::kWarp ? lane + distance : lane], sizeof(T));
+  return value;
+}
+
+static inline unsigned __ballot_sync(unsigned, bool vote) {
+  const uint64_t* slots = emulation::exchange(vote);
+  unsigned votes = 0;
+  for (unsigned lane = 0; lane < emulation::kWarp; ++lane) votes |= unsigned(slots[lane]) << lane;
+  return votes;
+}
+
+static inline int __popc(unsigned word) { return __builtin_popcount(word); }
+
+template <typename To, typename From>
+To same_bits(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+static inline float __uint_as_float(unsigned word) { return same_bits<float>(word); }
+static inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
+static inline double __longlong_as_double(long long word) { return same_bits<double>(word); }
+
+template <typename T>
+T __ldca(const T* address) {
+  return *address;
+}
+template <typename T>
+void __stwb(T* address, T word) {
+  *address = word;
+}
+
+namespace amp_plugin {
+
+static inline float half_to_float(unsigned short bits) {
+  const float sign = bits >> 15 ? -1.0f : 1.0f;
+  const int exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  if (exponent == 31) return fraction ? __uint_as_float(0x7fc00000u) : sign * HUGE_VALF;
+  return sign * (exponent ? ldexpf(float(1024 + fraction), exponent - 25) : ldexpf(float(fraction), -24));
+}
+
+static inline unsigned short float_to_half(float value) {
+  const unsigned sign = __float_as_uint(value) >> 16 & 0x8000u;
+  const float magnitude = fabsf(value);
+  if (value != value) return 0x7fff;
+  if (magnitude >= 65520.0f) return static_cast<unsigned short>(sign | 0x7c00u);
+  if (magnitude == 0) return static_cast<unsigned short>(sign);
+  int exponent;
+  frexpf(magnitude, &exponent);  // magnitude = f * 2^exponent, f in [0.5, 1)
+  const int unit = exponent - 11 < -24 ? -24 : exponent - 11;
+  const unsigned steps = unsigned(nearbyintf(ldexpf(magnitude, -unit)));  // to nearest, ties to even
+  return static_cast<unsigned short>(sign | (unsigned(unit + 24) * 1024u + steps));
+}
+
+}  // namespace amp_plugin
