@@ -1,7 +1,56 @@
-"""Precision plugins for Lightning's Trainer and Fabric."""
+"""Precision plugins for Lightning's Trainer and Fabric.
+
+Lightning comes as two packages with classes of their own: ``lightning`` (with
+``lightning.pytorch`` and ``lightning.fabric``) and ``pytorch_lightning`` (with
+``lightning_fabric``). The names here are those of the one the program has imported,
+of ``lightning`` if both or none; :func:`classes_for` gives either.
+"""
 
 from __future__ import annotations
 
-from amp_plugin.adapters.lightning.for_lightning import AmpMonitor, AmpPrecision
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["AmpMonitor", "AmpPrecision"]
+if TYPE_CHECKING:
+    from amp_plugin.adapters.lightning.for_lightning import AmpMonitor as AmpMonitor
+    from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
+    from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
+
+_MODULES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
+
+__all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
+
+
+def classes_for(package: str) -> ModuleType:
+    """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a package.
+
+    Args:
+        package: ``"lightning"`` or ``"pytorch_lightning"``.
+
+    Raises:
+        ValueError: another name.
+        ImportError: the package is not installed, or is a release that must not be imported.
+
+    Example:
+        >>> classes_for("lightning").AmpPrecision("bf16")
+        AmpPrecision('bf16')
+    """
+    if package not in _MODULES:
+        msg = f"package={package!r} is unknown; allowed are {', '.join(map(repr, _MODULES))}"
+        raise ValueError(msg)
+    return importlib.import_module(f"{__name__}.{_MODULES[package]}")
+
+
+def _imported_package() -> str:
+    others_only = "pytorch_lightning" in sys.modules or "lightning_fabric" in sys.modules
+    return "pytorch_lightning" if others_only and "lightning" not in sys.modules else "lightning"
+
+
+def __getattr__(name: str) -> Any:
+    """Load a class for the Lightning package that this program uses."""
+    if name not in __all__:
+        msg = f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}"
+        raise AttributeError(msg)
+    return getattr(classes_for(_imported_package()), name)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
 
 refuse_malicious_release()
 
+from lightning.fabric import wrappers  # noqa: E402
+from lightning.fabric.plugins.precision import FSDPPrecision as FabricFSDPPrecision  # noqa: E402
+from lightning.fabric.plugins.precision import MixedPrecision as FabricMixedPrecision  # noqa: E402
+from lightning.fabric.plugins.precision import Precision as PlainFabricPrecision  # noqa: E402
 from lightning.pytorch import Callback  # noqa: E402 - after the check
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision, Precision  # noqa: E402
@@ -13,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
 
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision  # noqa: E402
 from amp_plugin.adapters.lightning.monitor import Monitor  # noqa: E402
 from amp_plugin.adapters.lightning.scheduler_holds import HeldBack  # noqa: E402
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision  # noqa: E402
@@ -62,6 +69,30 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
     wrapper = LightningOptimizer
     is_overridden = staticmethod(is_overridden)
     warn = staticmethod(rank_zero_warn)
+
+
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[misc]
+    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
+
+    Takes the arguments of AmpPrecision. Inputs keep their dtypes, half-precision outputs come back
+    as fp32. ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values.
+        TypeError: at the first backward, under DeepSpeed.
+
+    Example:
+        >>> import torch
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[FabricAmpPrecision("bf16")], accelerator="cpu")
+        >>> model = fabric.setup(torch.nn.Linear(2, 1))
+        >>> model(torch.ones(1, 2)).dtype
+        torch.float32
+    """
+
+    plain = PlainFabricPrecision
+    wrapper = wrappers._FabricOptimizer
+    guard: ClassVar[Any] = wrappers
 
 
 class AmpMonitor(Monitor, Callback):

@@ -7,17 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
     from torch.optim import Optimizer
 
     from amp_plugin.scaling.step_result import StepResult
 
-    _Stock = Callback
-else:
-    _Stock = object
 
-
-class Monitor(_Stock):
+class Monitor:
     """The body shared by AmpMonitor of ``lightning.pytorch`` and of ``pytorch_lightning``."""
 
     warn: ClassVar[Any]
@@ -35,7 +30,7 @@ class Monitor(_Stock):
         self._unread: list[StepResult] = []
         self._warned = False
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
         plugin = trainer.precision_plugin
         if not isinstance(plugin, TrainerPrecision):
@@ -46,14 +41,14 @@ class Monitor(_Stock):
             raise TypeError(msg)
         plugin.observers.append(self._stepped)
 
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        trainer.precision_plugin.observers.remove(self._stepped)  # type: ignore[attr-defined]
+        trainer.precision_plugin.observers.remove(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
         self._unread.append(result)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer step; read the device every few steps."""
         if not self._unread:
             return

@@ -16,6 +16,7 @@ from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, Precis
 from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels.build import native_core
+from amp_plugin.scaling import penalty
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.step_result import StepResult
 
@@ -172,11 +173,14 @@ class PrecisionCore:
         yield
 
     def grad(self, outputs: Any, inputs: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """Return unscaled gradients of ``outputs``, as :func:`amp_plugin.scaling.penalty.grad` does."""
-        from amp_plugin.scaling import penalty  # noqa: PLC0415 - rarely needed
-
-        with self._backward_allowed(), self._no_region():
+        """Return unscaled gradients of ``outputs``; see :func:`amp_plugin.scaling.penalty.grad`."""
+        with self._backward_allowed():
             return penalty.grad(outputs, inputs, scaler=self.scaler, **options)
+
+    def gradient_penalty(self, outputs: Any, inputs: Any, **options: Any) -> Tensor:
+        """Return a penalty to add to a loss; see :func:`amp_plugin.scaling.penalty.gradient_penalty`."""
+        with self._backward_allowed():
+            return penalty.gradient_penalty(outputs, inputs, scaler=self.scaler, **options)
 
     # -- steps --------------------------------------------------------------------------------
 

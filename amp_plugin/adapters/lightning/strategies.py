@@ -32,6 +32,17 @@ def refuse_unsupported(strategy: object) -> None:
             raise TypeError(msg)
 
 
+def refuse_engine(model: nn.Module | None) -> None:
+    """Raise if Fabric runs a model through DeepSpeed's engine.
+
+    Raises:
+        TypeError: the model is a DeepSpeedEngine.
+    """
+    if any(kind.__name__ == "DeepSpeedEngine" for kind in type(model).__mro__):
+        msg = f"FabricAmpPrecision does not work under DeepSpeedStrategy: {_REFUSED['DeepSpeedStrategy']}"
+        raise TypeError(msg)
+
+
 def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
     """Return the model if FSDP's first version has wrapped it, else None."""
     return model if isinstance(model, FullyShardedDataParallel) else None

@@ -61,7 +61,12 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Refuse strategies with a precision of their own; put ``fp32_modules`` under fp32."""
-        trainer: Any = module.trainer
+        trainer: Any = getattr(module, "_trainer", None)
+        if trainer is None:
+            msg = (
+                f"{self!r} is for the Trainer; in Fabric use FabricAmpPrecision({self.settings.precision!r})"
+            )
+            raise TypeError(msg)
         refuse_unsupported(trainer.strategy)
         self._window = trainer.accumulate_grad_batches
         return super().convert_module(module)

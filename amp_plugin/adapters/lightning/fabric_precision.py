@@ -1,0 +1,161 @@
+"""What FabricAmpPrecision does at each call of Lightning's Fabric."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from lightning_utilities import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_plugin import GradScaler
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore
+from amp_plugin.adapters.lightning.settings import DTYPES
+from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
+from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
+
+
+class FabricPrecision(PrecisionCore):
+    """The body shared by FabricAmpPrecision of ``lightning.fabric`` and of ``lightning_fabric``.
+
+    Fabric does not tell a plugin its device, its optimizers or the end of an iteration: the
+    device is that of the modules set up, when one of them first runs; optimizers are
+    registered at their first step or clip; a requested update waits for the next loss.
+    """
+
+    plain: ClassVar[Any]
+    """The framework's plain Precision."""
+    wrapper: ClassVar[Any]
+    """The framework's _FabricOptimizer."""
+    guard: ClassVar[Any]
+    """The framework's module whose flag allows backward passes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._started = False
+
+    def __str__(self) -> str:
+        """Show the precision, and where the plugin belongs."""
+        return f"{self!r} (for Fabric without precision=...; the Trainer takes AmpPrecision)"
+
+    # -- set-up -------------------------------------------------------------------------------
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        """Put ``fp32_modules`` under fp32, and let threads that run the module use our region."""
+        module = super().convert_module(module)
+        self._modules.append(weakref.ref(module))
+        carry_into_threads(module, self)
+        return module
+
+    def _ready(self) -> None:
+        if self._started:
+            return
+        modules = self._living_modules()
+        tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
+        tensor = next(tensors, None)
+        if tensor is None and not self.device:
+            msg = (
+                f"{self!r} does not know its device yet: set a module with parameters up first "
+                "(fabric.setup), or pass device='cpu' or 'cuda'"
+            )
+            raise RuntimeError(msg)
+        root = next((fsdp_root(each) for module in modules for each in module.modules()), None)
+        self._start(self.device if tensor is None else tensor.device.type, **scaler_options(root))
+        self._keep_casts(window=1)
+        self._started = True
+
+    def _living_modules(self) -> list[nn.Module]:
+        return [module for module in (ref() for ref in self._modules) if module is not None]
+
+    # -- forward ------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """Run a forward in the precision asked for."""
+        self._ready()
+        return self.autocast_context_manager()
+
+    def convert_output(self, data: Any) -> Any:
+        """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
+        if DTYPES[self.settings.precision] is torch.float32:
+            return data
+        return apply_to_collection(data, Tensor, _as_fp32)
+
+    # -- backward and step --------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Scale the loss and run backward without autocast."""
+        refuse_engine(model)
+        self._ready()
+        inside = torch.is_autocast_enabled(self.device)
+        with self._no_region() if inside else nullcontext():
+            scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
+            self.plain.backward(self, scaled, model, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Unscale and step, or skip; closures too."""
+        self._attempted_steps += 1
+        if self.scaler is None:
+            return self.plain.optimizer_step(self, optimizer, **kwargs)
+        output = self._known(self.scaler, optimizer).step(optimizer, **kwargs)
+        self.scaler.update()
+        result = self.scaler.last_step(optimizer)
+        for observer in self.observers:
+            observer(optimizer, result)
+        return output
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Unscale before Fabric clips; any number of times."""
+        if self.scaler is not None:
+            self._known(self.scaler, optimizer).ensure_unscaled(optimizer)
+
+    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
+
+        Args:
+            optimizer: its gradients are clipped, the optimizer of ``fabric.setup`` or its own.
+            max_norm: largest total norm.
+            norm_type: the p of the norm.
+
+        Returns:
+            The norm before clipping, float32, 0-dim.
+        """
+        optimizer = self._unwrap(optimizer)
+        if self.scaler is None:
+            params = list(self.plain.main_params(self, optimizer))
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+        return self._known(self.scaler, optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
+
+    def _known(self, scaler: GradScaler, optimizer: Optimizer) -> GradScaler:
+        """Register an optimizer when it is first seen, its parameters by name."""
+        if optimizer not in self._named:
+            self._named.add(optimizer)
+            names = {
+                name: param for module in self._living_modules() for name, param in module.named_parameters()
+            }
+            scaler.register(optimizer, names=names)
+        return scaler
+
+    def _unwrap(self, optimizer: Any) -> Optimizer:
+        inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
+        return inner
+
+    @contextmanager
+    def _backward_allowed(self) -> Iterator[None]:
+        """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
+        before = self.guard._in_fabric_backward
+        self.guard._in_fabric_backward = True
+        try:
+            yield
+        finally:
+            self.guard._in_fabric_backward = before
+
+
+def _as_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in {torch.float16, torch.bfloat16} else tensor
