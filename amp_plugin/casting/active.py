@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from amp_plugin.casting.dynamo_frames import outside_dynamo
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules, argument_names, dispatcher_name, is_registered
 from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
@@ -52,7 +53,7 @@ def install() -> NativeCore:
     """
     global is_installed, native_enter, native_exit  # noqa: PLW0603 - what the process runs on
     core = native_core()
-    with _lock:
+    with _lock, outside_dynamo():
         if is_installed:
             return core
         if core.region is not None:
@@ -101,7 +102,7 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     if rules == OpRules.default(device_type):
         return DEFAULT
     require_native("a rule set other than the default one")
-    with _lock:
+    with _lock, outside_dynamo():
         if rules not in _numbers:
             if len(_numbers) + 1 >= MAX_RULE_SETS:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"

@@ -7,15 +7,23 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch._C import _is_torch_function_mode_enabled
+from torch._guards import TracingContext
 from torch.compiler import is_compiling
+from typing_extensions import Self
 
 from amp_plugin.casting import active
+from amp_plugin.casting.dynamo_frames import skip_frames_of
 from amp_plugin.casting.stepping import covers_each_step
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
     from amp_plugin.casting.rules import OpRules
 
+
+_RULES_IN_COMPILED_CODE = (
+    "autocast(rules=...) was opened inside compiled code; open the region around the call "
+    "of the compiled function, or use set_default_rules()"
+)
 
 # Arguments that torch has checked and found nothing to warn of -> (enabled, custom backend).
 _checked: dict[tuple[str, torch.dtype | None, bool], tuple[bool, str]] = {}
@@ -79,11 +87,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         """
         if is_compiling():
             if rules is not None:
-                msg = (
-                    "autocast(rules=...) was opened inside compiled code; open the region around the call "
-                    "of the compiled function, or use set_default_rules()"
-                )
-                raise RuntimeError(msg)
+                raise RuntimeError(_RULES_IN_COMPILED_CODE)
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
         return object.__new__(cls)
 
@@ -101,13 +105,26 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         if known is None or not active.is_installed:
             active.install()
             known = self._check(device_type, dtype, enabled)
-        self.device = device_type
+        if rules is None:
+            self.device = device_type
+        else:  # see __getattr__
+            self._ruled_device = device_type
+            vars(self).pop("device", None)
         self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
         self._enabled, self.custom_backend_name = known
         # torch's own cache is off in our regions, so its flag is no default for ours.
         self._cache_enabled = cache_enabled is not False
         self._rules_number = 0 if rules is None else active.number_of(rules, device_type)
         self._cast_cache = None if cache is None else cache._kept
+
+    def __getattr__(self, name: str) -> Any:
+        # Dynamo takes any torch.autocast for torch's own and would drop its rules; it asks for `device`.
+        if name == "device" and "_ruled_device" in vars(self):
+            if TracingContext.try_get() is not None:
+                raise RuntimeError(_RULES_IN_COMPILED_CODE)
+            return self._ruled_device
+        msg = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(msg)
 
     def _check(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[bool, str]:
         """Let torch check the arguments, with its own errors and warnings."""
@@ -117,7 +134,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             _checked[device_type, dtype, enabled] = known
         return known
 
-    def __enter__(self) -> autocast:
+    def __enter__(self) -> Self:
         enter = active.native_enter
         number = active.DEVICE_NUMBERS.get(self.device)
         if enter is None or number is None or _is_torch_function_mode_enabled():
@@ -150,3 +167,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             )
             raise TypeError(msg)
         return covers_each_step(func, self)
+
+
+skip_frames_of(autocast.__new__, autocast.__init__, autocast._check, autocast.__enter__, autocast.__exit__)

@@ -45,7 +45,7 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        msg = f"unknown rule {value!r}{_nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
+        msg = f"unknown rule {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
 
 
@@ -190,7 +190,7 @@ def overloads_of(op: object) -> list[str]:
     ]
     if not functional or "." in name:
         packets = {each.split(".")[0] for each in registered}
-        msg = f"unknown op {name!r}{_nearest(name, [*registered, *packets])}"
+        msg = f"unknown op {name!r}{nearest(name, [*registered, *packets])}"
         raise ValueError(msg)
     return sorted(functional)
 
@@ -228,7 +228,7 @@ def _writes_to_arguments(full: str) -> bool:
 def _check_arguments(full: str, wanted: frozenset[str]) -> None:
     names = argument_names(full)
     for each in sorted(wanted - set(names)):
-        msg = f"{full} has no argument {each!r}{_nearest(each, names)}; it has {', '.join(names)}"
+        msg = f"{full} has no argument {each!r}{nearest(each, names)}; it has {', '.join(names)}"
         raise ValueError(msg)
 
 
@@ -250,7 +250,8 @@ def _check_has_dtype_overload(full: str) -> None:
         raise ValueError(msg)
 
 
-def _nearest(word: str, among: Iterable[str]) -> str:
+def nearest(word: str, among: Iterable[str]) -> str:
+    """Return ``", did you mean X or Y?"`` for an unknown word, empty if nothing is near."""
     near = difflib.get_close_matches(word, list(among), n=3, cutoff=0.6)
     return f", did you mean {' or '.join(near)}?" if near else ""
 

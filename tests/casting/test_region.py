@@ -118,7 +118,7 @@ class TestTorchsDefects:
             nested(torch.autocast)
         assert nested(amp_plugin.autocast) == (torch.bfloat16, torch.float16)
 
-    def updates():  # noqa: N805 - a table
+    def updates():
         def in_place(p):
             with torch.no_grad():
                 p.mul_(2)
@@ -172,9 +172,8 @@ class TestTorchsDefects:
     def test_instance_entered_again(self):
         def reenter(autocast):
             region = autocast("cpu")
-            with region:
-                with region:
-                    pass
+            with region, region:
+                pass
             return torch.is_autocast_enabled("cpu")
 
         left_on = reenter(torch.autocast)

@@ -39,7 +39,8 @@ struct Region {
   c10::ScalarType previous_dtype;
   bool previous_cache_enabled;
   bool previous_marker;
-  c10::ScalarType previous_rules_slot;
+  bool previous_rules_flag;
+  c10::ScalarType previous_rules_dtype;
 };
 
 // What an op reached through an autocast key is to do.
@@ -66,6 +67,9 @@ Plan plan_for(c10::DeviceType device);
 
 // Rules for autocast blocks outside our regions, per device; kNoRules for torch's kernels.
 void set_default_rules(c10::DeviceType device, int rules);
+
+// The innermost open region of each device in this thread: (device type, rules) pairs, flattened.
+std::vector<int64_t> open_region_rules();
 
 // True if the thread has a region open whose weight cache may be in use.
 bool has_open_region();

@@ -1,0 +1,404 @@
+"""Autocast everywhere torch runs: compile, checkpoint, functorch, export, tracing, other tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_plugin
+from amp_plugin.casting.checkpointing import checkpoint_contexts
+
+# torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:`torch.jit",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore::DeprecationWarning:torch",
+)
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+
+def step(model, forward):
+    model.zero_grad()
+    output = forward()
+    output.float().square().sum().backward()
+    return [output.detach(), *(p.grad for p in model.parameters())]
+
+
+def assert_same(ours, theirs):
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+class TestCompile:
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    @pytest.mark.parametrize("where", ["outside", "inside", "held", "decorator"])
+    def test_fullgraph_equals_torch(self, model, backend, where):
+        def run(autocast):
+            torch._dynamo.reset()
+            held = autocast("cpu", dtype=BF16)
+
+            def inside(x):
+                with autocast("cpu", dtype=BF16):
+                    return model(x)
+
+            def with_held(x):
+                with held:
+                    return model(x)
+
+            if where == "outside":
+                compiled = torch.compile(model, fullgraph=True, backend=backend)
+
+                def forward():
+                    with autocast("cpu", dtype=BF16):
+                        return compiled(X)
+
+                return step(model, forward)
+            function = {"inside": inside, "held": with_held, "decorator": held(model.forward)}[where]
+            compiled = torch.compile(function, fullgraph=True, backend=backend)
+            return step(model, lambda: compiled(X))
+
+        assert_same(run(amp_plugin.autocast), run(torch.autocast))
+
+    def test_graph_break_inside_the_region(self, model):
+        def run(autocast):
+            torch._dynamo.reset()
+            counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+            def forward(x):
+                with autocast("cpu", dtype=BF16):
+                    x = model[0](x)
+                    torch._dynamo.graph_break()
+                    return model[3](model[2](x))
+
+            result = step(model, lambda: torch.compile(forward, backend=counter)(X))
+            return result, counter.frame_count
+
+        (ours, our_frames), (theirs, their_frames) = run(amp_plugin.autocast), run(torch.autocast)
+        assert_same([t for t in ours if t is not None], [t for t in theirs if t is not None])
+        assert our_frames == their_frames
+
+    def test_dtype_change_recompiles(self, model):
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        seen = []
+        for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+            with amp_plugin.autocast("cpu", dtype=dtype):
+                seen.append(compiled(X).dtype)
+        assert seen == [torch.bfloat16, torch.float16, torch.bfloat16]
+
+    @pytest.mark.native
+    def test_rules_change_recompiles_and_no_stale_graph_is_used(self):
+        def forward(x):
+            return torch.softmax(x @ x, 0)
+
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(forward, backend=counter, fullgraph=True)
+        x = torch.randn(4, 4)
+        default = amp_plugin.OpRules.default("cpu")
+        rule_sets = [
+            None,
+            default.with_rule("aten::softmax.int", "fp32"),
+            default.with_rule("aten::mm", "fp32"),
+        ]
+        for repeat in range(2):
+            for rules in rule_sets:
+                with amp_plugin.autocast("cpu", rules=rules):
+                    assert compiled(x).dtype is forward(x).dtype
+            assert counter.frame_count == len(rule_sets), f"round {repeat}"
+
+    @pytest.mark.native
+    def test_rules_inside_compiled_code_are_never_dropped(self):
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        held = amp_plugin.autocast("cpu", rules=rules)
+        assert held.device == "cpu"
+
+        def with_held(x):
+            with held:
+                return torch.softmax(x @ x, 0)
+
+        def with_new(x):
+            with amp_plugin.autocast("cpu", rules=rules):
+                return torch.softmax(x @ x, 0)
+
+        x = torch.ones(2, 2)
+        with pytest.raises(Exception, match="open the region around the call of the compiled function"):
+            torch.compile(with_held, backend="eager")(x)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(with_new, backend="eager", fullgraph=True)(x)
+        assert torch.compile(with_new, backend="eager")(x).dtype is torch.float32  # ran eagerly, by the rules
+
+    @pytest.mark.native
+    def test_default_rules_change_recompiles(self):
+        x = torch.randn(4, 4)
+        compiled = torch.compile(lambda x: torch.softmax(x @ x, 0), backend="aot_eager", fullgraph=True)
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        seen = []
+        for each in (None, rules, None):
+            amp_plugin.set_default_rules(each)
+            try:
+                with torch.autocast("cpu"):
+                    seen.append(compiled(x).dtype)
+            finally:
+                amp_plugin.set_default_rules(None)
+        assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
+
+    def test_exception_inside_a_compiled_region_then_a_weight_update(self):
+        """torch leaks its nesting level there and serves stale weights ever after (pytorch 195488)."""
+        w = nn.Parameter(torch.ones(3, 3))
+
+        def forward(x, fail):
+            with amp_plugin.autocast("cpu", dtype=BF16):
+                y = x @ w
+                if fail:
+                    raise KeyError
+                return y
+
+        compiled = torch.compile(forward, backend="eager")
+        x = torch.ones(3, 3)
+        with pytest.raises(KeyError):
+            compiled(x, True)
+        while torch.autocast_decrement_nesting() > 0:
+            pass
+        torch.autocast_increment_nesting()
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            with amp_plugin.autocast("cpu", dtype=BF16):
+                assert (x @ w)[0, 0] == 3
+            with torch.no_grad():
+                w.fill_(2.0)
+            with amp_plugin.autocast("cpu", dtype=BF16):
+                assert (x @ w)[0, 0] == 6
+        finally:
+            torch.autocast_decrement_nesting()
+
+
+class TestCheckpoint:
+    @pytest.mark.parametrize("use_reentrant", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_same_gradients_as_without(self, model, use_reentrant, dtype):
+        def run(use):
+            x = X.clone().requires_grad_()
+
+            def forward():
+                with amp_plugin.autocast("cpu", dtype=dtype):
+                    return checkpoint(model, x, use_reentrant=use_reentrant) if use else model(x)
+
+            return [*step(model, forward), x.grad]
+
+        assert_same(run(True), run(False))
+
+    @pytest.mark.native
+    def test_default_rules_reach_the_recomputation(self):
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        self._check_recomputed_dtypes(default_rules=rules)
+
+    @pytest.mark.native
+    def test_a_regions_own_rules_reach_it_with_the_context_fn(self):
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        self._check_recomputed_dtypes(region_rules=rules)
+
+    def _check_recomputed_dtypes(self, default_rules=None, region_rules=None):
+        w = torch.randn(4, 4, requires_grad=True)
+        seen = []
+
+        def block(x):
+            y = torch.softmax(x @ w, 0)
+            seen.append(y.dtype)
+            return y * y  # saves y, so the recomputation comes this far
+
+        amp_plugin.set_default_rules(default_rules)
+        try:
+            with amp_plugin.autocast("cpu", rules=region_rules or default_rules):
+                extra = {"context_fn": checkpoint_contexts} if region_rules else {}
+                loss = checkpoint(block, torch.randn(4, 4), use_reentrant=False, **extra).sum()
+            loss.backward()
+        finally:
+            amp_plugin.set_default_rules(None)
+        assert seen == [torch.float32, torch.float32]
+
+
+class TestFunctorch:
+    @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "jacrev", "hessian", "functional_call"])
+    def test_same_as_torch(self, transform):
+        torch.manual_seed(
+            0
+        )  # without LayerNorm, whose mixed dtypes torch cannot vmap backwards (pytorch 184890)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        params = {name: p.detach() for name, p in model.named_parameters()}
+
+        def loss(params, x):
+            return torch.func.functional_call(model, params, (x,)).float().square().sum()
+
+        def run(autocast):
+            with autocast("cpu", dtype=BF16):
+                if transform == "vmap":
+                    return [torch.vmap(model)(X.unsqueeze(1))]
+                if transform == "grad":
+                    return list(torch.func.grad(loss)(params, X).values())
+                if transform == "jvp":
+                    return list(torch.func.jvp(lambda x: loss(params, x), (X,), (torch.ones_like(X),)))
+                if transform == "jacrev":
+                    return [
+                        torch.func.jacrev(lambda x: torch.func.functional_call(model, params, (x,)))(X[0])
+                    ]
+                if transform == "hessian":
+                    return [torch.func.hessian(lambda x: loss(params, x))(X[0])]
+                return [torch.func.functional_call(model, params, (X,))]
+
+        assert_same(run(amp_plugin.autocast), run(torch.autocast))
+
+
+class TestCapture:
+    @pytest.mark.parametrize("strict", [False, True])
+    def test_export(self, strict):
+        class Model(nn.Module):
+            def __init__(self, autocast):
+                super().__init__()
+                torch.manual_seed(0)
+                self.linear, self.autocast = nn.Linear(8, 4), autocast
+
+            def forward(self, x):
+                with self.autocast("cpu", dtype=BF16):
+                    return self.linear(x)
+
+        def run(autocast):
+            program = torch.export.export(Model(autocast), (X,), strict=strict)
+            targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+            return program.module()(X), [str(each) for each in targets]
+
+        (ours, our_graph), (theirs, their_graph) = run(amp_plugin.autocast), run(torch.autocast)
+        assert_same([ours], [theirs])
+        assert our_graph == their_graph
+
+    @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_jit_trace(self, model, grad):
+        """torch's cache breaks the one with grad: "Cannot insert a Tensor that requires grad" (pytorch 50231)."""
+
+        class Twice(nn.Module):
+            def __init__(self, autocast):
+                super().__init__()
+                self.model, self.autocast = model, autocast
+
+            def forward(self, x):
+                with self.autocast("cpu", dtype=BF16):
+                    return self.model(x) + self.model(x)
+
+        forward = Twice(amp_plugin.autocast)
+        with torch.set_grad_enabled(grad):
+            traced = torch.jit.trace(forward, (X,))
+            assert_same([traced(2 * X).detach()], [Twice(torch.autocast)(2 * X).detach()])
+
+    def test_make_fx_sees_the_same_ops(self, model):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def graph(autocast):
+            def forward(x):
+                with autocast("cpu", dtype=BF16):
+                    return model(x) + model(x)
+
+            traced = make_fx(forward)(X)
+            return sorted(str(node.target) for node in traced.graph.nodes), traced
+
+        ours, traced = graph(amp_plugin.autocast)
+        # without a cache, whose casts are of tensors that the trace does not know
+        assert ours == graph(lambda *a, **k: torch.autocast(*a, **k, cache_enabled=False))[0]
+        assert traced(X).dtype is BF16
+
+    def test_inference_mode(self, model):
+        with torch.inference_mode():
+            with amp_plugin.autocast("cpu", dtype=BF16):
+                ours = model(X)
+            with torch.autocast("cpu", dtype=BF16):
+                assert_same([ours], [model(X)])
+
+    def test_inference_then_training_in_one_region(self, model):
+        with amp_plugin.autocast("cpu", dtype=BF16):
+            with torch.inference_mode():
+                model(X)
+            model(X).float().sum().backward()
+        assert model[0].weight.grad is not None
+
+
+class TestOtherTensors:
+    @pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "jagged", "fake", "mkldnn"])
+    @pytest.mark.filterwarnings("ignore:Sparse", "ignore:.*[nN]ested")
+    def test_same_as_torch_op_by_op(self, kind):
+        dense = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+
+        def make():
+            if kind == "sparse_coo":
+                return dense.to_sparse()
+            if kind == "sparse_csr":
+                return dense.to_sparse_csr()
+            if kind == "nested":
+                return torch.nested.nested_tensor([dense, dense[:2]])
+            if kind == "jagged":
+                return torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged)
+            if kind == "mkldnn":
+                return dense.to_mkldnn()
+            with torch._subclasses.FakeTensorMode():
+                return torch.empty(4, 4)
+
+        ops = {
+            "mm": lambda x: torch.mm(x, dense),
+            "matmul": lambda x: torch.matmul(x, dense),
+            "linear": lambda x: nn.functional.linear(x, dense),
+            "cat": lambda x: torch.cat([x, x]),
+            "mse": lambda x: nn.functional.mse_loss(x, x),
+            "sum": lambda x: x.sum(),
+        }
+
+        def outcome(autocast, op):
+            x = make()
+            try:
+                with autocast("cpu", dtype=BF16):
+                    y = op(x)
+                return y.dtype, y.layout
+            except Exception as error:  # noqa: BLE001 - the error is what is compared
+                return type(error).__name__
+
+        for name, op in ops.items():
+            assert outcome(amp_plugin.autocast, op) == outcome(torch.autocast, op), name
+
+    def test_dtensor(self):
+        import torch.distributed as dist
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+        store = dist.HashStore()
+        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+        try:
+            mesh = init_device_mesh("cpu", (1,))
+            torch.manual_seed(0)
+            weight = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
+            x = distribute_tensor(torch.randn(4, 4), mesh, [Replicate()])
+
+            def run(autocast):
+                weight.grad = None
+                with autocast("cpu", dtype=BF16):
+                    y = x @ weight
+                y.float().sum().backward()
+                return [y.full_tensor().detach(), weight.grad.full_tensor()]
+
+            assert_same(run(amp_plugin.autocast), run(torch.autocast))
+        finally:
+            dist.destroy_process_group()
