@@ -166,7 +166,7 @@ class GradScaler(ScalerState, TorchInterface):
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
-            scaled = tensor * loss_scale.on(tensor.device)
+            scaled = tensor * loss_scale.snapshot_on(tensor.device)
             watch(scaled, self, loss_scale)
             return scaled
 

@@ -63,7 +63,7 @@ class LossScale:
         value = self.require()
         version = 0 if value.is_inference() else value._version
         state = (self.generation, id(value), version)
-        if state != self._derived_from:
+        if state != self._derived_from or capturing(value.device):  # a replayed graph must read the live scale
             self._derived, self._derived_from = {}, state
         return self._derived.get(key)
 
@@ -91,14 +91,17 @@ class LossScale:
             self._derived["inverse", device] = kept
         return kept
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return the scale on ``device`` (float32, 0-dim), without a host sync."""
-        value = self.require()
-        if value.device == device:
-            return value
-        kept = self._derive(("value", device))
+    def snapshot_on(self, device: torch.device) -> Tensor:
+        """Return :meth:`snapshot` on ``device``, without a host sync.
+
+        Autograd keeps what a loss is multiplied by: that must not change before its backward.
+        """
+        snapshot = self.snapshot()
+        if snapshot.device == device:
+            return snapshot
+        kept = self._derive(("snapshot", device))
         if kept is None:
-            kept = self._derived["value", device] = value.to(device, non_blocking=True)
+            kept = self._derived["snapshot", device] = snapshot.to(device, non_blocking=True)
         return kept
 
     def record(self, found_inf: Tensor) -> None:
@@ -243,6 +246,11 @@ class DynamicLossScale(LossScale):
         )
         self.generation += 1
         return at_floor
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether work on ``device`` is being captured into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def positive(name: str, value: float) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
+from amp_plugin.scaling.loss_scale import capturing
 
 
 class HostFlag:
@@ -25,7 +26,7 @@ class HostFlag:
         self._flag = flag
         self._copy: Tensor | None = None
         self._arrived: torch.Event | None = None
-        if flag.device.type in {"cuda", "xpu"} and not _capturing(flag.device):
+        if flag.device.type in {"cuda", "xpu"} and not capturing(flag.device):
             self._copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
             self._arrived = torch.Event(flag.device)
@@ -43,10 +44,6 @@ class HostFlag:
         """Return the flag: a host sync if it is not known yet."""
         known = self.known()
         return bool(self._flag.item() > 0) if known is None else known
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,9 +56,16 @@ class TorchInterface(torch.amp.GradScaler):
         """Return whether the scaler does anything."""
         return self._enabled
 
-    def get_scale(self) -> float:
-        """Return the scale as a number, 1.0 if disabled: a host sync."""
-        return self._loss_scale.item() if self._enabled else 1.0
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the scale as a number, 1.0 if disabled: a host sync.
+
+        Args:
+            name: One of the constructor's ``losses``; None for the default scale.
+        """
+        return self._loss_scale_of(name).item() if self._enabled else 1.0
+
+    def _loss_scale_of(self, name: str | None) -> LossScale:
+        raise NotImplementedError
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a constant scale."""

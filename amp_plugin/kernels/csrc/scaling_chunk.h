@@ -68,19 +68,29 @@ inline Vec accumulate(const Vec& sum, const Vec& x) {
   }
 }
 
+// The lanes of a vector added up in double, or the largest of them.
 template <Norm norm, typename Vec>
 inline double reduce(const Vec& lanes) {
+  constexpr int kChains = 4;
   typename Vec::value_type values[Vec::size()];
   lanes.store(values);
-  double total = 0.0;
-  for (const auto value : values) {
+  double total[kChains] = {};
+  for (int i = 0; i < Vec::size(); ++i) {
+    double& chain = total[i % kChains];
+    const auto value = static_cast<double>(values[i]);
     if constexpr (norm == Norm::infinity) {
-      total = std::isnan(value) || value > total ? static_cast<double>(value) : total;
+      chain = std::isnan(value) || value > chain ? value : chain;
     } else {
-      total += static_cast<double>(value);
+      chain += value;
     }
   }
-  return total;
+  if constexpr (norm == Norm::infinity) {
+    for (const double chain : total) {
+      total[0] = std::isnan(chain) || chain > total[0] ? chain : total[0];
+    }
+    return total[0];
+  }
+  return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
 template <typename T>
@@ -163,7 +173,9 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   }
 
   Partial result;
-  const bool finite = reduce<Norm::one>((bad[0] + bad[1]) + (bad[2] + bad[3])) == 0.0;
+  constexpr auto kAllZero = (int64_t{1} << Vec::size()) - 1;
+  const Vec any_bad = (bad[0] + bad[1]) + (bad[2] + bad[3]);
+  const bool finite = (any_bad.zero_mask() & kAllZero) == kAllZero;
   const bool may_round_up = write && sizeof(T) < 4 && factor > Wide<T>(1);
   if (!finite || may_round_up) {
     result.flags = element_flags(data, count);
@@ -171,9 +183,7 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
   if constexpr (norm == Norm::infinity) {
     result.power = reduce<norm>(at::vec::maximum(at::vec::maximum(sum[0], sum[1]), at::vec::maximum(sum[2], sum[3])));
   } else if constexpr (norm != Norm::none) {
-    for (const Vec& lanes : sum) {
-      result.power += reduce<norm>(lanes);
-    }
+    result.power = reduce<norm>((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }
   return result;
 }

@@ -20,7 +20,7 @@ namespace amp_plugin {
 namespace {
 
 constexpr int64_t kChunk = 32768;      // elements: float32 partial sums are exact enough, and it fits L2
-constexpr int64_t kTask = 2 * kChunk;  // elements a thread takes at a time
+constexpr int64_t kTask = 8 * kChunk;  // elements a thread takes at a time: some 40 us, well above a fork and join
 
 using ChunkFunction = Partial (*)(void* data, int64_t count, double factor, double p);
 

@@ -1,0 +1,154 @@
+"""Gradients of gradients under scaling: gradient penalties.
+
+::
+
+    scaled = d(outputs * scale) / d(inputs)        outside autocast
+    grads  = scaled / scale                        float32, differentiable with create_graph
+
+An overflow makes the gradients inf or nan, so the penalty's own backward overflows and the step is
+skipped; it is noted for the scale's next update at once. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from amp_plugin.scaling.grad_scaler import GradScaler
+
+
+def grad(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    *,
+    scaler: GradScaler | None = None,
+    grad_outputs: Tensor | Sequence[Tensor] | None = None,
+    create_graph: bool = False,
+    retain_graph: bool | None = None,
+    allow_unused: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """Differentiate as ``torch.autograd.grad`` does, scaled on the way.
+
+    Args:
+        outputs: What to differentiate; any shape if ``grad_outputs`` is given, else 0-dim.
+        inputs: With respect to what.
+        scaler: Whose scale to use; None or a disabled one: no scaling.
+        grad_outputs: Vectors of the vector-Jacobian product.
+        create_graph: Make the result differentiable.
+        retain_graph: As torch's; None means ``create_graph``.
+        allow_unused: Return None for inputs that were not used, instead of raising.
+
+    Returns:
+        The unscaled gradients, one for each input; half precision ones as float32.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin import GradScaler
+        >>> from amp_plugin.scaling.penalty import grad
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> grad((x**2).sum(), x, scaler=GradScaler("cpu"), create_graph=True)[0].tolist()
+        [2.0, 2.0, 2.0]
+    """
+    targets = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    sources = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+    vectors = (grad_outputs,) if isinstance(grad_outputs, Tensor) else grad_outputs
+    scaling = scaler is not None and scaler.is_enabled()
+    with _outside_autocast(targets[0].device.type), _fabric_allows_it():
+        if scaling and scaler is not None:
+            targets = tuple(_scaled(target, scaler) for target in targets)
+        grads = torch.autograd.grad(
+            targets,
+            sources,
+            grad_outputs=vectors,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            allow_unused=allow_unused,
+        )
+        return _unscaled(grads, scaler) if scaling and scaler is not None else tuple(map(_wide, grads))
+
+
+def gradient_penalty(
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    *,
+    scaler: GradScaler | None = None,
+    kind: Literal["l2", "wgan-gp"] = "l2",
+    target: float = 1.0,
+) -> Tensor:
+    """Return a differentiable penalty on the gradients of ``outputs``.
+
+    ``"l2"``: the squared L2 norm of all gradients together (Drucker and LeCun 1992). ``"wgan-gp"``: the
+    mean over the samples of ``(norm - target)**2`` (Gulrajani et al. 2017), the norm over all but the
+    first dimension.
+
+    Args:
+        outputs: What to differentiate; a critic's scores are summed.
+        inputs: With respect to what: samples, or parameters (``"l2"`` only).
+        scaler: Whose scale to use.
+        kind: Which penalty.
+        target: The norm that costs nothing, for ``"wgan-gp"``.
+
+    Returns:
+        float32, 0-dim; add it to the loss before ``scaler.scale``.
+
+    Raises:
+        ValueError: ``kind`` is unknown.
+    """
+    if kind not in {"l2", "wgan-gp"}:
+        msg = f"kind={kind!r} is not known; use 'l2' or 'wgan-gp'"
+        raise ValueError(msg)
+    tensors = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        totals = [tensor.float().sum() for tensor in tensors]
+        grads = [g for g in grad(totals, inputs, scaler=scaler, create_graph=True) if g is not None]
+        if kind == "l2":
+            return torch.stack([g.square().sum() for g in grads]).sum()
+        norms = torch.linalg.vector_norm(torch.cat([g.flatten(1) for g in grads], dim=1), dim=1)
+        return (norms - target).square().mean()
+
+
+def _scaled(target: Tensor, scaler: GradScaler) -> Tensor:
+    """Multiply by the scale, unseen by the scaler: this backward adds to no ``.grad``."""
+    scaler._loss_scale.materialize(target.device)
+    wide = target.float() if target.dtype is torch.float16 else target
+    return wide * scaler._loss_scale.snapshot_on(target.device)
+
+
+def _unscaled(grads: Sequence[Tensor | None], scaler: GradScaler) -> tuple[Tensor | None, ...]:
+    present = [g.detach() for g in grads if g is not None]
+    loss_scale = scaler._loss_scale
+    for device in {g.device for g in present}:
+        own = [g for g in present if g.device == device]
+        loss_scale.record(torch.ops.amp_plugin.norm_check(own, loss_scale.inverse(device), 2.0)[1])
+    return tuple(None if g is None else _wide(g) * loss_scale.inverse(g.device) for g in grads)
+
+
+def _wide(grad: Tensor | None) -> Tensor | None:
+    half = grad is not None and grad.dtype in {torch.float16, torch.bfloat16}
+    return grad.float() if half and grad is not None else grad
+
+
+@contextmanager
+def _outside_autocast(device_type: str) -> Iterator[None]:
+    with torch.autocast(device_type, enabled=False):
+        yield
+
+
+@contextmanager
+def _fabric_allows_it() -> Iterator[None]:
+    """Lightning Fabric refuses autograd.grad on its modules' outputs unless told it is a backward."""
+    wrappers = sys.modules.get("lightning.fabric.wrappers")
+    if wrappers is None or not hasattr(wrappers, "_in_fabric_backward"):
+        yield
+        return
+    before = wrappers._in_fabric_backward
+    wrappers._in_fabric_backward = True
+    try:
+        yield
+    finally:
+        wrappers._in_fabric_backward = before

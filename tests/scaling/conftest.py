@@ -1,0 +1,69 @@
+"""What the scaling tests share: tiny models whose gradients are known."""
+
+import pytest
+import torch
+
+
+class Weights:
+    """Parameters with one optimizer; the gradient of ``loss(g)`` is exactly ``g`` for each element."""
+
+    def __init__(self, count: int = 3, optimizer: type = torch.optim.SGD, **options: object) -> None:
+        self.params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(count)]
+        options.setdefault("lr", 1.0)
+        self.optimizer = optimizer(self.params, **options)
+
+    def loss(self, gradient: float = 1.0) -> torch.Tensor:
+        return sum((p * gradient).sum() for p in self.params)
+
+    @property
+    def value(self) -> float:
+        """Minus the sum of the gradients stepped with, for SGD with lr=1."""
+        values = {p.detach()[i].item() for p in self.params for i in range(4)}
+        assert len(values) == 1, values
+        return values.pop()
+
+    @property
+    def grad(self) -> float:
+        values = {p.grad[i].item() for p in self.params for i in range(4)}
+        assert len(values) == 1, values
+        return values.pop()
+
+
+@pytest.fixture
+def weights():
+    return Weights
+
+
+@pytest.fixture
+def training():
+    """A small regression whose losses are compared bit for bit."""
+
+    def run(scaler, dtype=torch.float16, steps=50, clip=None, spikes=True, **options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+        losses = []
+        for i in range(steps):
+            x = torch.randn(32, 8) * (100.0 if spikes and i % 7 == 0 else 1.0)
+            with torch.autocast("cpu", dtype):
+                loss = model(x).pow(2).mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            scaler.step(optimizer)
+            scaler.update()
+            losses.append((loss.item(), scaler.get_scale()))
+        return losses, [p.detach().clone() for p in model.parameters()]
+
+    return run
+
+
+@pytest.fixture
+def without_native(monkeypatch):
+    """Python's ledger instead of the native one."""
+    from amp_plugin.kernels.build import NativeCore
+
+    off = NativeCore(loaded=False, reason="switched off", library=None, region=None, seconds=0.0)
+    monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)

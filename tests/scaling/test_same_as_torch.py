@@ -1,0 +1,204 @@
+"""Where torch.amp.GradScaler is right, ours does the same, bit for bit."""
+
+import copy
+import inspect
+import pickle
+from collections import namedtuple
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from amp_plugin.kernels import build
+
+OPTIONS = {"init_scale": 2.0**24, "growth_interval": 3}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_losses_and_scales_are_equal(training, dtype, fused, clip):
+    theirs = training(torch.amp.GradScaler("cpu", **OPTIONS), dtype, clip=clip, fused=fused)
+    ours = training(GradScaler("cpu", **OPTIONS), dtype, clip=clip, fused=fused)
+    assert ours[0] == theirs[0]
+    assert all(map(torch.equal, ours[1], theirs[1]))
+    scales = [scale for _, scale in ours[0]]
+    if dtype is torch.float16:
+        assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), "no overflow: the test shows too little"
+
+
+def test_the_fallback_trains_the_same(training, monkeypatch):
+    theirs = training(torch.amp.GradScaler("cpu", **OPTIONS))
+    off = build.NativeCore(loaded=False, reason="switched off", library=None, region=None, seconds=0.0)
+    monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)
+    assert training(GradScaler("cpu", **OPTIONS))[0] == theirs[0]
+
+
+def test_every_public_method_of_torch_is_here():
+    public = {name for name in dir(torch.amp.GradScaler) if not name.startswith("_")}
+    assert public <= set(dir(GradScaler))
+    for name in public:
+        theirs = inspect.signature(getattr(torch.amp.GradScaler, name)).parameters
+        assert list(theirs) == list(inspect.signature(getattr(GradScaler, name)).parameters)[: len(theirs)], name
+    assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
+
+
+def test_scale_keeps_containers():
+    scaler = GradScaler("cpu", init_scale=4.0)
+    pair = namedtuple("pair", "a b")
+    one = torch.ones(())
+    assert scaler.scale(one).item() == 4.0
+    assert scaler.scale([one, (one,)]) == [4.0, (4.0,)]
+    assert scaler.scale(pair(one, one)) == pair(4.0, 4.0)
+    assert scaler.scale({"a": one}) == {"a": 4.0}
+    assert [x.item() for x in scaler.scale(x for x in [one, one])] == [4.0, 4.0]
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors, got str"):
+        scaler.scale("loss")
+    with pytest.raises(ValueError, match="got int; pass the loss"):
+        scaler.scale([1])
+
+
+def test_a_half_loss_is_scaled_in_float32():
+    scaler = GradScaler("cpu")
+    for loss in (torch.ones((), dtype=torch.float16), torch.full((2,), 8.0, dtype=torch.float16)):
+        scaled = scaler.scale(loss)
+        assert scaled.dtype is torch.float32
+        assert scaled.isfinite().all()
+
+
+def test_errors_that_protect_are_kept(weights):
+    scaler, one = GradScaler("cpu"), weights()
+    for call in (scaler.unscale_, scaler.step, scaler.ensure_unscaled):
+        with pytest.raises(RuntimeError, match="but _scale is None. Call scaler.scale"):
+            call(one.optimizer)
+    with pytest.raises(RuntimeError, match="Attempted update but _scale is None"):
+        scaler.update()
+    scaler.scale(one.loss()).backward()
+    scaler.unscale_(one.optimizer)
+    with pytest.raises(RuntimeError, match="unscale_\\(\\) has already been called .* ensure_unscaled"):
+        scaler.unscale_(one.optimizer)
+    scaler.step(one.optimizer)
+    with pytest.raises(RuntimeError, match="unscale_\\(\\) is being called after step"):
+        scaler.unscale_(one.optimizer)
+    with pytest.raises(RuntimeError, match="step\\(\\) has already been called since the last update"):
+        scaler.step(one.optimizer)
+
+
+def test_fp16_parameters_are_named():
+    param = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    scaler.register(optimizer, names={"head.weight": param})
+    scaler.scale((param * 2).sum()).backward()
+    with pytest.raises(ValueError, match="FP16 gradients. Parameter 'head.weight' is float16: keep parameters in"):
+        scaler.unscale_(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"growth_factor": 1.0}, "growth factor must be > 1.0"),
+        ({"backoff_factor": 1.0}, "backoff factor must be < 1.0 and > 0.0"),
+        ({"backoff_factor": -0.5}, "backoff factor must be < 1.0 and > 0.0"),
+        ({"growth_interval": 0}, "growth_interval=0 is not allowed; give a whole number"),
+        ({"init_scale": 0.0}, "init_scale=0.0 is not allowed; give a finite number"),
+        ({"min_scale": -1.0}, "min_scale=-1.0 is not allowed"),
+        ({"init_scale": 4.0, "max_scale": 2.0}, "init_scale=4.0 is not between"),
+        ({"hysteresis": 0}, "hysteresis=0 is not allowed"),
+        ({"hysteresis_mode": "nvidia"}, "'nvidia' is not known; use one of apex, megatron, deepspeed"),
+        ({"on_min_scale": "stop"}, "'stop' is not known; use 'hold' or 'raise'"),
+    ],
+)
+def test_bad_options_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        GradScaler("cpu", **options)
+
+
+def test_getters_and_setters():
+    for scaler in (GradScaler("cpu"), GradScaler("cpu", enabled=False)):
+        scaler.set_growth_factor(3.0)
+        scaler.set_backoff_factor(0.25)
+        scaler.set_growth_interval(5)
+        assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 5)
+    with pytest.raises(ValueError, match="growth factor must be > 1.0"):
+        scaler.set_growth_factor(0.5)
+    constant = GradScaler("cpu", dynamic=False)
+    assert constant.get_growth_factor() == constant.get_backoff_factor() == 1.0
+    with pytest.raises(TypeError, match="set_growth_interval\\(\\) needs a dynamic loss scale"):
+        constant.set_growth_interval(3)
+
+
+def test_disabled_passes_everything_through(weights):
+    scaler, one = GradScaler("cpu", enabled=False), weights()
+    loss = one.loss(2.0)
+    assert scaler.scale(loss) is loss
+    loss.backward()
+    scaler.unscale_(one.optimizer)
+    scaler.ensure_unscaled(one.optimizer)
+    assert scaler.clip_grad_norm_(one.optimizer, 1e9).item() == pytest.approx(2.0 * 12**0.5)
+    scaler.clip_grad_value_(one.params, 1.0)
+    scaler.step(one.optimizer)
+    scaler.update()
+    scaler.end_iteration()
+    assert one.value == -1.0
+    assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
+    with pytest.raises(RuntimeError, match="has not stepped under this scaler"):
+        scaler.last_step(one.optimizer)
+
+
+def test_private_names_other_code_touches(weights):
+    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
+    assert scaler._scale is None
+    assert scaler._device == "cpu"
+    scaler._lazy_init_scale_growth_tracker(scaler._device)
+    assert scaler._scale.item() == 8.0
+    assert scaler._growth_tracker.dtype is torch.int32
+    stage = torch.amp.grad_scaler.OptState
+    assert scaler._per_optimizer_states[id(one.optimizer)]["stage"] is stage.READY
+    scaler.scale(one.loss()).backward()
+    scaler.unscale_(one.optimizer)
+    assert scaler._per_optimizer_states[id(one.optimizer)]["stage"] is stage.UNSCALED
+    assert scaler._found_inf_per_device(one.optimizer) == {torch.device("cpu"): 0.0}
+    scaler.step(one.optimizer)
+    assert scaler._per_optimizer_states[id(one.optimizer)]["stage"] is stage.STEPPED
+    scaler.update()
+    assert scaler._per_optimizer_states[id(one.optimizer)]["stage"] is stage.READY
+    assert scaler._get_scale_async().item() == 8.0
+
+
+def test_copies_and_pickles_between_iterations_only(weights):
+    scaler, one = GradScaler("cpu", init_scale=8.0, growth_interval=1), weights()
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss()).backward()
+    with pytest.raises(RuntimeError, match="only be pickled at the beginning of an iteration"):
+        pickle.dumps(scaler)
+    scaler.step(one.optimizer)
+    with pytest.raises(RuntimeError, match="only be pickled at the beginning of an iteration"):
+        copy.deepcopy(scaler)
+    scaler.update()
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert twin.get_scale() == 16.0
+        assert twin.state_dict() == scaler.state_dict()
+        other = weights()
+        twin.scale(other.loss()).backward()
+        twin.step(other.optimizer)
+        assert other.value == -1.0
+
+
+def test_cuda_without_cuda_is_disabled_with_a_warning():
+    if torch.cuda.is_available():
+        pytest.skip("CUDA is available")
+    with pytest.warns(UserWarning, match="is disabled: CUDA is not available. Pass device='cpu'"):
+        assert not GradScaler().is_enabled()
+
+
+def test_new_scale_may_be_a_number_or_a_tensor(weights):
+    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
+    scaler.scale(one.loss())
+    for value in (2, 2.0, torch.tensor(2.0)):
+        scaler.update(value)
+        assert scaler.get_scale() == 2.0
+    with pytest.raises(ValueError, match="new_scale=-1 is not allowed"):
+        scaler.update(-1)
+    with pytest.raises(ValueError, match="floating tensor of one element, got \\(2,\\) of torch.float32"):
+        scaler.update(torch.ones(2))
