@@ -42,6 +42,7 @@ import torch
 from torch.library import Library, register_fake
 
 from amp_plugin.kernels import reference
+from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
 """What ``hysteresis_mode`` of ``update_scale_`` means; see ``reference.update_scale_``."""
@@ -73,6 +74,7 @@ def _define() -> None:
 
 
 _define()
+register_cuda_kernels(LIBRARY)
 
 
 @register_fake("amp_plugin::norm_check", lib=LIBRARY)
