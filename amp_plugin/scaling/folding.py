@@ -52,6 +52,7 @@ def step(
     if not record.momentum_started:
         record.momentum_started = not _starts_momentum(optimizer)
         if not record.momentum_started and found.item() > 0:
+            _leave_scaled(record, unit, found)
             stepping.finish(scaler, record, norm, found, known=True)
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
@@ -61,12 +62,17 @@ def step(
         value = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+    _leave_scaled(record, unit, found)
+    stepping.finish(scaler, record, norm, found, known=None)
+    return value
+
+
+def _leave_scaled(record: OptimizerRecord, unit: LossScale | None, found: Tensor) -> None:
+    """Note what the gradients carry after a folded step: nothing if it was taken, the scale if not."""
     if unit is not None:
         scaled = unit.snapshot()
         for one in record.sets:
             one.unit, one.residue = None, torch.where(found > 0, scaled, torch.ones_like(scaled))
-    stepping.finish(scaler, record, norm, found, known=None)
-    return value
 
 
 def _factor(unit: LossScale, clip: Tensor | None, given: Tensor | None) -> Tensor:

@@ -199,8 +199,7 @@ class GradScaler(ScalerState, TorchInterface):
             r for r in self._registry if r.stage is OptState.UNSCALED and any(s.unit is None for s in r.sets)
         ]
         for gradients in self._registry.sets():
-            gradients.bring_to(loss_scale)
-            gradients.touched = set(gradients.owners)
+            gradients.begin_backward(loss_scale)
         if again:
             after_backward(lambda: self._unscale_again(again))
 

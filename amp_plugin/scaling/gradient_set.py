@@ -26,7 +26,7 @@ class GradientSet:
         unit: The loss scale the gradients are multiplied by; None if they are unscaled.
         residue: A factor they still carry although ``unit`` is None, float32, 0-dim: after a folded
             step they are unscaled if it was taken and scaled if not. None means 1.
-        overflow: Overflow met while changing units, float32, 0-dim; None if there was none to meet.
+        overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if none was looked for.
         touched: Slots of the owners that have not stepped since the last scaled backward.
         consumed: Whether an owner has stepped since gradients last changed unit.
         parts: The last measurement, while it holds; None otherwise.
@@ -127,11 +127,15 @@ class GradientSet:
             return self.residue.reciprocal().to(device, non_blocking=True)
         return torch.ones((), dtype=torch.float32, device=device)
 
-    def bring_to(self, unit: LossScale) -> None:
-        """Convert the gradients to another loss scale; free if there are none."""
+    def begin_backward(self, unit: LossScale) -> None:
+        """Get ready for gradients in ``unit``: convert those that are there; free if there are none."""
+        self.touched = set(self.owners)
+        present = self._ledger.count() > 0
+        if not present:
+            self.overflow = self.parts = None
         if self.unit is unit:
             return
-        if self._ledger.count():
+        if present:
             factor = unit.require()
             if self.unit is not None:
                 factor = factor / self.unit.require()
@@ -143,13 +147,12 @@ class GradientSet:
         self.unit, self.residue, self.parts, self.consumed = unit, None, None, False
 
     def multiply_(self, factor: Tensor) -> Tensor:
-        """Multiply the gradients by a device-side factor and keep the overflow it causes."""
+        """Multiply the gradients by a device-side factor; returns whether a product is not finite."""
         total = torch.zeros((), dtype=torch.float32, device=factor.device)
         for group in self.groups():
             found = group.multiply_(factor.to(group.device, non_blocking=True))
             total = torch.maximum(total, found.to(factor.device, non_blocking=True))
         self._keep_overflow()
-        self.overflow = total if self.overflow is None else torch.maximum(self.overflow, total)
         self.parts = None
         return total
 

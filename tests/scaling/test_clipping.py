@@ -1,0 +1,213 @@
+"""Invariant 3: it is always the unscaled gradients that are clipped, and the norm is theirs."""
+
+import math
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+
+NORM_TYPES = [2.0, 1.0, math.inf, 3.0, 0.5]
+
+
+class Model:
+    """Parameters with random gradients, and float64 copies of them."""
+
+    def __init__(self, optimizer=torch.optim.SGD, dtype=torch.float32, **options):
+        torch.manual_seed(0)
+        shapes = [(5, 7), (1000,), (), (0,), (33, 65)]
+        self.params = [torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
+        self.grads = [torch.randn(s).to(dtype) for s in shapes]
+        self.optimizer = optimizer(self.params, lr=1.0, **options)
+        self.scaler = GradScaler("cpu")
+        self.scaler.register(self.optimizer)
+
+    def backward(self):
+        loss = sum((p.float() * g.float()).sum() for p, g in zip(self.params, self.grads, strict=True))
+        self.scaler.scale(loss).backward()
+
+    def norm(self, norm_type=2.0):
+        flat = torch.cat([g.double().flatten() for g in self.grads])
+        return torch.linalg.vector_norm(flat, norm_type).item()
+
+    def clipped(self, max_norm, norm_type=2.0):
+        factor = min(1.0, max_norm / (self.norm(norm_type) + 1e-6))
+        return [g.double() * factor for g in self.grads]
+
+
+def assert_close(ours, right, rtol=1e-6):
+    for one, other in zip(ours, right, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=0)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("max_norm", [1.0, 1e9])
+@pytest.mark.parametrize("target", ["optimizer", "params", "generator"])
+def test_equal_to_float64(norm_type, max_norm, target):
+    model = Model()
+    model.backward()
+    what = {"optimizer": model.optimizer, "params": model.params, "generator": iter(model.params)}[target]
+    norm = model.scaler.clip_grad_norm_(what, max_norm, norm_type)
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(model.norm(norm_type), rel=1e-6)
+    assert_close([p.grad for p in model.params], model.clipped(max_norm, norm_type))
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("times", [1, 2])
+def test_folding_equals_clipping_in_place(optimizer, times):
+    after = []
+    for fold in (False, True):
+        model = Model(optimizer, fused=True)
+        model.backward()
+        for i in range(times):
+            norm = model.scaler.clip_grad_norm_(model.optimizer, 1.0 / (i + 1), fold=fold)
+        assert norm.item() == pytest.approx(model.norm() if times == 1 else 1.0, rel=1e-6)
+        if fold:
+            assert model.params[0].grad.abs().max() > 1000.0, "gradients are still scaled before a folded step"
+        model.scaler.step(model.optimizer)
+        after.append([*(p.detach() for p in model.params), *(p.grad for p in model.params)])
+    assert_close(after[1], [x.double() for x in after[0]], rtol=3e-6)
+    assert_close(after[1][5:], model.clipped(1.0 / times), rtol=2e-6)
+
+
+def test_folding_without_a_fused_optimizer_clips_in_place():
+    model = Model()
+    model.backward()
+    model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=True)
+    assert_close([p.grad for p in model.params], model.clipped(1.0))
+
+
+def test_looking_at_gradients_after_a_folded_clip_gives_the_clipped_ones():
+    model = Model(fused=True)
+    model.backward()
+    model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=True)
+    model.scaler.ensure_unscaled(model.optimizer)
+    assert_close([p.grad for p in model.params], model.clipped(1.0))
+    model.scaler.step(model.optimizer)
+    assert_close([-p.detach() for p in model.params], model.clipped(1.0))
+
+
+def test_changing_gradients_after_a_folded_clip_is_refused():
+    model = Model(fused=True)
+    model.backward()
+    model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=True)
+    torch.nn.utils.clip_grad_norm_(model.params, 1.0)
+    with pytest.raises(RuntimeError, match="changed between clip_grad_norm_\\(..., fold=True\\) and step"):
+        model.scaler.step(model.optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_any_number_of_times_and_mixed(fused):
+    model = Model(fused=fused)
+    model.backward()
+    first = model.scaler.clip_grad_norm_(model.optimizer, 10.0)
+    second = model.scaler.clip_grad_norm_(model.params, 5.0)
+    third = torch.nn.utils.clip_grad_norm_(model.params, 2.0)
+    fourth = model.scaler.clip_grad_norm_(model.optimizer, 1.0)
+    assert first.item() == pytest.approx(model.norm(), rel=1e-6)
+    for norm, right in ((second, 10.0), (third, 5.0), (fourth, 2.0)):
+        assert norm.item() == pytest.approx(right, rel=1e-5)
+    model.scaler.step(model.optimizer)
+    assert_close([-p.detach() for p in model.params], model.clipped(1.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_by_value(fused):
+    model = Model(fused=fused)
+    model.backward()
+    for target in (model.optimizer, model.params, iter(model.params)):
+        model.scaler.clip_grad_value_(target, 0.5)
+    right = [g.double().clamp(-0.5, 0.5) for g in model.grads]
+    assert_close([p.grad for p in model.params], right)
+    model.scaler.step(model.optimizer)
+    assert_close([-p.detach() for p in model.params], right)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("how", ["norm", "fold", "value", "torch"])
+def test_overflow_survives_clipping(fused, how):
+    """Clipping by value makes infinities finite; the step is skipped all the same."""
+    model = Model(fused=fused)
+    model.backward()
+    model.params[0].grad[0, 0] = math.inf
+    if how == "value":
+        model.scaler.clip_grad_value_(model.optimizer, 1.0)
+        assert model.params[0].grad.isfinite().all()
+    elif how == "torch":
+        model.scaler.unscale_(model.optimizer)
+        torch.nn.utils.clip_grad_norm_(model.params, 1.0)
+    else:
+        norm = model.scaler.clip_grad_norm_(model.optimizer, 1.0, fold=how == "fold")
+        assert norm.item() == math.inf
+    model.scaler.step(model.optimizer)
+    assert all((p == 0).all() for p in model.params)
+    assert model.scaler.last_step(model.optimizer).skipped
+
+
+def test_gradients_that_overflow_after_unscaling_are_found():
+    model = Model()
+    model.backward()
+    model.scaler.unscale_(model.optimizer)
+    model.params[1].grad[3] = math.nan
+    model.scaler.step(model.optimizer)
+    assert all((p == 0).all() for p in model.params)
+
+
+def test_error_if_nonfinite():
+    model = Model()
+    model.backward()
+    model.params[1].grad[3] = math.nan
+    with pytest.raises(RuntimeError, match="norm of order 2.0 for gradients is non-finite.*the step is skipped"):
+        model.scaler.clip_grad_norm_(model.optimizer, 1.0, error_if_nonfinite=True)
+
+
+def test_parameters_of_an_unknown_optimizer_are_refused():
+    model = Model()
+    model.backward()
+    other = torch.nn.Parameter(torch.zeros(3))
+    other.grad = torch.ones(3)
+    with pytest.raises(RuntimeError, match="1 of the parameters belong to no optimizer this scaler knows.*register"):
+        model.scaler.clip_grad_norm_([*model.params, other], 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_other_dtypes_keep_a_float32_norm(dtype):
+    model = Model(dtype=dtype)
+    model.backward()
+    norm = model.scaler.clip_grad_norm_(model.optimizer, 1e9)
+    assert norm.dtype is torch.float32
+    assert norm.item() == pytest.approx(model.norm(), rel=1e-6)
+
+
+def test_no_clipping_writes_nothing():
+    model = Model()
+    model.backward()
+    model.scaler.unscale_(model.optimizer)
+    versions = [p.grad._version for p in model.params]
+    model.scaler.clip_grad_norm_(model.optimizer, 1e9)
+    assert [p.grad._version for p in model.params] == versions
+
+
+def test_sparse_gradients():
+    embedding = torch.nn.Embedding(10, 4, sparse=True)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
+    scaler = GradScaler("cpu")
+    start = embedding.weight.detach().clone()
+    scaler.scale(embedding(torch.tensor([1, 1, 2])).sum()).backward()
+    norm = scaler.clip_grad_norm_(optimizer, 1.0)
+    assert norm.item() == pytest.approx(math.sqrt(4 * 4 + 4), rel=1e-6), "duplicates are added up first"
+    scaler.step(optimizer)
+    moved = start - embedding.weight.detach()
+    assert torch.allclose(moved[1], torch.full((4,), 2 / math.sqrt(20)))
+    assert torch.equal(moved[3], torch.zeros(4))
+
+
+def test_complex_parameters():
+    param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu")
+    scaler.scale((param * (3.0 - 4.0j)).real.sum()).backward()
+    assert scaler.clip_grad_norm_(optimizer, 1e9).item() == pytest.approx(5 * math.sqrt(3), rel=1e-6)
+    scaler.step(optimizer)
+    assert torch.equal(param.detach(), torch.full((3,), -(3 + 4j)))
