@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import amp_plugin.kernels.ops  # noqa: F401 - defines the multi-tensor cast
 from amp_plugin.kernels.build import require_native
 
 

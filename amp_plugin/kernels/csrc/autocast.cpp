@@ -314,13 +314,11 @@ class WatchKernel final : public c10::OperatorKernel {
   WatchKernel(DispatchKey key) : key_(key) {}
 
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    if (has_open_region()) {
-      const IValue& written = (*stack)[stack->size() - op.schema().arguments().size()];
-      if (written.isTensor()) {
-        forget_casts_of_storage(written.toTensor());
-      } else if (written.isTensorList()) {
-        for (const at::Tensor& each : written.toTensorVector()) forget_casts_of_storage(each);
-      }
+    const IValue& written = (*stack)[stack->size() - op.schema().arguments().size()];
+    if (written.isTensor()) {
+      note_write(written.toTensor());
+    } else if (written.isTensorList()) {
+      for (const at::Tensor& each : written.toTensorVector()) note_write(each);
     }
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
   }

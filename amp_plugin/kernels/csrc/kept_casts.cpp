@@ -14,6 +14,9 @@
 namespace amp_plugin {
 namespace {
 
+// No epoch of the weights: the buffer has to be filled before it is used.
+constexpr uint64_t kNever = UINT64_MAX;
+
 // The backward of a cast: the gradient goes to the weight in the weight's dtype.
 class CastBackward final : public torch::autograd::Node {
  public:
@@ -99,7 +102,7 @@ void KeptCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {
           .sizes = weight.sizes().vec(),
           .strides = weight.strides().vec(),
           .version = 0,
-          .epoch = UINT64_MAX,  // refresh_stale() fills it
+          .epoch = kNever,  // refresh_stale() fills it
           .buffer = {},
       });
 }
@@ -137,6 +140,15 @@ void KeptCasts::refresh_stale() {
 void KeptCasts::drop_dead() {
   for (auto each = kept_.begin(); each != kept_.end();) {
     each = each->second.weight.expired() ? kept_.erase(each) : std::next(each);
+  }
+}
+
+void KeptCasts::forget_storage(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return;
+  const std::lock_guard lock(mutex_);
+  const auto* storage = tensor.storage().unsafeGetStorageImpl();
+  for (auto& [key, kept] : kept_) {
+    if (kept.storage._unsafe_get_target() == storage) kept.epoch = kNever;
   }
 }
 

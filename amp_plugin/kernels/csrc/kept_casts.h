@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
@@ -17,6 +18,9 @@ class KeptCasts {
   // micro-batches then meet in the fp32 weight, not in one half precision node. Sets `was_kept` if the
   // buffer needed no cast.
   at::Tensor cast(const at::Tensor& weight, c10::ScalarType dtype, bool& was_kept);
+
+  // The memory of `tensor` was written: what was cast from it is stale.
+  void forget_storage(const at::Tensor& tensor);
 
   void clear();
   int64_t bytes() const;

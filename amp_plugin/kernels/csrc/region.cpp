@@ -8,6 +8,7 @@
 #include <mutex>
 #include <utility>
 
+#include "kept_casts.h"
 #include "weight_cache.h"
 
 // Declared here rather than through <ATen/autocast_mode.h>, which includes all of ATen.
@@ -180,6 +181,12 @@ std::vector<int64_t> open_region_rules() {
   return pairs;
 }
 
-bool has_open_region() { return !open_regions.empty(); }
+void note_write(const at::Tensor& tensor) {
+  if (open_regions.empty()) return;
+  forget_casts_of_storage(tensor);
+  for (const auto& region : open_regions) {
+    if (region.kept) region.kept->forget_storage(tensor);
+  }
+}
 
 }  // namespace amp_plugin

@@ -71,7 +71,7 @@ void set_default_rules(c10::DeviceType device, int rules);
 // The innermost open region of each device in this thread: (device type, rules) pairs, flattened.
 std::vector<int64_t> open_region_rules();
 
-// True if the thread has a region open whose weight cache may be in use.
-bool has_open_region();
+// An op in this thread wrote to `tensor`: casts kept of that memory are stale.
+void note_write(const at::Tensor& tensor);
 
 }  // namespace amp_plugin

@@ -1,0 +1,256 @@
+"""custom_fwd and custom_bwd, beside torch's."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+
+import amp_plugin
+from amp_plugin import custom_bwd, custom_fwd
+
+BF16 = torch.bfloat16
+
+
+def product(fwd, bwd, **options):
+    """x @ w as a Function that records in which state its methods run."""
+
+    class Product(torch.autograd.Function):
+        seen = []
+
+        @staticmethod
+        @fwd(device_type="cpu", **options)
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            Product.seen.append(("forward", torch.is_autocast_enabled("cpu"), x.dtype))
+            return x @ w
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            Product.seen.append(
+                ("backward", torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"))
+            )
+            return grad @ w.t(), x.t() @ grad
+
+    return Product
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32, BF16])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_same_as_torch(cast_inputs, enabled):
+    def run(fwd, bwd, autocast):
+        torch.manual_seed(0)
+        function = product(fwd, bwd, cast_inputs=cast_inputs)
+        x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+        with autocast("cpu", dtype=torch.float16, enabled=enabled):
+            y = function.apply(x, w)
+        y.float().sum().backward()
+        return y.detach(), x.grad, w.grad, function.seen
+
+    theirs = run(torch.amp.custom_fwd, torch.amp.custom_bwd, torch.autocast)
+    ours = run(custom_fwd, custom_bwd, amp_plugin.autocast)
+    assert ours[3] == theirs[3]
+    for a, b in zip(ours[:3], theirs[:3], strict=True):
+        assert torch.equal(a, b)
+
+
+def with_setup_context(fwd, bwd, cast_inputs=None):
+    class Product(torch.autograd.Function):
+        seen = []
+
+        @staticmethod
+        @fwd(device_type="cpu", cast_inputs=cast_inputs)
+        def forward(x, w):
+            Product.seen.append((torch.is_autocast_enabled("cpu"), x.dtype))
+            return x @ w
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            Product.seen.append((torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")))
+            return grad.to(x.dtype) @ w.t(), x.t() @ grad.to(x.dtype)
+
+    return Product
+
+
+def test_torchs_decorators_break_setup_context():
+    function = with_setup_context(torch.amp.custom_fwd, torch.amp.custom_bwd)
+    x = torch.randn(3, 3, requires_grad=True)
+    with pytest.raises(AttributeError, match="_fwd_used_autocast"):
+        function.apply(x, x).sum().backward()
+
+
+@pytest.mark.parametrize("cast_inputs", [None, torch.float32])
+def test_setup_context(cast_inputs):
+    function = with_setup_context(custom_fwd, custom_bwd, cast_inputs)
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    with amp_plugin.autocast("cpu", dtype=torch.float16):
+        inside = function.apply(x, w)
+    outside = function.apply(x, w)
+    inside.float().sum().backward()
+    outside.sum().backward()
+    on = cast_inputs is None
+    assert function.seen == [
+        (on, torch.float32),
+        (False, torch.float32),
+        (on, torch.float16),
+        (False, BF16),
+    ]
+    assert not hasattr(x, "_dtype")
+    assert not [name for name in vars(function) if name.startswith("_amp_plugin")]
+
+
+def test_setup_context_with_nested_functions():
+    inner = with_setup_context(custom_fwd, custom_bwd, torch.float32)
+
+    class Outer(torch.autograd.Function):
+        seen = []
+
+        @staticmethod
+        @custom_fwd(device_type="cpu")
+        def forward(x):
+            return inner.apply(x, x).sum()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            Outer.seen.append(torch.is_autocast_enabled("cpu"))
+            return grad * ctx.saved_tensors[0]
+
+    x = torch.randn(3, 3, requires_grad=True)
+    with amp_plugin.autocast("cpu"):
+        Outer.apply(x).backward()
+    assert Outer.seen == [True]
+
+
+def test_setup_context_under_functorch():
+    function = with_setup_context(custom_fwd, custom_bwd)
+    function.generate_vmap_rule = True
+    x, w = torch.randn(3, 3), torch.randn(3, 3)
+    with amp_plugin.autocast("cpu", dtype=torch.float16):
+        grad = torch.func.grad(lambda x: function.apply(x, w).float().sum())(x)
+        batched = torch.vmap(function.apply, in_dims=(0, None))(torch.randn(2, 3, 3), w)
+    assert grad.shape == (3, 3)
+    assert batched.dtype is torch.float16
+
+
+def test_no_tensor_argument():
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(text, size):
+            return torch.ones(size)
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.text = inputs[0]
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return None, None
+
+    with amp_plugin.autocast("cpu"):
+        assert Constant.apply("text", 2).shape == (2,)
+
+
+def test_every_kind_of_input_is_cast_or_passed():
+    Point = namedtuple("Point", ["x", "y"])
+    seen = {}
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, tensor, mapping, items, generator, point, text, array, double, integer):
+            seen.update(locals())
+            seen["generator"] = [each.dtype for each in generator]
+            return tensor * 1
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return (grad, *[None] * 8)
+
+    half = torch.ones(2, dtype=torch.float16)
+    array = np.ones(2, dtype=np.float16)
+    with amp_plugin.autocast("cpu"):
+        Look.apply(
+            half, {"a": half}, [half, (half,)], (each for each in [half]), Point(half, 1), "text", array,
+            half.double(), torch.ones(1, dtype=torch.int64),
+        )  # fmt: skip
+    f32 = torch.float32
+    assert seen["tensor"].dtype is f32
+    assert seen["mapping"]["a"].dtype is f32
+    assert seen["items"][1][0].dtype is f32
+    assert seen["generator"] == [f32]
+    assert seen["point"].x.dtype is f32
+    assert type(seen["point"]) is Point
+    assert seen["text"] == "text"
+    assert seen["array"] is array
+    assert seen["double"].dtype is torch.float64
+    assert seen["integer"].dtype is torch.int64
+
+
+def test_backward_without_custom_fwd_says_what_to_do():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            return grad
+
+    with pytest.raises(
+        RuntimeError, match=r"forward of HalfBackward recorded no autocast state; decorate it"
+    ):
+        Half.apply(torch.ones(1, requires_grad=True)).backward()
+
+
+def test_device_type_must_be_a_string():
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
+        custom_fwd(device_type=torch.device("cpu"))
+    with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
+        custom_bwd(device_type=0)
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of Dynamo's own
+def test_compiles_in_one_graph():
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.t(), x.t() @ grad
+
+    torch._dynamo.reset()
+    x, w = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+
+    def forward(x, w):
+        return Plain.apply(x.bfloat16(), w)
+
+    with amp_plugin.autocast("cpu", dtype=BF16):
+        compiled = torch.compile(forward, backend="aot_eager", fullgraph=True)(x, w)
+        eager = forward(x, w)
+    assert torch.equal(compiled, eager)
+    assert compiled.dtype is torch.float32
