@@ -22,11 +22,23 @@ from amp_plugin.kernels.cuda.tensor_table import ROW, ROWS_BY_VALUE
 
 HERE = Path(__file__).parent
 SOURCES = Path(__file__).parents[2] / "amp_plugin" / "kernels" / "cuda"
-FLAGS = (
-    "-std=c++20 -O1 -U_FORTIFY_SOURCE -Wall -Wextra -Werror -Wno-unknown-pragmas -Wno-unused-function "
-    "-Wno-unused-variable -Wno-dangling-pointer -ffp-contract=off -shared -fPIC "
-    "-fsanitize=alignment,bounds,shift -fno-sanitize-recover"
-).split()
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-U_FORTIFY_SOURCE",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-dangling-pointer",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+    "-fsanitize=alignment,bounds,shift",
+    "-fno-sanitize-recover",
+]
 
 
 def compiler() -> str | None:

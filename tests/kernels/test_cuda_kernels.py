@@ -374,8 +374,8 @@ def test_a_scale_that_cannot_be_read_is_refused(on):
             ValueError, match=r"inv_scale: got a tensor of .* give one element of torch.float32 or"
         ):
             on.ops.norm_check(grads, bad)
-    with pytest.raises(ValueError, match="update_scale_: got a tensor of 1 elements, torch.int64"):
-        state = [scalar(1.0, on), scalar(0, on, torch.int64), scalar(1, on, torch.int32)]
+    state = [scalar(1.0, on), scalar(0, on, torch.int64), scalar(1, on, torch.int32)]
+    with pytest.raises(ValueError, match=r"update_scale_: got a tensor of 1 elements, torch\.int64"):
         on.ops.update_scale_(*state, scalar(0.0, on), 2.0, 0.5, 1, 0.0, 1.0, 1, 0)
 
 

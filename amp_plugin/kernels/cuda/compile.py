@@ -54,8 +54,11 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
         define_macro=("NORM", kernel.norm) if kernel.norm else None,
     )
     source = (SOURCES / f"{kernel.name}.cu").read_text()
-    code = Program(source, "c++", options=options).compile("cubin").code
-    return bytes(code)
+    try:
+        return bytes(Program(source, "c++", options=options).compile("cubin").code)
+    except Exception as error:  # cuda-core's error types are not public
+        msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {error}"
+        raise RuntimeError(msg) from error
 
 
 def cached_cubin(kernel: Kernel, architecture: str) -> bytes:

@@ -6,9 +6,10 @@ current stream of the device, whichever thread asks.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ class CudaLauncher:
 
     def capturing(self) -> bool:
         """Return True while the current stream is being captured into a graph."""
-        with torch.cuda.device(self.device):
+        with self._on_device():
             return torch.cuda.is_current_stream_capturing()
 
     def upload(self, rows: NDArray[Any]) -> Tensor:
@@ -102,8 +103,7 @@ class CudaLauncher:
         Raises:
             RuntimeError: The driver refused the launch.
         """
-        with torch.cuda.device(self.device):
-            self._bind_thread()
+        with self._on_device():
             function = self.load(kernel)
             pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(one) for one in arguments])
             grid, block = (blocks, 1, 1), (kernel.threads, 1, 1)
@@ -113,17 +113,21 @@ class CudaLauncher:
             msg = f"the CUDA driver refused {kernel.name} ({blocks} blocks) on {self.device}: {status!r}"
             raise RuntimeError(msg)
 
-    def _bind_thread(self) -> None:
-        """Make the device's context current: a new thread has none until the runtime is called."""
-        if not getattr(self._bound, "done", False):
-            self._make_current()
-            self._bound.done = True
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Make the device and its context current; a new thread has no context yet."""
+        elsewhere = torch.cuda.current_device() != self.device.index
+        with torch.cuda.device(self.device) if elsewhere else contextlib.nullcontext():
+            if not getattr(self._bound, "done", False):
+                self._make_current()
+                self._bound.done = True
+            yield
 
     def load(self, kernel: Kernel) -> Any:
-        """Return the handle of a kernel, compiled and loaded if it was not yet."""
+        """Return the driver's handle of a kernel, compiled and loaded if it was not yet."""
         loaded = self._loaded.get(kernel)
         if loaded is None:
-            with self._lock:
+            with self._lock, self._on_device(), _outside_capture():
                 loaded = self._loaded.get(kernel) or self._load(kernel)
                 self._loaded[kernel] = loaded
         return loaded[0]
@@ -131,4 +135,21 @@ class CudaLauncher:
     def _load(self, kernel: Kernel) -> tuple[Any, Any]:
         code = ObjectCode.from_cubin(cached_cubin(kernel, self.architecture))
         entry = code.get_kernel(kernel.name)
-        return driver.CUfunction(int(entry.handle)), (code, entry)  # what must stay alive beside it
+        # Asking for the function loads it now; CUDA's lazy loading would do so in the first launch.
+        status, function = driver.cuKernelGetFunction(driver.CUkernel(int(entry.handle)))
+        if int(status):
+            msg = f"the CUDA driver cannot load {kernel.name} for {self.architecture}: {status!r}"
+            raise RuntimeError(msg)
+        return function, (code, entry)  # what must stay alive beside it
+
+
+@contextlib.contextmanager
+def _outside_capture() -> Iterator[None]:
+    """Let this thread load code although it captures a stream: nothing of it goes to the stream."""
+    _, mode = driver.cuThreadExchangeStreamCaptureMode(
+        driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    )
+    try:
+        yield
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(mode)

@@ -85,12 +85,13 @@ def _load(index: int) -> Operations | None:
         return None
     try:
         # Here and not above: cuda-core is optional, and importing amp_plugin must stay cheap.
-        from amp_plugin.kernels.cuda.catalogue import UPDATE_SCALE  # noqa: PLC0415
+        from amp_plugin.kernels.cuda.catalogue import UPDATE_SCALE, WRITE_TABLE  # noqa: PLC0415
         from amp_plugin.kernels.cuda.launcher import CudaLauncher  # noqa: PLC0415
         from amp_plugin.kernels.cuda.operations import Operations  # noqa: PLC0415
 
         launcher = CudaLauncher(torch.device("cuda", index))
         launcher.load(UPDATE_SCALE)  # NVRTC, the cache and the driver, tried once before we rely on them
+        launcher.load(WRITE_TABLE)  # the only one that no warm-up before a graph capture would load
     except Exception as error:  # noqa: BLE001 - cuda-core has error types of its own
         _reasons[index] = _explain(error)
         warnings.warn(

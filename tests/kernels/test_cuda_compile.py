@@ -1,0 +1,146 @@
+"""Every CUDA source compiles with NVRTC for every architecture we name; cubins are kept."""
+
+from __future__ import annotations
+
+import re
+import stat
+import warnings
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+
+from amp_plugin.kernels.cuda import compile as cuda_compile
+from amp_plugin.kernels.cuda.catalogue import (
+    NORM_CHECK,
+    NORMS,
+    UPDATE_SCALE,
+    WRITE_TABLE,
+    Kernel,
+    all_kernels,
+)
+from amp_plugin.kernels.cuda.compile import ARCHITECTURES, SOURCES, build_ahead, cached_cubin, compile_cubin
+
+ELF = b"\x7fELF"
+OF_EACH_SOURCE = [kernel for kernel in all_kernels() if kernel.norm in (None, NORMS[0])]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "cuda"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", OF_EACH_SOURCE, ids=lambda kernel: kernel.name)
+def test_every_source_compiles_for_every_architecture(kernel, architecture):
+    code = compile_cubin(kernel, architecture)
+    assert code.startswith(ELF)
+    assert kernel.name.encode() in code
+
+
+@pytest.mark.parametrize("kernel", list(all_kernels()), ids=lambda kernel: f"{kernel.name}-{kernel.norm}")
+def test_every_form_compiles(kernel):
+    assert compile_cubin(kernel, "sm_90").startswith(ELF)
+
+
+def test_the_catalogue_names_every_source():
+    assert {kernel.name for kernel in all_kernels()} == {file.stem for file in SOURCES.glob("*.cu")}
+
+
+@pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
+def test_no_header_of_a_toolkit_is_included(file):
+    for header in re.findall(r"^\s*#\s*include\s+(.*)$", file.read_text(), re.MULTILINE):
+        assert header.startswith('"')
+        assert (SOURCES / header.strip('"')).exists()
+
+
+def test_a_cubin_is_compiled_once(cache, monkeypatch):
+    code = cached_cubin(UPDATE_SCALE, "sm_90")
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: pytest.fail("compiled again"))
+    assert cached_cubin(UPDATE_SCALE, "sm_90") == code
+    (entry,) = [path for path in cache.iterdir() if path.is_dir()]
+    assert entry.name.startswith("update_scale-sm_90-")
+    assert stat.S_IMODE(cache.stat().st_mode) == stat.S_IMODE(entry.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("changed", ["nvrtc", "source", "architecture", "norm"])
+def test_a_cubin_belongs_to_its_source_architecture_and_compiler(cache, monkeypatch, changed):
+    compiled = []
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *what: compiled.append(what) or ELF)
+    kernel, architecture = NORM_CHECK["Squares"], "sm_90"
+    cached_cubin(kernel, architecture)
+    if changed == "nvrtc":
+        monkeypatch.setattr(cuda_compile, "nvrtc_version", lambda: "99.0")
+    elif changed == "source":
+        monkeypatch.setattr(cuda_compile, "_sources", lambda: "another source")
+    elif changed == "architecture":
+        architecture = "sm_80"
+    else:
+        kernel = NORM_CHECK["Maximum"]
+    cached_cubin(kernel, architecture)
+    assert len(compiled) == 2
+
+
+def test_a_damaged_cubin_is_compiled_again(cache):
+    code = cached_cubin(WRITE_TABLE, "sm_90")
+    (file,) = cache.glob("*/kernel.cubin")
+    file.write_bytes(code[:100])
+    assert cached_cubin(WRITE_TABLE, "sm_90") == code
+
+
+def test_a_cache_that_cannot_be_used_is_said(tmp_path, monkeypatch):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(shared))
+    with pytest.warns(
+        RuntimeWarning, match="CUDA kernels are compiled anew in each process: others can write"
+    ):
+        assert cached_cubin(UPDATE_SCALE, "sm_90").startswith(ELF)
+
+
+def test_build_ahead_fills_the_cache(cache, monkeypatch):
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
+    count = len(list(all_kernels()))
+    assert build_ahead(["sm_80", "sm_90"]) == 2 * count == len(list(cache.glob("*/kernel.cubin")))
+
+
+def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
+    (tmp_path / "broken.cu").write_text("__global__ void broken( {")
+    monkeypatch.setattr(cuda_compile, "SOURCES", tmp_path)
+    with pytest.raises(RuntimeError, match=r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"):
+        compile_cubin(Kernel(name="broken"), "sm_90")
+
+
+def ptx_of(name):
+    from cuda.bindings import nvrtc
+
+    source = (SOURCES / f"{name}.cu").read_bytes()
+    _, program = nvrtc.nvrtcCreateProgram(source, b"", 0, [], [])
+    options = [b"-arch=compute_90", b"-std=c++17", b"-DNORM=Squares", f"-I{SOURCES}".encode()]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    assert int(status) == 0
+    _, size = nvrtc.nvrtcGetPTXSize(program)
+    ptx = bytearray(size)
+    nvrtc.nvrtcGetPTX(program, ptx)
+    nvrtc.nvrtcDestroyProgram(program)
+    return ptx.decode()
+
+
+@pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "cast"])
+def test_loads_and_stores_are_sixteen_bytes_wide(name):
+    ptx = ptx_of(name)
+    assert ptx.count("ld.global.ca.v4.u32") >= 12  # 4 in flight for each width of element
+    assert (ptx.count("st.global.wb.v4.u32") >= 12) is (name != "norm_check")
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_refused():
+    with pytest.raises(RuntimeError, match="cannot compile update_scale.cu for sm_12: "):
+        compile_cubin(UPDATE_SCALE, "sm_12")
+
+
+def test_nvrtc_tells_its_version():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert re.fullmatch(r"\d+\.\d+", cuda_compile.nvrtc_version())
