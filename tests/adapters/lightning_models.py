@@ -40,7 +40,7 @@ def make_trainer(plugin, steps=1, **options):
 
 def batches(count=64, value=3.0):
     """Batches of one number each: with loss ``w * x`` the gradient of ``w`` is that number."""
-    return DataLoader([torch.tensor(value)] * count, batch_size=None)
+    return DataLoader([torch.as_tensor(value)] * count, batch_size=None)
 
 
 def fit(module, plugin, steps=1, data=None, ckpt_path=None, **options):

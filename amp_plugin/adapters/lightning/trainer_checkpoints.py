@@ -16,6 +16,7 @@ class TrainerCheckpoints(PrecisionCore):
     warn: ClassVar[Any]
     """The framework's ``rank_zero_warn``."""
     checkpoint_key: str = "MixedPrecision"
+    _fitting: bool = True
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
@@ -24,8 +25,10 @@ class TrainerCheckpoints(PrecisionCore):
             checkpoint[self.checkpoint_key] = payload
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Load the loss scale of a checkpoint, whichever plugin wrote it."""
+        """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
         found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
+        if not self._fitting:
+            return
         if self.settings.scales_loss and found is None:
             self.warn(
                 "the checkpoint holds no loss scale: it was written in another precision. Training goes on "

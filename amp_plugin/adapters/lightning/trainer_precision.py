@@ -69,6 +69,7 @@ class TrainerPrecision(TrainerCheckpoints):
             raise TypeError(msg)
         refuse_unsupported(trainer.strategy)
         self._window = trainer.accumulate_grad_batches
+        self._fitting = trainer.state.fn == "fit"
         return super().convert_module(module)
 
     def connect(

@@ -1,0 +1,256 @@
+"""FabricAmpPrecision: what the stock Fabric plugin refuses or gets wrong, and the plain path."""
+
+import threading
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision
+from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype
+from torch import nn
+
+from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision
+from tests.adapters.lightning_models import QUIET
+
+pytestmark = QUIET
+
+
+def stock(init_scale=2.0**16, **options):
+    return MixedPrecision(
+        "16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=init_scale, **options)
+    )
+
+
+class Weights(nn.Module):
+    """Two numbers; the gradient of each is the number it is multiplied by."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x):
+        return x * self.a + x * self.b
+
+
+def set_up(plugin, lr=1.0, optimizers=1, **options):
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = Weights()
+    split = [module.parameters()] if optimizers == 1 else [[module.a], [module.b]]
+    model, *steppers = fabric.setup(module, *(torch.optim.SGD(params, lr=lr, **options) for params in split))
+    return fabric, model, steppers
+
+
+X = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize(
+    ("plugin", "weights"),
+    [
+        (lambda: stock(2.0, growth_interval=1), (-2.0, -0.5)),
+        (lambda: FabricAmpPrecision(init_scale=2.0, growth_interval=1), (-2.0, -2.0)),
+    ],
+    ids=["stock", "ours"],
+)
+def test_one_backward_two_optimizers(plugin, weights):
+    fabric, model, (first, second) = set_up(plugin(), optimizers=2)
+    fabric.backward(model(X))
+    first.step()
+    second.step()
+    assert (model.a.item(), model.b.item()) == weights
+
+
+def test_inputs_keep_their_dtypes():
+    seen = {}
+
+    class Module(nn.Linear):
+        def forward(self, x, labels, wide):
+            seen.update(x=x.dtype, labels=labels.dtype, wide=wide.dtype)
+            return super().forward(x), wide
+
+    def run(plugin):
+        fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+        model = fabric.setup(Module(2, 1))
+        return model(torch.ones(1, 2), torch.zeros(1), torch.ones(1, dtype=torch.float64))
+
+    run(stock())
+    assert set(seen.values()) == {torch.float16}
+    out, wide = run(FabricAmpPrecision("fp16"))
+    assert seen == {"x": torch.float32, "labels": torch.float32, "wide": torch.float64}
+    assert (out.dtype, wide.dtype) == (torch.float32, torch.float64)
+
+
+def test_clipping_overflow_stock():
+    fabric, model, (optimizer,) = set_up(stock())
+    fabric.backward(model(X) * torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def test_clipping_overflow_skips_the_step():
+    plugin = FabricAmpPrecision(init_scale=8.0)
+    fabric, model, (optimizer,) = set_up(plugin)
+    for clip in (
+        lambda: fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False),
+        lambda: plugin.clip_grad_norm_(optimizer, 1.0),
+    ):
+        optimizer.zero_grad()
+        fabric.backward(model(X) * torch.inf)
+        assert not torch.isfinite(clip())
+        optimizer.step()
+    assert (model.a.item(), plugin.skipped_steps, plugin.scaler.get_scale()) == (1.0, 2, 2.0)
+
+
+def test_clipping_twice_stock():
+    fabric, model, (optimizer,) = set_up(stock())
+    fabric.backward(model(X))
+    fabric.clip_gradients(model, optimizer, clip_val=2.0)
+    with pytest.raises(RuntimeError, match="already been called"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_clipping_as_often_as_one_likes(precision, fused):
+    plugin = FabricAmpPrecision(precision)
+    fabric, model, (optimizer,) = set_up(plugin, fused=fused)
+    fabric.backward(model(X))
+    fabric.clip_gradients(model, optimizer, clip_val=2.0)
+    norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert norm.item() == pytest.approx(8**0.5)
+    assert plugin.clip_grad_norm_(optimizer, 10.0).item() == pytest.approx(1.0, rel=1e-5)
+    optimizer.step()
+    assert model.a.item() == pytest.approx(1 - 0.5**0.5, rel=1e-5)
+
+
+def test_clipping_a_fused_optimizer_stock():
+    fabric, model, (optimizer,) = set_up(stock(), fused=True)
+    fabric.backward(model(X))
+    with pytest.raises(NotImplementedError):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+
+
+def lbfgs(plugin):
+    torch.manual_seed(0)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(4, 1)
+    model, optimizer = fabric.setup(module, torch.optim.LBFGS(module.parameters(), lr=0.5, max_iter=5))
+    x = torch.randn(64, 4)
+    losses = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        fabric.backward(loss)
+        losses.append(loss.item())
+        return loss
+
+    for _ in range(3):
+        optimizer.step(closure)
+    return losses
+
+
+def test_closures():
+    with pytest.raises(TypeError, match="LBFGS"):
+        lbfgs(stock())
+    half = lbfgs(FabricAmpPrecision("fp16", init_scale=1024.0))
+    full = lbfgs(FabricAmpPrecision("fp32"))
+    assert half[-1] < half[0] / 100
+    torch.testing.assert_close(half[:4], full[:4], rtol=0.01, atol=1e-4)
+
+
+def test_gradient_penalty_through_the_guard():
+    fabric, model, (optimizer,) = set_up(stock())
+    x = X.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        torch.autograd.grad(model(x), x)
+
+    plugin = FabricAmpPrecision(init_scale=1024.0)
+    fabric, model, (optimizer,) = set_up(plugin)
+    x = X.clone().requires_grad_()
+    (grad,) = plugin.grad(model(x), x, create_graph=True)
+    assert grad.item() == 2.0  # a + b
+    fabric.backward(grad.square() + plugin.gradient_penalty(model(x), x))
+    assert plugin.guard._in_fabric_backward is False
+    optimizer.step()
+    assert (model.a.item(), model.b.item()) == (-7.0, -7.0)  # twice d/da (a + b)^2 = 4
+
+
+def test_the_loss_scale_is_saved_with_fabric(tmp_path):
+    plugin = FabricAmpPrecision(init_scale=8.0)
+    fabric, model, (optimizer,) = set_up(plugin)
+    fabric.backward(model(X) * torch.inf)
+    optimizer.step()
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "precision": plugin})
+
+    for other in (FabricAmpPrecision(), stock()):
+        fabric, model, _ = set_up(other)
+        state = {"model": model, "precision": other}
+        fabric.load(tmp_path / "a.ckpt", state)
+        fabric.backward(model(X))
+        assert other.scaler.get_scale() == 4.0
+
+
+def test_backward_inside_fabric_autocast_runs_without_it():
+    on = []
+    fabric, model, _ = set_up(FabricAmpPrecision("bf16"))
+    model.a.register_hook(lambda _: on.append(torch.is_autocast_enabled("cpu")))
+    with fabric.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        fabric.backward(model(X))
+    assert on == [False]
+
+
+def test_accumulation_and_optimizers_without_gradients():
+    plugin = FabricAmpPrecision(init_scale=4.0, growth_interval=1)
+    fabric, model, (first, second) = set_up(plugin, optimizers=2)
+    for _ in range(3):
+        with fabric.no_backward_sync(model, enabled=False):
+            fabric.backward(model(X) - X * model.module.b)
+        first.step()
+        second.step()
+        first.zero_grad()
+    assert model.a.item() == -8.0
+    assert model.b.item() == 1.0
+
+
+def test_a_thread_gets_the_dtype_of_the_plugin():
+    """As torch's parallel_apply does: autocast on in the thread, dtype left at the default."""
+    plugin = FabricAmpPrecision("fp16")
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+    dtypes = []
+
+    def worker(autocast):
+        with torch.autocast("cpu", enabled=autocast):
+            dtypes.append(module(torch.ones(1, 2)).dtype)
+            dtypes.append(torch.get_autocast_dtype("cpu"))
+
+    for autocast in (True, False):
+        thread = threading.Thread(target=worker, args=(autocast,))
+        thread.start()
+        thread.join()
+    assert dtypes == [torch.float16, torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def test_errors():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision()])
+    with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup"), fabric.autocast():
+        pass
+    with pytest.raises(ValueError, match=r"for Fabric without precision=\.\.\."):
+        Fabric(accelerator="cpu", precision="16-mixed", plugins=[FabricAmpPrecision()])
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[AmpPrecision()])
+    with pytest.raises(TypeError, match=r"in Fabric use FabricAmpPrecision\('fp16'\)"):
+        fabric.setup(nn.Linear(1, 1))
+
+    class DeepSpeedEngine(nn.Linear):
+        pass
+
+    with pytest.raises(TypeError, match="DeepSpeed scales losses"):
+        FabricAmpPrecision(device="cpu").backward(torch.ones(1), DeepSpeedEngine(1, 1))
+
+
+def test_dtype_for_the_throughput_monitor():
+    dtypes = [_plugin_to_compute_dtype(FabricAmpPrecision(name)) for name in ("fp16", "bf16", "fp32")]
+    assert dtypes == [torch.float16, torch.bfloat16, torch.float32]

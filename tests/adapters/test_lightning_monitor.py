@@ -1,0 +1,105 @@
+"""AmpMonitor: what it logs, when it warns and when it stops."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins import MixedPrecision
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, fit
+
+pytestmark = QUIET
+
+
+def test_tensorboard_gets_scale_skips_and_norm(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="", version="")
+    module = OneWeight(overflow_at=(1,))
+    plugin = AmpPrecision(init_scale=8.0, growth_interval=2)
+    fit(module, plugin, steps=4, logger=logger, callbacks=[AmpMonitor()])
+    logger.experiment.flush()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    read = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    assert read["loss_scale"] == [8.0, 4.0, 4.0, 8.0]
+    assert read["skipped_steps"] == [0.0, 1.0, 1.0, 1.0]
+    assert read["grad_norm"][0] == 3.0
+    assert not torch.isfinite(torch.tensor(read["grad_norm"][1]))
+
+
+def test_other_loggers_and_the_progress_bar(tmp_path):
+    shown = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            shown.update(trainer.progress_bar_metrics)
+
+    logger = CSVLogger(tmp_path, name="", version="")
+    fit(
+        OneWeight(overflow_at=(1,)),
+        AmpPrecision(init_scale=8.0),
+        steps=3,
+        logger=logger,
+        callbacks=[AmpMonitor(), Look()],
+    )
+    logger.save()
+    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert {"loss_scale", "skipped_steps", "grad_norm"} <= set(header.split(","))
+    assert len(rows) == 3
+    assert shown == {"loss_scale": 4.0, "skipped_steps": 1.0}
+
+
+def test_nothing_is_logged_where_nothing_is_scaled():
+    trainer = fit(OneWeight(), AmpPrecision("bf16"), callbacks=[AmpMonitor()])
+    assert dict(trainer.callback_metrics) == {}
+
+
+def test_a_scale_below_one_warns_once():
+    module = OneWeight(overflow_at=range(4))
+    plugin = AmpPrecision(init_scale=2.0, min_scale=2.0**-8)
+    with pytest.warns(UserWarning, match=r"the loss scale fell to 0\.5, below 1.*1 gradients: w") as caught:
+        fit(module, plugin, steps=4, callbacks=[AmpMonitor()])
+    assert sum("below 1" in str(each.message) for each in caught) == 1
+
+
+def test_skips_in_a_row_stop_the_run_and_name_the_parameters():
+    module = OneWeight(overflow_at=(0, 1, 3, 4, 5, 6, 7))
+    monitor = AmpMonitor(max_skips_in_a_row=3)
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradients: w") as error:
+        fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
+    assert "fp32_modules" in str(error.value)
+    assert module.w.item() == 1.0 - 3.0  # batch 2 alone was finite
+    assert monitor.skipped_steps == 5
+
+
+def test_results_are_read_every_few_steps():
+    monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
+    module = OneWeight(overflow_at=range(9))
+    with pytest.raises(RuntimeError, match="2 optimizer steps in a row"):
+        fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
+    assert len(module.lrs) == 3  # found at the fourth step
+
+
+def test_all_steps_of_several_optimizers_count():
+    def step(module, batch, batch_idx):
+        first, second = module.optimizers()
+        for _ in range(2):
+            module.manual_backward(batch * (module.a * torch.inf + module.b))
+            first.step()
+            second.step()
+            first.zero_grad(), second.zero_grad()
+
+    monitor = AmpMonitor()
+    fit(TwoOptimizers(step=step), AmpPrecision(), steps=4, callbacks=[monitor])
+    assert monitor.skipped_steps == 2
+
+
+def test_it_watches_amp_precision_only():
+    with pytest.raises(TypeError, match=r"this Trainer has MixedPrecision; add plugins=\[AmpPrecision"):
+        fit(OneWeight(), MixedPrecision("bf16-mixed", "cpu"), callbacks=[AmpMonitor()])
+
+
+@pytest.mark.parametrize("option", ["max_skips_in_a_row", "every_n_steps"])
+def test_wrong_numbers(option):
+    with pytest.raises(ValueError, match=f"{option}=0 must be at least 1"):
+        AmpMonitor(**{option: 0})

@@ -1,0 +1,574 @@
+"""AmpPrecision in the Trainer: scope, windows, clipping, cadences, checkpoints, errors."""
+
+import importlib
+import sys
+from importlib import metadata
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
+
+import amp_plugin
+from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
+from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+from tests.adapters.lightning_models import (
+    QUIET,
+    Linear,
+    OneWeight,
+    TwoOptimizers,
+    batches,
+    fit,
+    make_trainer,
+    regression,
+    stock,
+)
+
+pytestmark = QUIET
+
+FRAMEWORK_METHODS = [
+    "convert_module", "convert_input", "convert_output", "tensor_init_context", "module_init_context",
+    "forward_context", "train_step_context", "val_step_context", "test_step_context", "predict_step_context",
+    "pre_backward", "backward", "post_backward", "optimizer_step", "connect", "clip_gradients",
+    "clip_grad_by_norm", "clip_grad_by_value", "state_dict", "load_state_dict", "on_save_checkpoint",
+    "on_load_checkpoint", "teardown",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FRAMEWORK_METHODS)
+def test_no_method_of_the_stock_amp_plugins_is_inherited(name):
+    owner = next(kind for kind in AmpPrecision.__mro__ if name in vars(kind))
+    assert owner.__module__.startswith("amp_plugin."), owner
+
+
+# -- scope and order ----------------------------------------------------------------------------
+
+
+class Hooks(Callback):
+    """The hooks of one step, in order, and what the module's own say."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattribute__(self, name):
+        if name.startswith("on_") and name not in {
+            "on_exception",
+            "on_save_checkpoint",
+            "on_load_checkpoint",
+        }:
+            return lambda *_: self.calls.append(f"callback.{name}")
+        return super().__getattribute__(name)
+
+
+class Told(OneWeight):
+    """A module that reports its hooks."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls = calls
+
+    def training_step(self, batch, batch_idx):
+        self.calls.append("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss):
+        self.calls.append("backward")
+        super().backward(loss)
+
+    def on_before_backward(self, loss):
+        self.calls.append("on_before_backward")
+
+    def on_after_backward(self):
+        self.calls.append("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer):
+        self.calls.append("on_before_optimizer_step")
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.calls.append("configure_gradient_clipping")
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    def optimizer_step(self, *args, **kwargs):
+        self.calls.append("optimizer_step")
+        super().optimizer_step(*args, **kwargs)
+        self.calls.append("stepped")
+
+    def on_before_zero_grad(self, optimizer):
+        self.calls.append("on_before_zero_grad")
+
+
+def test_hook_order_is_that_of_the_stock_plugin():
+    orders = []
+    for plugin in (stock(), AmpPrecision("fp16"), AmpPrecision("bf16"), MixedPrecision("bf16-mixed", "cpu")):
+        hooks = Hooks()
+        fit(
+            Told(hooks.calls),
+            plugin,
+            steps=2,
+            callbacks=[hooks],
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+        )
+        orders.append(hooks.calls)
+    assert "callback.on_before_optimizer_step" in orders[0]
+    assert len(orders[0]) > 50
+    assert orders[1] == orders[0]
+    assert orders[2] == orders[3]
+
+
+class Dtypes(LightningModule):
+    """Notes the dtype of a matrix product in each kind of step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dtypes = nn.Linear(2, 2), {}
+
+    def _step(self, name):
+        out = self.layer(torch.ones(1, 2))
+        self.dtypes[name] = out.dtype
+        loss = nn.functional.mse_loss(out, torch.ones(1, 2))
+        assert loss.dtype is torch.float32
+        return loss
+
+    def training_step(self, batch):
+        return self._step("train")
+
+    def validation_step(self, batch):
+        return self._step("validate")
+
+    def test_step(self, batch):
+        return self._step("test")
+
+    def predict_step(self, batch):
+        return self._step("predict")
+
+    def on_train_batch_end(self, *_):
+        self.dtypes["hook"] = self.layer(torch.ones(1, 2)).dtype
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "expected"),
+    [
+        ("fp16", None, (torch.float16, torch.float16)),
+        ("bf16", None, (torch.bfloat16, torch.bfloat16)),
+        ("fp32", None, (torch.float32, torch.float32)),
+        ("fp16", "fp32", (torch.float16, torch.float32)),
+        ("fp32", "bf16", (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_each_kind_of_step_has_its_precision(training, evaluation, expected):
+    module = Dtypes()
+    trainer = make_trainer(AmpPrecision(training, eval_precision=evaluation))
+    trainer.fit(module, batches(1), batches(1))
+    trainer.validate(module, batches(1), verbose=False)
+    trainer.test(module, batches(1), verbose=False)
+    trainer.predict(module, batches(1))
+    assert module.dtypes == {
+        "train": expected[0],
+        "validate": expected[1],
+        "test": expected[1],
+        "predict": expected[1],
+        "hook": torch.float32,
+    }
+
+
+def test_batches_keep_their_dtypes():
+    class Module(OneWeight):
+        def training_step(self, batch, batch_idx):
+            self.dtype_seen = batch.dtype
+            return self.w * batch.float()
+
+    module = Module()
+    fit(module, AmpPrecision(), data=batches(1, torch.tensor(3.0, dtype=torch.float64)))
+    assert module.dtype_seen is torch.float64
+
+
+# -- windows ------------------------------------------------------------------------------------
+
+
+def test_one_update_a_window():
+    module = OneWeight(overflow_at=(1,))
+    trainer = fit(module, AmpPrecision(init_scale=8.0), steps=3, accumulate_grad_batches=2)
+    assert trainer.scaler.get_scale() == 4.0  # one overflow in three windows
+    assert module.w.item() == 1.0 - 2 * 3.0
+    assert trainer.precision_plugin.optimizer_steps == 2
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_an_accumulated_window_equals_a_large_batch(precision):
+    def weights(size, window):
+        module = Linear(torch.optim.SGD)
+        plugin = AmpPrecision(precision, init_scale=1024.0)
+        fit(module, plugin, steps=4, data=regression(4 * window, size), accumulate_grad_batches=window)
+        return torch.cat([p.detach().flatten() for p in module.parameters()])
+
+    tolerance = {"fp16": 1e-3, "bf16": 1e-2}[precision]
+    torch.testing.assert_close(weights(8, 4), weights(32, 1), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.native
+def test_weights_are_cast_once_a_window():
+    counts = {}
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            counts[trainer.global_step] = trainer.precision_plugin._cast_cache.casts
+
+    fit(
+        Linear(),
+        AmpPrecision(init_scale=1024.0),
+        steps=3,
+        data=regression(12),
+        accumulate_grad_batches=4,
+        callbacks=[Count()],
+    )
+    assert counts == {
+        0: 4,
+        1: 8,
+        2: 12,
+        3: 12,
+    }  # two weights and two biases, three windows of four micro-batches
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_kept_casts_change_no_bit(precision):
+    def losses(kept):
+        module = Linear()
+        plugin = AmpPrecision(precision, cast_cache=kept, init_scale=1024.0)
+        fit(module, plugin, steps=4, data=regression(16), accumulate_grad_batches=4)
+        return module.losses
+
+    assert losses(True) == losses(False)
+
+
+def test_a_cast_cache_without_the_native_core_is_refused(monkeypatch):
+    if amp_plugin.kernels.build.native_core().loaded:
+        pytest.skip("the native core is loaded")
+    with pytest.raises(RuntimeError, match="CastCache"):
+        fit(Linear(), AmpPrecision(cast_cache=True), data=regression())
+
+
+# -- clipping -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_gradient_clip_val_clips_unscaled_gradients(precision, algorithm):
+    module = OneWeight()
+    options = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": algorithm}
+    fit(module, AmpPrecision(precision), **options)
+    assert module.w.item() == pytest.approx(0.5, rel=1e-5)
+
+
+def test_an_overridden_configure_gradient_clipping_sees_unscaled_gradients():
+    class Module(OneWeight):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
+            self.seen = self.w.grad.item()
+            self.clip_gradients(optimizer, 1.0, "value")
+            self.clip_gradients(optimizer, 0.5, "norm")
+
+    for fused in (False, True):
+        module = Module(fused=fused)
+        fit(module, AmpPrecision())
+        assert module.seen == 3.0
+        assert module.w.item() == pytest.approx(0.5, rel=1e-5)
+
+
+# -- several optimizers -------------------------------------------------------------------------
+
+
+def test_n_critic_steps_one_optimizer_several_times_an_iteration():
+    def step(module, batch, batch_idx):
+        generator, critic = module.optimizers()
+        for _ in range(3):
+            critic.zero_grad()
+            module.manual_backward(batch * module.b)
+            critic.step()
+        generator.zero_grad()
+        module.manual_backward(batch * (module.a + module.b))
+        generator.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision(init_scale=4.0, growth_interval=1), steps=8)
+    assert (module.a.item(), module.b.item()) == (1.0 - 2 * 3.0, 1.0 - 2 * 9.0)
+
+
+def test_toggled_optimizers():
+    def step(module, batch, batch_idx):
+        for optimizer in module.optimizers():
+            with optimizer.toggle_model():
+                optimizer.zero_grad()
+                module.manual_backward(batch * (module.a + module.b))
+                optimizer.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision(init_scale=4.0, growth_interval=1), steps=4)
+    assert (module.a.item(), module.b.item()) == (-5.0, -5.0)
+
+
+def test_several_losses_of_one_step():
+    def step(module, batch, batch_idx):
+        first, second = module.optimizers()
+        module.manual_backward(batch * module.a, retain_graph=True)
+        module.manual_backward(2 * batch * (module.a + module.b))
+        first.step()
+        second.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision(init_scale=4.0, growth_interval=1), steps=2)
+    assert (module.a.item(), module.b.item()) == (1.0 - 9.0, 1.0 - 6.0)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_gradients_and_penalties_inside_training_step(create_graph):
+    class Module(OneWeight):
+        def training_step(self, batch, batch_idx):
+            plugin = self.trainer.precision_plugin
+            output = self.w**2 * batch
+            (grad,) = plugin.grad(output, self.w, create_graph=create_graph, retain_graph=True)
+            self.seen = grad.item()
+            return output + (grad.square() if create_graph else 0.0)
+
+    module = Module()
+    fit(module, AmpPrecision(init_scale=1024.0))
+    # d/dw (3 w^2) = 6 at w = 1, and of (6 w)^2: 72
+    assert module.seen == 6.0
+    assert module.w.item() == 1.0 - 6.0 - (72.0 if create_graph else 0.0)
+
+
+def test_loss_backward_instead_of_manual_backward_is_named():
+    def step(module, batch, batch_idx):
+        optimizer, _ = module.optimizers()
+        (batch * module.a).backward()
+        optimizer.step()
+
+    with pytest.raises(
+        RuntimeError, match=r"write self\.manual_backward\(loss\) instead of loss\.backward\(\)"
+    ):
+        fit(TwoOptimizers(step=step), AmpPrecision())
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision("bf16"))
+    assert module.a.item() == -2.0
+
+
+# -- schedulers ---------------------------------------------------------------------------------
+
+
+def test_a_scheduler_of_another_frequency_is_held_on_its_turn():
+    def every_second(optimizer):
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"scheduler": scheduler, "frequency": 2}
+
+    module = OneWeight(overflow_at=(1, 4), scheduler=every_second)
+    fit(module, AmpPrecision(), steps=6)
+    assert module.lrs == [1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+def test_the_holds_are_paid_back_when_the_host_learns_late():
+    from amp_plugin.adapters.lightning.scheduler_holds import HeldBack, SchedulerHolds
+
+    class Config(HeldBack):
+        def __init__(self, scheduler, interval="step", frequency=1, reduce_on_plateau=False):
+            vars(self).update(scheduler=scheduler, interval=interval, reduce_on_plateau=reduce_on_plateau)
+            self.frequency = frequency
+
+    class Late:
+        """A step whose result arrives on the device two steps later."""
+
+        def __init__(self, skipped):
+            self.value, self.known = skipped, False
+
+        def skipped_if_known(self):
+            return self.value if self.known else None
+
+        @property
+        def skipped(self):
+            return self.value
+
+    optimizer = object()
+    holds = SchedulerHolds(exact=False)
+    scheduler = type("S", (), {"optimizer": optimizer})()
+    config = holds.take(Config(scheduler), Config)
+    results = [Late(value) for value in (True, False, True, True, False, False, False, False, False)]
+    held = []
+    for i, result in enumerate(results):
+        if i >= 2:
+            results[i - 2].known = True
+        holds.after_step(optimizer, result)
+        held.append(config.hold)
+    assert sum(held) == 3
+    assert held[:3] == [False, False, True]
+
+    exact = SchedulerHolds(exact=True)
+    config = exact.take(Config(scheduler), Config)
+    exact.after_step(optimizer, Late(True))
+    assert config.hold
+
+
+# -- checkpoints --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_resuming_changes_no_bit(tmp_path, precision):
+    def plugin():
+        return AmpPrecision(precision, init_scale=2.0**18, growth_interval=3)
+
+    whole = Linear()
+    trainer = fit(whole, plugin(), steps=12, data=regression(12), max_epochs=1)
+    first = Linear()
+    early = fit(first, plugin(), steps=5, data=regression(12))
+    early.save_checkpoint(tmp_path / "five.ckpt")
+    second = Linear(seed=9)
+    data = regression(12)
+    rest = torch.utils.data.DataLoader(data.dataset, batch_sampler=list(data.batch_sampler)[5:] * 2)
+    late = fit(second, plugin(), steps=12, data=rest, ckpt_path=tmp_path / "five.ckpt")
+    assert first.losses + second.losses[:7] == whole.losses
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    if precision == "fp16":
+        assert trainer.precision_plugin.skipped_steps > 0
+        assert late.precision_plugin.state_dict() == trainer.precision_plugin.state_dict()
+
+
+def test_a_checkpoint_after_teardown_keeps_the_scale(tmp_path):
+    trainer = fit(OneWeight(overflow_at=(0,)), AmpPrecision(init_scale=8.0), steps=2)
+    trainer.save_checkpoint(tmp_path / "late.ckpt")
+    payload = torch.load(tmp_path / "late.ckpt", weights_only=True)["MixedPrecision"]
+    assert (payload["scale"], payload["_growth_tracker"], payload["optimizer_steps"]) == (4.0, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("bf16", "fp16", "holds no loss scale.*init_scale=8"),
+        ("fp16", "bf16", "written in fp16.*the saved one is ignored"),
+        ("fp16", "fp32", "written in fp16.*the saved one is ignored"),
+    ],
+)
+def test_another_precision_warns_and_goes_on(tmp_path, before, after, message):
+    fit(OneWeight(), AmpPrecision(before)).save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=message):
+        trainer = fit(
+            OneWeight(), AmpPrecision(after, init_scale=8.0), steps=2, ckpt_path=tmp_path / "a.ckpt"
+        )
+    assert trainer.global_step == 2
+    if after == "fp16":
+        assert trainer.scaler.get_scale() == 8.0
+
+
+def test_testing_a_checkpoint_of_another_precision_does_not_warn(tmp_path):
+    module = Dtypes()
+    trainer = make_trainer(AmpPrecision("fp16"))
+    trainer.fit(module, batches(1), batches(1))
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    make_trainer(AmpPrecision("bf16")).test(module, batches(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+
+
+# -- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"precision": "16-mixed"},
+            r"precision='16-mixed' is unknown; allowed are 'fp16', 'bf16', 'fp32'; did you mean precision='fp16'\?",
+        ),
+        ({"precision": "bfloat16"}, "did you mean precision='bf16'"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown; allowed are"),
+        ({"eval_precision": "half"}, "eval_precision='half' is unknown.*did you mean eval_precision='fp16'"),
+        ({"device": "cuda:0"}, r"device='cuda:0' is unknown.*without an index"),
+        ({"device": "gpu"}, "device='gpu' is unknown; allowed are 'cpu', 'cuda', 'xpu', 'mps'"),
+        ({"growth_factor": 0.5}, "growth factor must be > 1"),
+        ({"init_scale": -1.0}, "init_scale=-1.0 is not allowed"),
+        ({"hysteresis_mode": "none"}, "hysteresis_mode='none' is not known"),
+    ],
+)
+def test_wrong_options(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        AmpPrecision(**arguments)
+
+
+def test_one_string_of_fp32_modules():
+    with pytest.raises(TypeError, match="give a list"):
+        AmpPrecision(fp32_modules="LayerNorm")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("DeepSpeedStrategy", "DeepSpeed scales losses"),
+        ("XLAStrategy", "torch_xla"),
+        ("SingleDeviceXLAStrategy", "bfloat16"),
+    ],
+)
+def test_strategies_with_a_precision_of_their_own_are_refused(name, message):
+    strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
+    with pytest.raises(TypeError, match=f"does not work under {name}.*{message}"):
+        fit(OneWeight(), AmpPrecision(), strategy=strategy)
+
+
+@pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])
+def test_malicious_releases_are_refused_before_they_are_imported(monkeypatch, version):
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    with pytest.raises(ImportError, match=rf"lightning {version} is installed.*attacker"):
+        refuse_malicious_release()
+    monkeypatch.setattr(metadata, "version", lambda name: "2.6.4")
+    refuse_malicious_release()
+
+
+def test_plugins_of_the_other_kind_say_so():
+    with pytest.raises(Exception, match=r"FabricAmpPrecision.*the Trainer takes AmpPrecision"):
+        make_trainer(FabricAmpPrecision())
+
+
+# -- two packages -------------------------------------------------------------------------------
+
+
+def test_pytorch_lightning_has_classes_of_its_own():
+    ours = classes_for("pytorch_lightning")
+    pytorch_lightning = importlib.import_module("pytorch_lightning")
+    assert issubclass(ours.AmpPrecision, pytorch_lightning.plugins.MixedPrecision)
+    assert not issubclass(ours.AmpPrecision, Precision)
+
+    class Module(pytorch_lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.tensor(1.0))
+
+        def training_step(self, batch):
+            return self.w * batch
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    module = Module()
+    trainer = pytorch_lightning.Trainer(
+        plugins=[ours.AmpPrecision(init_scale=8.0)], callbacks=[ours.AmpMonitor()], accelerator="cpu", max_steps=2,
+        logger=False, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False,
+    )  # fmt: skip
+    trainer.fit(module, batches())
+    assert module.w.item() == -5.0
+    assert trainer.callback_metrics["loss_scale"] == 8.0
+
+
+def test_the_package_is_that_of_the_program(monkeypatch):
+    import amp_plugin.adapters.lightning as adapter
+
+    assert adapter.AmpPrecision is classes_for("lightning").AmpPrecision
+    ours = classes_for("pytorch_lightning").AmpPrecision
+    monkeypatch.delitem(sys.modules, "lightning")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", sys.modules["pytorch_lightning"])
+    assert adapter.AmpPrecision is ours
+    with pytest.raises(ValueError, match="package='keras' is unknown"):
+        classes_for("keras")
+    with pytest.raises(AttributeError, match="has no attribute 'Amp'"):
+        adapter.Amp  # noqa: B018
