@@ -1,0 +1,204 @@
+"""Closures: unscaled and checked inside, in both forms of step()."""
+
+import math
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+
+FORMS = ["positional", "keyword"]
+
+
+def call(scaler, optimizer, closure, form):
+    return scaler.step(optimizer, closure) if form == "positional" else scaler.step(optimizer, closure=closure)
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation in its usual two-call form."""
+
+    def __init__(self, params, base, rho=0.05):
+        super().__init__(params, {"rho": rho})
+        self.base = base(self.param_groups, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        params = [p for g in self.param_groups for p in g["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["start"] = p.detach().clone()
+            p.add_(p.grad * (0.05 / norm))
+        closure()
+        for p in params:
+            p.copy_(self.state[p]["start"])
+        self.base.step()
+
+
+def quadratic(dtype):
+    torch.manual_seed(0)
+    matrix = torch.randn(6, 6)
+    target = torch.randn(6)
+    param = torch.nn.Parameter(torch.zeros(6))
+
+    def loss():
+        with torch.autocast("cpu", torch.float16, enabled=dtype is torch.float16):
+            residual = torch.nn.functional.linear(param, matrix) - target
+        return residual.float().square().mean() + 0.1 * param.square().sum()
+
+    return param, loss
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_equals_float32(form, line_search):
+    ends = []
+    for dtype in (torch.float32, torch.float16):
+        param, loss_of = quadratic(dtype)
+        optimizer = torch.optim.LBFGS([param], lr=0.5, max_iter=10, line_search_fn=line_search)
+        scaler = GradScaler("cpu", init_scale=2.0**12, enabled=dtype is torch.float16)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(8):
+            call(scaler, optimizer, closure, form)
+            scaler.update()
+        ends.append(param.detach().clone())
+    assert torch.allclose(*ends, atol=5e-3)
+    assert ends[0].abs().max() > 0.1
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_torch_steps_with_scaled_gradients_or_raises(form):
+    """The stock scaler refuses a keyword closure and lets a positional one through, unscaled."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+
+    def closure():
+        optimizer.zero_grad()
+        scaler.scale(param.sum()).backward()
+
+    if form == "keyword":
+        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+            call(scaler, optimizer, closure, form)
+    else:
+        call(scaler, optimizer, closure, form)
+        assert param[0] == -8.0
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_for_an_ordinary_optimizer(form, fused):
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = param.sum() + 5
+        scaler.scale(loss).backward()
+        return loss
+
+    assert call(scaler, optimizer, closure, form).item() == 5.0
+    assert param[0] == -1.0
+    scaler.update()
+    assert call(scaler, optimizer, closure, form).item() == 3.0
+    assert param[0] == -2.0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_sam_equals_float32(form):
+    ends = []
+    for enabled in (False, True):
+        param, loss_of = quadratic(torch.float32)
+        optimizer = Sam([param], torch.optim.SGD)
+        scaler = GradScaler("cpu", enabled=enabled)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(5):
+            closure()
+            call(scaler, optimizer, closure, form)
+            scaler.update()
+        ends.append(param.detach().clone())
+    assert torch.allclose(*ends, rtol=1e-6)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+def test_an_overflow_in_any_call_puts_everything_back(at):
+    param, loss_of = quadratic(torch.float32)
+    optimizer = torch.optim.LBFGS([param], lr=0.5, max_iter=5)
+    scaler = GradScaler("cpu", init_scale=2.0**12)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of() * (math.inf if poisoned and len(calls) == at else 1.0)
+        calls.append(loss)
+        scaler.scale(loss).backward()
+        return loss
+
+    poisoned = False
+    scaler.step(optimizer, closure)
+    scaler.update()
+    before, state = param.detach().clone(), {k: v for k, v in optimizer.state[param].items() if k == "n_iter"}
+    poisoned, calls = True, []
+    assert scaler.step(optimizer, closure) is None
+    scaler.update()
+    assert len(calls) == at + 1
+    assert torch.equal(param.detach(), before)
+    assert {k: v for k, v in optimizer.state[param].items() if k == "n_iter"} == state
+    assert scaler.last_step(optimizer).skipped
+    assert scaler.get_scale() == 2.0**11
+
+
+def test_sam_gives_up_if_its_second_half_overflows():
+    param, loss_of = quadratic(torch.float32)
+    optimizer = Sam([param], torch.optim.SGD)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    start = param.detach().clone()
+
+    def closure(factor=math.inf):
+        optimizer.zero_grad()
+        scaler.scale(loss_of() * factor).backward()
+
+    closure(1.0)
+    scaler.step(optimizer, closure)
+    assert torch.equal(param.detach(), start)
+    assert not optimizer.state
+    assert scaler.last_step(optimizer).skipped
+
+
+def test_an_overflow_before_the_step_skips_it():
+    param, loss_of = quadratic(torch.float32)
+    optimizer = Sam([param], torch.optim.SGD)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of() * math.inf).backward()
+    assert scaler.step(optimizer, lambda: pytest.fail("must not be called")) is None
+    assert scaler.last_step(optimizer).skipped
+
+
+def test_an_unscaled_loss_in_the_closure_is_refused():
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+    def closure():
+        optimizer.zero_grad()
+        param.sum().backward()
+
+    with pytest.raises(RuntimeError, match="loss that was not scaled: call scaler.scale\\(loss\\).backward"):
+        scaler.step(optimizer, closure)

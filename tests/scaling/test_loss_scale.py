@@ -1,0 +1,180 @@
+"""The rule of the scale: torch's, with a floor, a ceiling and three kinds of hysteresis."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from amp_plugin.scaling.loss_scale import DynamicLossScale
+
+
+def run(scale, overflows):
+    """Apply a sequence of overflows (True) and good steps; return the scale after each."""
+    scale.materialize("cpu")
+    history = []
+    for overflow in overflows:
+        scale.record(torch.tensor(float(overflow)))
+        scale.update_()
+        history.append(scale.item())
+    return history
+
+
+class Apex:
+    """apex's update_scale_hysteresis kernel, told in Python floats."""
+
+    def __init__(self, scale, interval, hysteresis, floor):
+        self.scale, self.interval, self.hysteresis, self.floor = scale, interval, hysteresis, floor
+        self.tracker, self.left = 0, hysteresis
+
+    def update(self, overflow):
+        if overflow:
+            self.left -= 1
+            if self.left > 0:
+                self.tracker = 0
+                return
+        if overflow:
+            self.scale, self.tracker = max(self.scale * 0.5, self.floor), 0
+        else:
+            self.tracker += 1
+            if self.tracker == self.interval:
+                self.scale, self.tracker = self.scale * 2, 0
+        if not overflow:
+            self.left = self.hysteresis
+
+
+class Megatron(Apex):
+    """Megatron-LM's DynamicGradScaler."""
+
+    def update(self, overflow):
+        if overflow:
+            self.tracker, self.left = 0, self.left - 1
+            if self.left <= 0:
+                self.scale = max(self.scale * 0.5, self.floor)
+            return
+        self.tracker += 1
+        if self.tracker == self.interval:
+            self.tracker, self.left, self.scale = 0, self.hysteresis, self.scale * 2
+
+
+class DeepSpeed(Apex):
+    """DeepSpeed's DynamicLossScaler with consecutive_hysteresis=False."""
+
+    step, last = 0, -1
+
+    def update(self, overflow):
+        if overflow:
+            if self.hysteresis == 1 or self.left == 1:
+                self.scale = max(self.scale / 2, self.floor)
+            else:
+                self.left -= 1
+            self.last = self.step
+        elif (self.step - self.last) % self.interval == 0:
+            self.left, self.scale = self.hysteresis, self.scale * 2
+        self.step += 1
+
+
+@pytest.mark.parametrize(("mode", "model"), [("apex", Apex), ("megatron", Megatron), ("deepspeed", DeepSpeed)])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(5))
+def test_hysteresis_as_published(mode, model, hysteresis, seed):
+    chance = random.Random(seed)
+    overflows = [chance.random() < 0.4 for _ in range(200)]
+    ours = DynamicLossScale(2.0**16, growth_interval=4, min_scale=0.25, hysteresis=hysteresis, hysteresis_mode=mode)
+    theirs = model(2.0**16, 4, hysteresis, 0.25)
+    expected = []
+    for overflow in overflows:
+        theirs.update(overflow)
+        expected.append(theirs.scale)
+    assert run(ours, overflows) == expected
+
+
+def test_the_three_kinds_of_hysteresis_differ():
+    overflows = [True, False, True, False]
+    scales = {
+        mode: run(DynamicLossScale(8.0, hysteresis=2, hysteresis_mode=mode), overflows)[-1]
+        for mode in ("apex", "megatron", "deepspeed")
+    }
+    assert scales == {"apex": 8.0, "megatron": 4.0, "deepspeed": 4.0}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_without_options_it_is_torchs_rule(seed):
+    chance = random.Random(seed)
+    overflows = [chance.random() < 0.2 for _ in range(100)]
+    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
+    expected = []
+    for overflow in overflows:
+        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 3)
+        expected.append(scale.item())
+    assert run(DynamicLossScale(growth_interval=3, min_scale=1e-9), overflows) == expected
+
+
+def test_200_overflows_in_a_row_recover(weights):
+    """torch's scale becomes 0 and stays there; the next good steps make the parameters nan."""
+    values = {}
+    for cls in (GradScaler, torch.amp.GradScaler):
+        one = weights()
+        scaler = cls("cpu", growth_interval=5)
+        for i in range(260):
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(math.inf if i < 200 else 1.0)).backward()
+            scaler.step(one.optimizer)
+            scaler.update()
+        values[cls] = one.params[0][0].item(), scaler.get_scale()
+    assert values[GradScaler] == (-60.0, 2.0**12)
+    assert math.isnan(values[torch.amp.GradScaler][0])
+
+
+def test_floor_and_ceiling():
+    assert run(DynamicLossScale(8.0, min_scale=3.0), [True] * 3) == [4.0, 3.0, 3.0]
+    assert run(DynamicLossScale(8.0, growth_interval=1, max_scale=20.0), [False] * 3) == [16.0, 20.0, 20.0]
+    assert run(DynamicLossScale(0.5), [True]) == [0.5], "the default floor is at most the first scale"
+    largest = 2.0**127
+    assert run(DynamicLossScale(largest, growth_interval=1), [False]) == [largest], "never infinite"
+
+
+def test_a_scale_set_beyond_the_limits_is_not_forced_back():
+    scale = DynamicLossScale(8.0, min_scale=4.0, max_scale=16.0, growth_interval=1)
+    scale.materialize("cpu")
+    scale.fill_(2.0)
+    assert run(scale, [True]) == [2.0]
+    scale.fill_(64.0)
+    assert run(scale, [False]) == [64.0]
+
+
+def test_a_lowered_interval_takes_effect():
+    """torch compares with ==: once passed, an interval is never reached again."""
+    scale = DynamicLossScale(8.0, growth_interval=100)
+    run(scale, [False] * 25)
+    scale.growth_interval = 3
+    assert run(scale, [False]) == [16.0]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_at_the_floor(weights, fused):
+    for choice in ("hold", "raise"):
+        one = weights(fused=fused)
+        scaler = GradScaler("cpu", init_scale=2.0, on_min_scale=choice)
+        for i in range(3):
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(math.inf)).backward()
+            scaler.step(one.optimizer)
+            if choice == "raise" and i == 1:
+                with pytest.raises(FloatingPointError, match="loss scale is at min_scale.*overflow_report"):
+                    scaler.update()
+                break
+            scaler.update()
+        assert scaler.get_scale() == 1.0
+
+
+def test_a_constant_scale_still_skips(weights):
+    one = weights()
+    scaler = GradScaler("cpu", init_scale=8.0, dynamic=False)
+    for gradient in (math.inf, 3.0):
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(gradient)).backward()
+        scaler.step(one.optimizer)
+        scaler.update()
+    assert (one.value, scaler.get_scale(), scaler.skipped_steps()) == (-3.0, 8.0, 1)

@@ -1,0 +1,102 @@
+"""Gradients of gradients: equal to float32 autograd, without a sync, outside autocast."""
+
+import math
+import sys
+import types
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from amp_plugin.scaling import grad, gradient_penalty
+
+
+def critic():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+
+
+def wgan(model, x):
+    (g,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (g.norm(dim=1) - 1).square().mean()
+
+
+def l2(model, x):
+    grads = torch.autograd.grad(model(x).sum(), [*model.parameters()], create_graph=True)
+    return sum(g.square().sum() for g in grads)
+
+
+@pytest.mark.parametrize(("kind", "oracle"), [("wgan-gp", wgan), ("l2", l2)])
+@pytest.mark.parametrize("low", [False, True])
+def test_the_penalty_and_its_gradients(kind, oracle, low):
+    model, x = critic(), torch.randn(8, 5, requires_grad=True)
+    right = oracle(model, x)
+    right.backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with torch.autocast("cpu", torch.float16, enabled=low):
+        scores = model(x)
+        sources = x if kind == "wgan-gp" else list(model.parameters())
+        penalty = gradient_penalty(scores, sources, scaler=scaler, kind=kind)
+    assert penalty.dtype is torch.float32
+    tolerance = {"rtol": 5e-2, "atol": 5e-3} if low else {"rtol": 1e-5, "atol": 1e-7}
+    torch.testing.assert_close(penalty, right, **tolerance)
+    scaler.scale(penalty).backward()
+    scaler.unscale_(optimizer)
+    ours = [p.grad for p in model.parameters() if p.grad is not None]
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+def test_small_gradients_survive_only_scaled():
+    model = torch.nn.Linear(4, 1, bias=False)
+    x = torch.randn(2, 4, requires_grad=True)
+    results = {}
+    for name, scaler in (("scaled", GradScaler("cpu")), ("unscaled", None)):
+        with torch.autocast("cpu", torch.float16):
+            loss = (model(x) * 1e-4).float().sum() * 1e-4
+        (results[name],) = grad(loss, x, scaler=scaler)
+    exact = (model.weight * 1e-8).expand(2, 4)
+    assert torch.allclose(results["scaled"], exact, rtol=2e-2, atol=0)
+    assert not torch.allclose(results["unscaled"], exact, rtol=2e-2, atol=0)
+
+
+def test_an_overflow_is_noted_for_the_next_update():
+    scaler = GradScaler("cpu", init_scale=8.0)
+    x = torch.ones(2, requires_grad=True)
+    grad((x * 3.0).sum() * math.inf, x, scaler=scaler)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+
+
+def test_gradients_already_there_are_left_alone(weights):
+    one = weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.unscale_(one.optimizer)
+    grad(one.loss(4.0), one.params, scaler=scaler, create_graph=True)
+    assert one.grad == 3.0
+
+
+def test_fabrics_guard_is_opened_and_closed(monkeypatch):
+    fabric = types.ModuleType("lightning.fabric.wrappers")
+    fabric._in_fabric_backward = False
+    monkeypatch.setitem(sys.modules, "lightning.fabric.wrappers", fabric)
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = (x * 2).sum()
+    y.register_hook(lambda _: seen.append(fabric._in_fabric_backward))
+    assert grad(y, x, scaler=GradScaler("cpu"))[0].tolist() == [2.0, 2.0]
+    assert seen == [True]
+    assert fabric._in_fabric_backward is False
+
+
+def test_options_are_torchs():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    out = grad([(x * 2)], [x, y], scaler=GradScaler("cpu"), grad_outputs=[torch.full((2,), 3.0)], allow_unused=True)
+    assert out[0].tolist() == [6.0, 6.0]
+    assert out[1] is None
+    with pytest.raises(ValueError, match="kind='l1' is not known; use 'l2' or 'wgan-gp'"):
+        gradient_penalty(x.sum(), x, kind="l1")

@@ -1,0 +1,90 @@
+"""Invariant 6: checkpoints of torch.amp, Lightning and Accelerate load both ways."""
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+
+
+def used(cls, weights, **options):
+    one = weights()
+    scaler = cls("cpu", init_scale=2.0**10, growth_interval=3, **options)
+    for gradient in (1.0, math.inf, 1.0, 1.0):
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(gradient)).backward()
+        scaler.step(one.optimizer)
+        scaler.update()
+    return scaler
+
+
+def test_torchs_keys_and_numbers(weights):
+    ours, theirs = used(GradScaler, weights).state_dict(), used(torch.amp.GradScaler, weights).state_dict()
+    assert {key: ours[key] for key in theirs} == theirs
+    assert ours["amp_plugin"] == {"hysteresis_tracker": 1, "skipped_steps": 1, "losses": {}}
+
+
+@pytest.mark.parametrize(("source", "target"), [(GradScaler, torch.amp.GradScaler), (torch.amp.GradScaler, GradScaler)])
+@pytest.mark.parametrize("started", [False, True])
+def test_both_ways(source, target, started, weights):
+    state = used(source, weights).state_dict()
+    fresh = used(target, weights) if started else target("cpu")
+    fresh.load_state_dict(state)
+    one = weights()
+    fresh.scale(one.loss(1.0)).backward()
+    fresh.step(one.optimizer)
+    fresh.update()
+    assert fresh.get_scale() == 2.0**10, "two good steps before, one after: the scale grew"
+
+
+def test_our_own_state_comes_back(weights):
+    options = {"hysteresis": 2, "hysteresis_mode": "megatron", "losses": ("penalty",)}
+    first = used(GradScaler, weights, **options)
+    first.scale(torch.ones(()), name="penalty")
+    first.update(2.0**5)
+    state = first.state_dict()
+    assert state["amp_plugin"]["hysteresis_tracker"] == 1
+    second = GradScaler("cpu", **options)
+    second.load_state_dict(state)
+    assert second.state_dict() == state
+    assert second.get_scale("penalty") == 2.0**5
+    assert second.skipped_steps() == 1
+
+
+def test_it_survives_weights_only_loading(weights, tmp_path):
+    state = used(GradScaler, weights).state_dict()
+    torch.save(state, tmp_path / "scaler.pt")
+    assert torch.load(tmp_path / "scaler.pt", weights_only=True) == state
+
+
+def test_empty_and_foreign_states_warn_and_change_nothing(weights):
+    scaler = used(GradScaler, weights)
+    before = scaler.state_dict()
+    with pytest.warns(UserWarning, match="empty, possibly because it was saved from a disabled instance"):
+        scaler.load_state_dict({})
+    apex = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
+    with pytest.warns(UserWarning, match="holds 'loss_scaler0', which is not a GradScaler's.*Set one with update"):
+        scaler.load_state_dict(apex)
+    assert scaler.state_dict() == before
+
+
+def test_missing_keys_keep_the_present_value(weights):
+    scaler = GradScaler("cpu", growth_interval=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.load_state_dict({"scale": 4.0})
+    assert (scaler.get_scale(), scaler.get_growth_interval()) == (4.0, 7)
+
+
+def test_lightnings_and_accelerates_payloads(weights, tmp_path):
+    """Both store scaler.state_dict(): under the plugin's name in the checkpoint, or in scaler.pt."""
+    theirs = used(torch.amp.GradScaler, weights)
+    checkpoint = {"MixedPrecision": theirs.state_dict()}
+    torch.save(theirs.state_dict(), tmp_path / "scaler.pt")
+    for payload in (checkpoint["MixedPrecision"], torch.load(tmp_path / "scaler.pt", weights_only=True)):
+        scaler = GradScaler("cpu")
+        scaler.load_state_dict(payload)
+        assert scaler.get_scale() == theirs.get_scale()
+        assert scaler._get_growth_tracker() == theirs._get_growth_tracker()
