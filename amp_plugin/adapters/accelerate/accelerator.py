@@ -1,0 +1,307 @@
+"""AmpAccelerator: Accelerate's Accelerator on amp_plugin's autocast and GradScaler."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import AutocastKwargs, DistributedType
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_plugin.adapters.accelerate import checkpoints, engagement
+from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
+from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, torch_optimizer
+from amp_plugin.adapters.accelerate.settings import AmpKwargs, resolve
+from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.casting.active import set_default_rules
+from amp_plugin.scaling.grad_scaler import GradScaler
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.cast_cache import CastCache
+    from amp_plugin.scaling.step_result import StepResult
+
+_SIGNATURE = inspect.signature(Accelerator.__init__)
+
+
+class AmpAccelerator(Accelerator):
+    """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
+
+    ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included. Clipping
+    is right for any parameters, any number of times, and does nothing within an accumulation window;
+    several optimizers, closures and optimizers without gradients work. Processes started by torchrun
+    without a GPU form a group on the CPU. DeepSpeed, Megatron-LM, XLA
+    and fp8 are left to Accelerate.
+
+    Args:
+        *args: Accelerator's.
+        **kwargs: Accelerator's; ``kwargs_handlers`` may hold AmpKwargs.
+
+    Attributes:
+        scaler: the ``amp_plugin.GradScaler``; None unless fp16.
+
+    Raises:
+        ValueError: an option or ``mixed_precision`` has a bad value; the text names its source.
+
+    Example:
+        >>> accelerator = AmpAccelerator(mixed_precision="fp16", cpu=True)
+        >>> model = torch.nn.Linear(4, 1)
+        >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> for micro_batch in torch.ones(2, 4).split(1):
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(model(micro_batch).sum())
+        ...         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> accelerator.optimizer_step_was_skipped
+        False
+    """
+
+    scaler: GradScaler | None
+    native_amp: bool
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = _SIGNATURE.bind(self, *args, **kwargs).arguments
+        handlers = list(given.get("kwargs_handlers") or ())
+        self._amp = resolve(handlers, os.environ)
+        engagement.check_precision(given.get("mixed_precision"), os.environ)
+        given["kwargs_handlers"] = [one for one in handlers if not isinstance(one, AmpKwargs)]
+        given.pop("self")
+        given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
+        self._skips = SkipLedger(exact=self._amp.get("exact_schedulers", False))
+        self._engaged = False
+        self._cast_cache: CastCache | None = None
+        self._loaded_folder: Path | None = None
+        super().__init__(**given)
+        explicit = len(given["kwargs_handlers"]) != len(handlers)
+        self._engaged = engagement.is_ours(self, self._amp, explicit=explicit)
+        if self._engaged:
+            engagement.engage(self, self._amp)
+            self.register_load_state_pre_hook(checkpoints.remember_folder(self))
+
+    # -- preparing -------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
+        if self._engaged and self.native_amp and self.is_fsdp2:  # Accelerate leaves autocast out there
+            for module in args:
+                if isinstance(module, nn.Module):
+                    self._mix(module)
+        prepared = super().prepare(*args, **kwargs)
+        if self._engaged:
+            self._register_names()
+        return prepared
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Prepare a model: its forward runs in the region and returns fp32."""
+        if not self._engaged:
+            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+        if self.native_amp and not getattr(model, "_is_accelerate_prepared", False):
+            self._mix(model)
+        native_amp, self.native_amp = self.native_amp, False  # its own wrapper stays off
+        try:
+            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+        finally:
+            self.native_amp = native_amp
+
+    def _mix(self, module: nn.Module) -> None:
+        if not isinstance(module.__dict__.get("forward"), MixedForward):
+            MixedForward.put_on(module, self._region_options(cast_cache=True))
+
+    def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
+        """Prepare an optimizer: it steps through the scaler."""
+        if not self._engaged:
+            return super().prepare_optimizer(optimizer, *args, **kwargs)
+        scaler, self.scaler = self.scaler, None
+        try:
+            prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
+        finally:
+            self.scaler = scaler
+        if isinstance(prepared, AmpOptimizer):
+            return prepared
+        ours = AmpOptimizer.adopt(prepared, scaler, self._skips)
+        if scaler is not None and not self.is_fsdp2:  # its parameters are yet to be replaced there
+            scaler.register(ours.optimizer)
+        return ours
+
+    def _register_names(self) -> None:
+        if self.scaler is None:
+            return
+        several = len(self._models) > 1
+        names: dict[str, Tensor] = {}
+        for model in self._models:
+            inner = self.unwrap_model(model)
+            prefix = f"{type(inner).__name__}." if several else ""
+            names.update({prefix + name: param for name, param in inner.named_parameters()})
+        for optimizer in self._optimizers:
+            self.scaler.register(torch_optimizer(optimizer), names=names)
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """Return the model without its distributed wrapper; without ``keep_fp32_wrapper`` as it was."""
+        inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
+        if not keep_fp32_wrapper:
+            for module in (inner, getattr(inner, "_orig_mod", inner)):
+                if "_original_forward" in module.__dict__ and "forward" in module.__dict__:
+                    MixedForward.take_off(module)
+        return inner
+
+    # -- forward and backward --------------------------------------------------------------------
+
+    def _region_options(
+        self, handler: AutocastKwargs | None = None, *, cast_cache: bool = False
+    ) -> RegionOptions:
+        amp = self._amp
+        return RegionOptions(
+            device_type=self.device.type,
+            dtype=torch.float16 if self.mixed_precision == "fp16" else torch.bfloat16,
+            enabled=amp.autocast_enabled if handler is None else handler.enabled,
+            cache_enabled=amp.cache_enabled if handler is None else handler.cache_enabled,
+            cast_cache=engagement.window_cache(self, amp) if cast_cache else None,
+            fp32_outputs=amp.get("fp32_outputs", True),
+        )
+
+    @contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
+        """Run a block in the region of prepared models; nothing happens with ``mixed_precision="no"``."""
+        with ExitStack() as stack:
+            if not self._engaged:
+                stack.enter_context(super().autocast(autocast_handler))
+            elif self.native_amp:
+                stack.enter_context(self._region_options(autocast_handler).region())
+            yield
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
+        with super().accumulate(*models):
+            yield
+        if self._engaged and self.scaler is not None and self.sync_gradients:
+            self.scaler.end_iteration()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
+        if not self._engaged:
+            super().unscale_gradients(optimizer)
+            return
+        if self.scaler is None:
+            return
+        given: Any = self._optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, list | tuple) else [given]:
+            self.scaler.ensure_unscaled(torch_optimizer(one))
+
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor] | Optimizer,
+        max_norm: float,
+        norm_type: float = 2,
+    ) -> Tensor | None:
+        """Clip the norm of unscaled gradients, at the end of an accumulation window only.
+
+        Args:
+            parameters: parameters, of one optimizer or of several, or a prepared optimizer.
+            max_norm: largest norm.
+            norm_type: the p of the norm.
+
+        Returns:
+            The norm before clipping, 0-dim, fp32; within a window, where nothing is clipped, that of
+            the gradients so far (under FSDP nan: they are not reduced yet).
+        """
+        params = _parameters(parameters)
+        if not self._engaged:
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        if not self.sync_gradients:
+            return self._norm_so_far(params, norm_type)
+        if self.scaler is None or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
+
+    def _norm_so_far(self, params: list[Tensor], norm_type: float) -> Tensor:
+        if self.distributed_type == DistributedType.FSDP:
+            return torch.full((), math.nan)
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
+        scale = None if self.scaler is None else self.scaler._scale
+        return norm if scale is None else norm / scale
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor] | Optimizer, clip_value: float) -> None:
+        """Clip each element of unscaled gradients, at the end of an accumulation window only.
+
+        Args:
+            parameters: as for :meth:`clip_grad_norm_`.
+            clip_value: largest absolute value.
+        """
+        params = _parameters(parameters)
+        if self._engaged and not self.sync_gradients:
+            return
+        if not self._engaged or self.scaler is None or self.distributed_type == DistributedType.FSDP:
+            super().clip_grad_value_(params, clip_value)
+        else:
+            self.scaler.clip_grad_value_(params, clip_value)
+
+    # -- what happened ---------------------------------------------------------------------------
+
+    def last_step(self, optimizer: Optimizer) -> StepResult | None:
+        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
+
+        Args:
+            optimizer: prepared or not.
+
+        Returns:
+            The result; None where nothing is scaled.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped yet.
+        """
+        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
+            return None
+        return self.scaler.last_step(torch_optimizer(optimizer))
+
+    def amp_metrics(self) -> dict[str, float]:
+        """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
+
+        Empty where nothing is scaled.
+        """
+        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
+            return {}
+        return {
+            "loss_scale": self.scaler.get_scale(),
+            "skipped_steps": float(self.scaler.skipped_steps()),
+        }
+
+    # -- checkpoints and the end -----------------------------------------------------------------
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
+        with checkpoints.optimizers_unscaled(self):
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Load as Accelerator does; a checkpoint without a loss scale warns and keeps the present one."""
+        if not self._engaged:
+            super().load_state(*args, **kwargs)
+            return
+        with checkpoints.optimizers_unscaled(self), checkpoints.loss_scale_apart(self):
+            super().load_state(*args, **kwargs)
+
+    def end_training(self) -> None:
+        """End the run: torch.autocast blocks elsewhere in the process are torch's again."""
+        super().end_training()
+        if self._engaged:
+            set_default_rules(None)
+
+
+def _parameters(given: Tensor | Iterable[Tensor] | Optimizer) -> list[Tensor]:
+    if isinstance(given, Optimizer):
+        return [param for group in given.param_groups for param in group["params"]]
+    return [given] if isinstance(given, Tensor) else list(given)

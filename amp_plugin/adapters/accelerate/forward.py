@@ -1,0 +1,137 @@
+"""The forward of a prepared model: under autocast, its outputs in fp32."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import convert_to_fp32
+from torch import nn
+
+from amp_plugin.casting.active import invalidate
+from amp_plugin.casting.region import autocast
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.cast_cache import CastCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionOptions:
+    """How a prepared model computes.
+
+    Attributes:
+        device_type: device of the model.
+        dtype: float16 or bfloat16.
+        enabled: False computes as without autocast.
+        cache_enabled: keep the cast of a weight for its next use in one forward.
+        cast_cache: keeps it from micro-batch to micro-batch; left out of copies and pickles.
+        fp32_outputs: convert float16 and bfloat16 outputs to fp32.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    cast_cache: CastCache | None = None
+    fp32_outputs: bool = True
+
+    def region(self) -> torch.autocast:
+        """Return a new autocast region."""
+        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, cache=self.cast_cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the cache behind: it belongs to the run."""
+        return {**self.__dict__, "cast_cache": None}
+
+
+class MixedForward:
+    """Stands in for ``module.forward``; can be pickled, copied and compiled with its module.
+
+    The attributes ``__wrapped__`` here and ``_original_forward`` on the module are what
+    ``accelerate.utils.extract_model_from_parallel`` looks for to take it off again.
+    """
+
+    def __init__(self, module: nn.Module, options: RegionOptions) -> None:
+        self.module = module
+        self.options = options
+        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.was_training = module.training
+
+    @staticmethod
+    def put_on(module: nn.Module, options: RegionOptions) -> None:
+        """Give ``module`` a mixed forward."""
+        forward = MixedForward(module, options)
+        module._original_forward = forward.__wrapped__  # type: ignore[assignment]
+        module.forward = forward
+
+    @staticmethod
+    def take_off(module: nn.Module) -> None:
+        """Give ``module`` its own forward back; nothing happens if it has it."""
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, MixedForward):
+            return
+        module.__dict__.pop("_original_forward", None)
+        if forward.own is None:
+            del module.__dict__["forward"]
+        else:
+            module.forward = forward.own
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward as a function of module and inputs."""
+        if self.own is None:
+            return type(self.module).forward
+        function = getattr(self.own, "__func__", None)
+        return function if function is not None else _ignore_module(self.own)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the module's own forward, without ``self``."""
+        return inspect.signature(self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any]:
+        if self.own is not None:
+            return self.own
+        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward in the region."""
+        if not torch.compiler.is_compiling():
+            self._notice_mode()
+        options = self.options
+        with autocast(
+            options.device_type,
+            options.dtype,
+            options.enabled,
+            options.cache_enabled,
+            cache=options.cast_cache,
+        ):
+            output = self._forward(*args, **kwargs)
+        return convert_to_fp32(output) if options.fp32_outputs else output
+
+    def _notice_mode(self) -> None:
+        """Forget cast weights when training and evaluation alternate: weights are swapped there (EMA)."""
+        if self.module.training != self.was_training:
+            self.was_training = self.module.training
+            invalidate()
+
+
+class _ignore_module:  # noqa: N801 -- a function that can be pickled and compared
+    """A forward that was set on the instance, called as if it were the class's."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ignore_module) and other.forward == self.forward
+
+    def __hash__(self) -> int:
+        return hash(self.forward)

@@ -1,0 +1,70 @@
+"""install(): make every Accelerator of the process one of ours, whoever creates it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from accelerate import Accelerator
+
+from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
+from amp_plugin.adapters.accelerate.settings import AmpKwargs
+from amp_plugin.casting.active import set_default_rules
+
+_originals: list[Callable[..., None]] = []
+_classes: dict[type, type] = {AmpAccelerator: AmpAccelerator, Accelerator: AmpAccelerator}
+
+
+def install(options: AmpKwargs | None = None) -> None:
+    """Turn each ``accelerate.Accelerator`` made from now on into an AmpAccelerator.
+
+    For code that makes its own, such as ``transformers.Trainer``; subclasses of Accelerator keep
+    their methods. Accelerators that exist stay as they are. May be repeated; the last options hold.
+
+    Args:
+        options: used where the Accelerator's own ``kwargs_handlers`` have no AmpKwargs.
+
+    Example:
+        >>> import accelerate
+        >>> install(AmpKwargs(init_scale=1024.0))
+        >>> accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+        >>> isinstance(accelerator, AmpAccelerator), accelerator.scaler.get_scale()
+        (True, 1024.0)
+        >>> uninstall()
+    """
+    if _originals:
+        uninstall()
+    original = Accelerator.__init__
+    _originals.append(original)
+
+    @functools.wraps(original)
+    def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self, AmpAccelerator):
+            original(self, *args, **kwargs)
+            return
+        self.__class__ = _class_for(type(self))
+        AmpAccelerator.__init__(self, *args, **_with_options(kwargs, options))
+
+    Accelerator.__init__ = init
+
+
+def uninstall() -> None:
+    """Let ``accelerate.Accelerator`` make Accelerate's own again; those that exist keep running."""
+    if _originals:
+        Accelerator.__init__ = _originals.pop()
+        set_default_rules(None)
+
+
+def _class_for(kind: type[Accelerator]) -> type[AmpAccelerator]:
+    """Return the class that puts our methods between a subclass's and Accelerator's."""
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (kind, AmpAccelerator), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:
+    handlers = list(kwargs.get("kwargs_handlers") or ())
+    if options is None or any(isinstance(one, AmpKwargs) for one in handlers):
+        return kwargs
+    return {**kwargs, "kwargs_handlers": [*handlers, options]}

@@ -1,0 +1,93 @@
+"""AmpOptimizer: a prepared optimizer that steps through GradScaler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from torch.optim import Optimizer
+
+from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.scaling.grad_scaler import GradScaler
+
+
+class AmpOptimizer(AcceleratedOptimizer):
+    """What ``AmpAccelerator.prepare`` makes of an optimizer.
+
+    ``step`` does nothing within an accumulation window; at its end it unscales, and steps or skips.
+    """
+
+    scaler: GradScaler | None
+    _skips: SkipLedger
+
+    @classmethod
+    def adopt(
+        cls, prepared: AcceleratedOptimizer, scaler: GradScaler | None, skips: SkipLedger
+    ) -> AmpOptimizer:
+        """Turn an optimizer that Accelerate has prepared into one of ours.
+
+        Args:
+            prepared: made without a scaler.
+            scaler: None where nothing is scaled.
+            skips: shared by the optimizers of one accelerator.
+        """
+        prepared.__class__ = cls
+        prepared.scaler, prepared._skips = scaler, skips
+        return prepared  # type: ignore[no-any-return]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step or skip at the end of an accumulation window.
+
+        Args:
+            closure: runs forward and ``accelerator.backward``, returns the loss; may be called more
+                than once (LBFGS). Its gradients are unscaled before the optimizer sees them.
+
+        Returns:
+            What the optimizer's ``step`` returns; None within a window or if the step was skipped.
+        """
+        if self.scaler is None:
+            return super().step(closure)
+        if not self.gradient_state.sync_gradients:
+            return None
+        value = self.scaler.step(self.optimizer, *([] if closure is None else [closure]))
+        if self.scaler.is_enabled():
+            self.scaler.update()
+            self._skips.stepped(id(self), self.scaler.last_step(self.optimizer))
+        return value
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether this optimizer's step was skipped in the present iteration.
+
+        Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``.
+        """
+        return self.scaler is not None and self._skips.skipped(id(self))
+
+    @contextmanager
+    def unscaled(self) -> Iterator[None]:
+        """Step without the scaler: checkpoints make optimizer state by a step with zero gradients."""
+        scaler, self.scaler = self.scaler, None
+        try:
+            yield
+        finally:
+            self.scaler = scaler
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave behind what was told about past steps."""
+        return {**super().__getstate__(), "_skips": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with no steps taken, the optimizer known to the scaler."""
+        self.__dict__.update(state)
+        self._skips = SkipLedger(exact=False)
+        if self.scaler is not None:
+            self.scaler.register(self.optimizer)
+
+
+def torch_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that Accelerate has wrapped, or the one given."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

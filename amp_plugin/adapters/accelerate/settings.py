@@ -1,0 +1,236 @@
+"""AmpKwargs: what a user may set beyond ``mixed_precision``, and where each value comes from.
+
+One order of precedence; the first source that names an option decides it::
+
+    AmpKwargs(...) in kwargs_handlers          the program
+    GradScalerKwargs(...) in kwargs_handlers
+    AMP_PLUGIN_<OPTION>                        the environment of the launch
+    the YAML file named by AMP_PLUGIN_CONFIG
+    the default
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
+
+from amp_plugin.casting.rules import OpRules
+
+PREFIX = "AMP_PLUGIN_"
+CONFIG = "AMP_PLUGIN_CONFIG"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AmpKwargs(KwargsHandler):
+    """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
+
+    Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
+    YAML file that ``AMP_PLUGIN_CONFIG`` names.
+
+    Attributes:
+        init_scale: first loss scale; 65536.
+        growth_factor: factor of the scale after ``growth_interval`` good steps; 2.
+        backoff_factor: factor of the scale after an overflow; 0.5.
+        growth_interval: good optimizer steps in a row before the scale grows; 2000.
+        min_scale: floor of the scale; 1.
+        max_scale: ceiling of the scale.
+        hysteresis: overflows before a backoff; 1.
+        hysteresis_mode: when that count starts anew: ``"apex"``, ``"megatron"`` or ``"deepspeed"``.
+        on_min_scale: overflow at the floor: ``"hold"`` the scale or ``"raise"`` FloatingPointError.
+        dynamic: False keeps the scale constant.
+        fp16_gradients: True allows parameters in float16.
+        sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
+        rules: op rules other than the default ones, or a YAML file of them.
+        fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
+        cast_cache: cast each weight once per accumulation window; by default wherever the window has
+            more than one micro-batch and the native core is loaded.
+        exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
+            a scheduler is held back with the skipped step, not one step later; False.
+
+    Example:
+        >>> AmpKwargs(init_scale=1024.0).to_kwargs()
+        {'init_scale': 1024.0}
+    """
+
+    init_scale: float | None = None
+    growth_factor: float | None = None
+    backoff_factor: float | None = None
+    growth_interval: int | None = None
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int | None = None
+    hysteresis_mode: Literal["apex", "megatron", "deepspeed"] | None = None
+    on_min_scale: Literal["hold", "raise"] | None = None
+    dynamic: bool | None = None
+    fp16_gradients: bool | None = None
+    sync_free: bool | None = None
+    rules: OpRules | str | Path | None = None
+    fp32_outputs: bool | None = None
+    cast_cache: bool | None = None
+    exact_schedulers: bool | None = None
+
+
+OPTIONS = tuple(one.name for one in fields(AmpKwargs))
+ADAPTER_OPTIONS = frozenset({"rules", "fp32_outputs", "cast_cache", "exact_schedulers"})
+_WHOLE = frozenset({"growth_interval", "hysteresis"})
+_FLAGS = frozenset(
+    {"dynamic", "fp16_gradients", "sync_free", "fp32_outputs", "cast_cache", "exact_schedulers"}
+)
+_CHOICES = {"hysteresis_mode": ("apex", "megatron", "deepspeed"), "on_min_scale": ("hold", "raise")}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The options in force.
+
+    Attributes:
+        values: option -> value; options nobody set are absent.
+        sources: option -> what set it.
+        enabled: ``GradScalerKwargs(enabled=...)``.
+        cache_enabled: ``AutocastKwargs(cache_enabled=...)``.
+        autocast_enabled: ``AutocastKwargs(enabled=...)``.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    enabled: bool = True
+    cache_enabled: bool | None = None
+    autocast_enabled: bool = True
+
+    def get(self, option: str, default: Any = None) -> Any:
+        """Return an option's value, or ``default`` if nobody set it."""
+        return self.values.get(option, default)
+
+    def of_scaler(self) -> dict[str, Any]:
+        """Return the keyword arguments of ``amp_plugin.GradScaler``."""
+        given = {name: value for name, value in self.values.items() if name not in ADAPTER_OPTIONS}
+        return {**given, "enabled": self.enabled}
+
+    def build(self, make: Callable[[], Any]) -> Any:
+        """Call ``make``; a ValueError about an option also names what set it.
+
+        Raises:
+            ValueError: as ``make``'s, with the sources.
+        """
+        try:
+            return make()
+        except ValueError as error:
+            named = [f"{name} comes from {self.sources[name]}" for name in self.values if name in str(error)]
+            if not named:
+                raise
+            msg = f"{error} ({'; '.join(named)})"
+            raise ValueError(msg) from error
+
+
+def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -> Settings:
+    """Decide each option by the order of precedence above.
+
+    Args:
+        handlers: the program's ``kwargs_handlers``; several AmpKwargs: the first that names an option.
+        environment: usually ``os.environ``.
+
+    Raises:
+        ValueError: an unknown option or a bad value; the text names its source.
+        FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
+    """
+    handlers = list(handlers)
+    layers = [("AmpKwargs", one.to_kwargs()) for one in handlers if isinstance(one, AmpKwargs)]
+    scaling = [one.to_kwargs() for one in handlers if isinstance(one, GradScalerKwargs)]
+    enabled = all(given.pop("enabled", True) for given in scaling)
+    layers += [("GradScalerKwargs", given) for given in scaling]
+    parsed = [*layers, *_from_environment(environment), *_from_file(environment)]
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, given in parsed:
+        for name, value in given.items():
+            if name not in values:
+                values[name], sources[name] = _checked(name, value, source), source
+    region = next((one for one in handlers if isinstance(one, AutocastKwargs)), AutocastKwargs())
+    return Settings(
+        values=values,
+        sources=sources,
+        enabled=enabled,
+        cache_enabled=region.cache_enabled,
+        autocast_enabled=region.enabled,
+    )
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
+    for variable in environment:
+        if variable.startswith(PREFIX) and variable not in known and variable != CONFIG:
+            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
+            if near:
+                msg = f"the environment sets {variable}, which is no option; did you mean {near[0]}?"
+                raise ValueError(msg)
+    return [
+        (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
+    ]
+
+
+def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    if not environment.get(CONFIG):
+        return []
+    path = Path(environment[CONFIG])
+    if not path.is_file():
+        msg = f"{CONFIG}={path} is no file; give the path of a YAML file with AmpKwargs' options, or unset it"
+        raise FileNotFoundError(msg)
+    source = f"{CONFIG}={path}"
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(given, dict):
+        msg = f"{source} holds no mapping; write lines such as 'init_scale: 1024'"
+        raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
+    for name in given:
+        if name not in OPTIONS:
+            near = difflib.get_close_matches(str(name), OPTIONS, n=1, cutoff=0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            msg = f"{source}: unknown option {name!r}; allowed are {', '.join(OPTIONS)}{hint}"
+            raise ValueError(msg)
+    return [(source, {name: value for name, value in given.items() if value is not None})]
+
+
+def _checked(name: str, value: Any, source: str) -> Any:
+    """Return ``value`` as the option's type, from text too."""
+    if name == "rules":
+        return value if isinstance(value, OpRules) else _rules(value, source)
+    if name in _FLAGS:
+        words = {"1": True, "true": True, "yes": True, "on": True}
+        words |= {"0": False, "false": False, "no": False, "off": False}
+        parsed = words.get(str(value).lower())
+        return _require(parsed, name, value, source, "true or false")
+    if name in _CHOICES:
+        allowed = _CHOICES[name]
+        return _require(value if value in allowed else None, name, value, source, " or ".join(allowed))
+    number = _number(value)
+    if name in _WHOLE:
+        whole = int(number) if number is not None and number.is_integer() else None
+        return _require(whole, name, value, source, "a whole number")
+    return _require(number, name, value, source, "a number")
+
+
+def _require(parsed: Any, name: str, value: Any, source: str, allowed: str) -> Any:
+    if parsed is None:
+        msg = f"{name}={value!r} from {source} is not allowed; give {allowed}"
+        raise ValueError(msg)
+    return parsed
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _rules(path: Any, source: str) -> OpRules:
+    try:
+        return OpRules.from_yaml(path)
+    except (OSError, ValueError, TypeError) as error:
+        msg = f"rules={str(path)!r} from {source}: {error}"
+        raise ValueError(msg) from error

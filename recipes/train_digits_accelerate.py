@@ -1,0 +1,141 @@
+"""Train a digits classifier with Accelerate in fp16, bf16 or fp32.
+
+    accelerate launch --config_file configs/accelerate/cpu_fp16.yaml recipes/train_digits_accelerate.py
+    python recipes/train_digits_accelerate.py precision=fp16
+
+The same model, data and losses as ``train_digits.py``; the only lines about precision are the
+import and the construction of AmpAccelerator.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script: the recipes are a package
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from recipes.config import config_from_command_line
+from recipes.digits import DigitsNet, digits_loaders
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class LossScaleConfig:
+    """How the loss scale moves; fp16 only."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 40
+
+
+@dataclass
+class DigitsConfig:
+    """What a config of this recipe may set."""
+
+    name: str = "digits_accelerate"
+    precision: str | None = None
+    threads: int = 1
+    seed: int = 0
+    epochs: int = 20
+    batch_size: int = 64
+    accumulate: int = 1
+    learning_rate: float = 1e-2
+    weight_decay: float = 1e-2
+    clip_norm: float = 1.0
+    width: int = 16
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+
+def train(config: DigitsConfig) -> TrainingRecord:
+    """Train, test, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    torch.set_num_threads(config.threads)
+    accelerator = AmpAccelerator(
+        mixed_precision=config.precision,
+        gradient_accumulation_steps=config.accumulate,
+        dataloader_config=DataLoaderConfiguration(split_batches=True),
+        kwargs_handlers=[AmpKwargs(**asdict(config.loss_scale))],
+    )
+    set_seed(config.seed)
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = DigitsNet(config.width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=config.weight_decay)
+    steps = config.epochs * -(-len(loaders.train) // config.accumulate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, config.learning_rate, total_steps=steps)
+    model, optimizer, schedule, train_loader, validation, test = accelerator.prepare(
+        model, optimizer, schedule, loaders.train, loaders.validation, loaders.test
+    )
+    record = TrainingRecord(title=f"digits, {accelerator.mixed_precision} x {accelerator.num_processes}")
+    start = time.perf_counter()
+    for _ in range(config.epochs):
+        model.train()
+        for images, labels in train_loader:
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model(images), labels)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), config.clip_norm)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                result = accelerator.last_step(optimizer)
+                record.add_step(
+                    loss=float(accelerator.gather(loss.detach()).mean()),
+                    loss_scale=None if result is None else result.scale_before,
+                    skipped=result is not None and result.skipped,
+                )
+        record.add_accuracy(accuracy(accelerator, model, validation))
+    record.seconds = time.perf_counter() - start
+    record.final_loss_scale = accelerator.amp_metrics().get("loss_scale")
+    record.test_accuracy = accuracy(accelerator, model, test)
+    accelerator.end_training()
+    return record
+
+
+@torch.no_grad()
+def accuracy(accelerator: AmpAccelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
+    """Return the share of right answers, in [0, 1], over all processes.
+
+    Args:
+        accelerator: what prepared the model.
+        model: returns logits, ``[B, 10]``.
+        loader: prepared; yields images ``[B, 1, 8, 8]`` and labels ``[B]``.
+    """
+    model.eval()
+    right = [
+        accelerator.gather_for_metrics(model(images).argmax(dim=1) == labels) for images, labels in loader
+    ]
+    return float(torch.cat(right).double().mean())
+
+
+def main() -> None:
+    """Run the recipe from the command line."""
+    config = config_from_command_line(
+        DigitsConfig, default="configs/accelerate/digits.yaml", about=str(__doc__).splitlines()[0]
+    )
+    record = train(config)
+    if not AmpAccelerator().is_main_process:
+        return
+    record.print_table()
+    plot = Path(config.output) / config.name / "training.png"
+    record.save_plot(plot)
+    print(f"plot: {plot}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.state import AcceleratorState, GradientState
+
+from amp_plugin import set_default_rules
+from recipes import train_digits_accelerate
+from recipes.config import ROOT, ConfigError, load_config
+from recipes.train_digits_accelerate import DigitsConfig, LossScaleConfig, train
+
+LAUNCH_FILES = sorted(
+    path for path in (ROOT / "configs" / "accelerate").glob("*.yaml") if path.name != "digits.yaml"
+)
+RECIPE_CONFIG = ROOT / "configs" / "accelerate" / "digits.yaml"
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    threads = torch.get_num_threads()
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    set_default_rules(None)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated")
+@pytest.mark.parametrize(("precision", "accumulate"), [("fp16", 1), ("fp16", 2), ("bf16", 1)])
+def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate):
+    from recipes import train_digits
+
+    lightning = train_digits.train(
+        train_digits.DigitsConfig(
+            precision=train_digits.Precision(precision), accelerator="cpu", epochs=2, accumulate=accumulate
+        )
+    )
+    ours = train(DigitsConfig(precision=precision, epochs=2, accumulate=accumulate))
+    assert len(ours.losses) == 2 * -(-20 // accumulate)
+    unit = ours.losses[0] / lightning.losses[0]  # Lightning reports what it runs backward on
+    assert unit in {1, accumulate}
+    assert ours.losses == [loss * unit for loss in lightning.losses]
+    assert ours.loss_scales == lightning.loss_scales
+    assert ours.skipped == lightning.skipped
+    assert ours.final_loss_scale == lightning.final_loss_scale
+    for mine, theirs in zip(ours.accuracies, lightning.accuracies, strict=True):
+        assert mine == pytest.approx(theirs)
+    assert ours.test_accuracy == pytest.approx(lightning.test_accuracy)
+
+
+def test_a_high_first_scale_is_survived():
+    record = train(DigitsConfig(precision="fp16", epochs=1, loss_scale=LossScaleConfig(init_scale=2.0**24)))
+    assert record.skipped[:3] == [0, 1, 2]
+    assert record.losses[-1] < record.losses[0]
+
+
+def test_recipe_config_is_the_default_and_complete():
+    config = load_config(DigitsConfig, RECIPE_CONFIG)
+    assert config == DigitsConfig()
+    with pytest.raises(ConfigError, match="did you mean epochs"):
+        load_config(DigitsConfig, RECIPE_CONFIG, ["epoch=1"])
+
+
+def test_there_are_files_for_every_set_up():
+    assert [path.stem for path in LAUNCH_FILES] == [
+        "cpu_bf16_2_processes",
+        "cpu_fp16",
+        "gpu_bf16",
+        "gpu_ddp_fp16",
+        "gpu_fp16",
+        "gpu_fsdp2_bf16",
+    ]
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_accelerate_parses_each_launch_file(path):
+    config = load_config_from_file(str(path))
+    assert config.mixed_precision == ("fp16" if "fp16" in path.stem else "bf16")
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "script.py"])
+    checked, _, from_file = _validate_launch_command(arguments)
+    assert from_file
+    assert checked.mixed_precision == config.mixed_precision
+    assert checked.use_cpu == path.stem.startswith("cpu")
+    assert checked.num_processes == config.num_processes
+    assert checked.use_fsdp == ("fsdp2" in path.stem)
+    assert not checked.use_fsdp or checked.fsdp_version == 2
+
+
+@pytest.mark.parametrize("path", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_each_launch_file_says_how_to_use_it_and_explains_each_key(path):
+    lines = path.read_text().splitlines()
+    command = f"accelerate launch --config_file configs/accelerate/{path.name} recipes/"
+    assert any(command in line for line in lines)
+    for line in lines:
+        if not line.startswith("#") and not line.endswith("_config:"):
+            assert re.search(r":\s.*#\s\S", line), line
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize(("file", "title"), [("cpu_fp16", "fp16 x 1"), ("cpu_bf16_2_processes", "bf16 x 2")])
+def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
+    launch = [
+        *(str(Path(sys.executable).parent / "accelerate"), "launch"),
+        *("--config_file", str(ROOT / "configs" / "accelerate" / f"{file}.yaml")),
+        *(str(ROOT / "recipes" / "train_digits_accelerate.py"), "epochs=12", f"output={tmp_path}"),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        launch, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert title in done.stdout
+    accuracy = re.search(r"test accuracy\s*│\s*([\d.]+)%", done.stdout)
+    assert accuracy is not None, done.stdout
+    assert float(accuracy[1]) >= 97.0
+    assert done.stdout.count("test accuracy") == 1  # the main process alone reports
+    assert (tmp_path / "digits_accelerate" / "training.png").stat().st_size > 10_000
+
+
+def test_command_line_names_a_bad_key(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_digits_accelerate.py", "epoch=1"])
+    with pytest.raises(SystemExit) as stop:
+        train_digits_accelerate.main()
+    assert stop.value.code == 2
+    assert "did you mean epochs" in capsys.readouterr().err
