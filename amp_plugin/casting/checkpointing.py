@@ -40,12 +40,12 @@ def _open_regions() -> list[autocast]:
     if active.native_enter is None:
         return []
     devices = {number: name for name, number in active.DEVICE_NUMBERS.items()}
-    flat = torch.ops.amp_plugin._open_region_rules()
+    flat = torch.ops.amp_plugin._innermost_regions()
     copies = []
-    for number, rules in zip(flat[::2], flat[1::2], strict=True):
+    for number, rules, cache_enabled in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
         device = devices[number]
         dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        copy = autocast(device, dtype, enabled)
+        copy = autocast(device, dtype, enabled, bool(cache_enabled))
         copy._rules_number = rules
         copies.append(copy)
     return copies

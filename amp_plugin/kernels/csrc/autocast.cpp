@@ -432,7 +432,7 @@ TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def("_set_default_rules(str device, int number) -> ()", [](c10::string_view device, int64_t number) {
     set_default_rules(device_named(device), static_cast<int>(number));
   });
-  library.def("_open_region_rules() -> int[]", [] { return open_region_rules(); });
+  library.def("_innermost_regions() -> int[]", [] { return innermost_regions(); });
   library.def("_uninstall() -> ()", [] { Installation::get().uninstall(); });
   library.def("_installed(str device) -> str[]", [](c10::string_view device) {
     return Installation::get().installed(device_named(device));

@@ -171,14 +171,14 @@ void set_default_rules(c10::DeviceType device, int rules) {
   show_rules();
 }
 
-std::vector<int64_t> open_region_rules() {
-  std::vector<int64_t> pairs;
+std::vector<int64_t> innermost_regions() {
+  std::vector<int64_t> triples;
   for (const auto& region : open_regions) {
     if (innermost(region.device) == &region) {
-      pairs.insert(pairs.end(), {static_cast<int64_t>(region.device), region.rules});
+      triples.insert(triples.end(), {static_cast<int64_t>(region.device), region.rules, region.cache_enabled});
     }
   }
-  return pairs;
+  return triples;
 }
 
 void note_write(const at::Tensor& tensor) {

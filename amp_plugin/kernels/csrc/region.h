@@ -68,8 +68,9 @@ Plan plan_for(c10::DeviceType device);
 // Rules for autocast blocks outside our regions, per device; kNoRules for torch's kernels.
 void set_default_rules(c10::DeviceType device, int rules);
 
-// The innermost open region of each device in this thread: (device type, rules) pairs, flattened.
-std::vector<int64_t> open_region_rules();
+// The innermost open region of each device in this thread: (device type, rules, cache flag) triples,
+// flattened.
+std::vector<int64_t> innermost_regions();
 
 // An op in this thread wrote to `tensor`: casts kept of that memory are stale.
 void note_write(const at::Tensor& tensor);
