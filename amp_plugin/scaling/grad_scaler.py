@@ -134,6 +134,7 @@ class GradScaler(ScalerState, TorchInterface):
         """Set what a copy or a pickled scaler starts without."""
         self._registry = Registry(self._loss_scale)
         self._requested = False
+        self._skipped: Tensor | None = None
         self._floor: list[HostFlag] = []
         self._open_results: list[tuple[StepResult, LossScale]] = []
         self._last_backward: tuple[LossScale, int, Tensor] | None = None
@@ -368,11 +369,10 @@ class GradScaler(ScalerState, TorchInterface):
         Args:
             optimizer: The optimizer; None for all.
         """
-        records = (
-            [self._record(optimizer)] if optimizer is not None and self._enabled else list(self._registry)
-        )
-        own = sum(int(r.skipped.item()) for r in records if r.skipped is not None)
-        return own if optimizer is not None else own + self._skipped_before
+        if optimizer is None:
+            return self._skipped_before + (0 if self._skipped is None else int(self._skipped.item()))
+        record = self._registry.find(optimizer)
+        return 0 if record is None or record.skipped is None else int(record.skipped.item())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.

@@ -65,8 +65,7 @@ class ScalerState:
         ours = state_dict.get(_OUR_KEY, {})
         _restore(self._loss_scale, state_dict, ours.get("hysteresis_tracker"))
         self._skipped_before = int(ours.get("skipped_steps", 0))
-        for record in self._registry:
-            record.skipped = None
+        self._skipped = None
         saved = ours.get("losses", {})
         for name, one in self._loss_scales.items():
             if name in saved:
@@ -84,7 +83,7 @@ class ScalerState:
                 raise RuntimeError(msg)
         state = dict(self.__dict__)
         state["_skipped_before"] = self.skipped_steps() if self._enabled else 0
-        for name in ("_registry", "_requested", "_floor", "_last_backward", "_open_results", "_groups"):
+        for name in ("_registry", "_requested", "_floor", "_last_backward", "_open_results", "_groups", "_skipped"):
             state.pop(name, None)
         return state
 

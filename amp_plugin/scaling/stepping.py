@@ -137,7 +137,8 @@ def finish(
         known=known,
     )
     scaler._open_results.append((record.result, scales[0]))
-    record.skipped = found.clone() if record.skipped is None else record.skipped + found
+    record.skipped = found if record.skipped is None else record.skipped + found
+    scaler._skipped = found if scaler._skipped is None else scaler._skipped + found
     record.stage = OptState.STEPPED
     for one in record.sets:
         one.stepped(record.slot)
