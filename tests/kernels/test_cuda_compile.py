@@ -109,7 +109,9 @@ def test_build_ahead_fills_the_cache(cache, monkeypatch):
 def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     (tmp_path / "broken.cu").write_text("__global__ void broken( {")
     monkeypatch.setattr(cuda_compile, "SOURCES", tmp_path)
-    with pytest.raises(RuntimeError, match=r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"
+    ):
         compile_cubin(Kernel(name="broken"), "sm_90")
 
 
@@ -136,7 +138,7 @@ def test_loads_and_stores_are_sixteen_bytes_wide(name):
 
 
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():
-    with pytest.raises(RuntimeError, match="cannot compile update_scale.cu for sm_12: "):
+    with pytest.raises(RuntimeError, match=r"cannot compile update_scale\.cu for sm_12: "):
         compile_cubin(UPDATE_SCALE, "sm_12")
 
 

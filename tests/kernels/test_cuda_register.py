@@ -1,0 +1,113 @@
+"""Who serves CUDA tensors: our kernels, or plain torch with one warning."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from amp_plugin.kernels import ops, reference
+from amp_plugin.kernels.cuda import register
+from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
+
+
+@pytest.fixture
+def undecided(monkeypatch):
+    """A process in which no CUDA tensor has been seen, on a machine where cuda:0 exists."""
+    monkeypatch.setattr(register, "_operations", {})
+    monkeypatch.setattr(register, "_reasons", {})
+    monkeypatch.setattr(register, "_no_cuda", lambda: "")
+    monkeypatch.setattr(register, "_device_of", lambda _: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("AMP_PLUGIN_NATIVE", raising=False)
+
+
+def test_every_op_has_a_cuda_kernel():
+    assert set(register.OPS) == set(ops.SCHEMAS)
+    for name in register.OPS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_plugin::{name}", "CUDA")
+
+
+@pytest.mark.usefixtures("undecided")
+def test_without_cuda_core_plain_torch_trains_with_one_warning(monkeypatch):
+    monkeypatch.setitem(
+        sys.modules, "amp_plugin.kernels.cuda.launcher", None
+    )  # its import raises ImportError
+    with pytest.warns(
+        RuntimeWarning, match=r"plain torch takes over: .*pip install 'amp-plugin\[cuda\]'"
+    ) as seen:
+        for _ in range(3):
+            grads = [torch.full((5,), 4.0)]
+            norm, found_inf, _ = register._kernel("unscale_")(grads, torch.tensor(0.25), 2.0)
+            register._kernel("cast")(grads, [torch.empty(5, dtype=torch.float16)])
+    assert len(seen) == 1
+    assert (norm.item(), found_inf.item(), grads[0].tolist()) == (pytest.approx(5**0.5), 0.0, [1.0] * 5)
+    core = cuda_core()
+    assert not core.loaded
+    assert "install cuda-core" in core.reason
+
+
+@pytest.mark.usefixtures("undecided")
+def test_a_driver_that_fails_is_named(monkeypatch):
+    pytest.importorskip("cuda.core")
+    from amp_plugin.kernels.cuda import launcher
+
+    class Failing:
+        def __init__(self, device):
+            raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(launcher, "CudaLauncher", Failing)
+    with pytest.warns(
+        RuntimeWarning, match="not available on cuda:0, .* RuntimeError: the driver is too old"
+    ):
+        assert cuda_core(0) == CudaCore(loaded=False, reason="RuntimeError: the driver is too old")
+
+
+@pytest.mark.usefixtures("undecided")
+def test_native_code_turned_off_is_silent(monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cuda_core() == CudaCore(
+            loaded=False, reason="AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
+        )
+
+
+@pytest.mark.usefixtures("undecided")
+def test_the_kernels_of_a_device_are_loaded_once(monkeypatch):
+    loads = []
+    monkeypatch.setattr(register, "_load", lambda index: loads.append(index) or reference)
+    for name in ("norm_check", "norm_check", "multiply_"):
+        register._kernel(name)([torch.ones(2)], torch.tensor(0.5))
+    assert loads == [0]
+
+
+def test_the_device_is_that_of_the_scale_or_of_the_outputs():
+    class Stub(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda", 3)
+
+    on_three = torch.ones(1).as_subclass(Stub)
+    assert register._device_of(([], on_three, 2.0)) == 3
+    assert register._device_of(([on_three], [on_three])) == 3
+    assert register._device_of((on_three, on_three, on_three, on_three)) == 3
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+def test_a_machine_without_cuda_says_so():
+    core = cuda_core()
+    assert not core.loaded
+    assert "CUDA" in core.reason
+
+
+def test_registering_neither_starts_cuda_nor_loads_the_launcher():
+    code = (
+        "import sys, torch, amp_plugin.kernels.ops; "
+        "assert not torch.cuda.is_initialized(); "
+        "assert 'amp_plugin.kernels.cuda.launcher' not in sys.modules; "
+        "assert 'amp_plugin.kernels.cuda.compile' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
