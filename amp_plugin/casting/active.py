@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_plugin.casting.dynamo_frames import outside_dynamo
+from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules, argument_names, dispatcher_name, is_registered
 from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
@@ -62,6 +63,7 @@ def install() -> NativeCore:
                 watched = [dispatcher_name(op) for op in IN_PLACE_OPS if is_registered(op)]
                 torch.ops.amp_plugin._watch_writes(device_type, watched)
             _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
+            core.region.set_managed_test(is_managed_by_fsdp)
             native_enter, native_exit = core.region.enter, core.region.exit
         is_installed = True
     return core
@@ -110,6 +112,18 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
             _define(rules, len(_numbers) + 1)
             _numbers[rules] = len(_numbers) + 1
         return _numbers[rules]
+
+
+def rules_of(number: int) -> OpRules | None:
+    """Return the rule set that has a number; None for the default rules."""
+    return next((rules for rules, known in _numbers.items() if known == number), None)
+
+
+def has_region() -> bool:
+    """Say whether this thread has a region of ours open."""
+    if _torch_blocks():
+        return True
+    return native_enter is not None and bool(torch.ops.amp_plugin._innermost_regions())
 
 
 def _define(rules: OpRules, number: int) -> None:

@@ -48,6 +48,7 @@ KeptCasts& kept_casts() {
 }
 
 std::atomic<uint64_t> epoch{0};
+std::atomic<ManagedTest> managed_test{nullptr};
 
 // Asked through a template: torch before 2.13 has no such method, and then nothing is kept.
 template <typename Guard>
@@ -61,6 +62,8 @@ bool is_capturing(const Guard& guard, c10::DeviceType device) {
 
 }  // namespace
 
+void set_managed_test(ManagedTest test) { managed_test.store(test, std::memory_order_release); }
+
 bool may_cache(c10::DeviceType device) {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   if (included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::Tracer) ||
@@ -73,10 +76,26 @@ bool may_cache(c10::DeviceType device) {
   return guard != nullptr && !is_capturing(*guard, device);
 }
 
+// A tensor's answer never changes, so it is asked for once.
+bool is_managed(const at::Tensor& tensor) {
+  const ManagedTest test = managed_test.load(std::memory_order_acquire);
+  if (test == nullptr) return false;
+  thread_local std::unordered_map<const c10::TensorImpl*, std::pair<WeakTensor, bool>> answers;
+  const auto* impl = tensor.unsafeGetTensorImpl();
+  const auto known = answers.find(impl);
+  if (known != answers.end() && known->second.first._unsafe_get_target() == impl && !known->second.first.expired()) {
+    return known->second.second;
+  }
+  if (answers.size() > 65536) answers.clear();
+  const bool managed = test(tensor);
+  answers.insert_or_assign(impl, std::pair(WeakTensor(tensor.getIntrusivePtr()), managed));
+  return managed;
+}
+
 bool is_cacheable_weight(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::kFloat && tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() &&
       tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() && !tensor.is_inference() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) && !at::caching::is_cached_tensor(tensor);
+      !tensor.key_set().has(c10::DispatchKey::Python) && !at::caching::is_cached_tensor(tensor) && !is_managed(tensor);
 }
 
 at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {

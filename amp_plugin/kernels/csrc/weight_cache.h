@@ -10,8 +10,13 @@ namespace amp_plugin {
 // dispatch mode (proxy, fake), functorch, stream capture or inference mode must not outlive it.
 bool may_cache(c10::DeviceType device);
 
-// True for a tensor whose cast may be kept: an fp32 leaf that requires grad and is no view.
+// True for a tensor whose cast may be kept: an fp32 leaf that requires grad and is no view, in memory
+// that nobody refills.
 bool is_cacheable_weight(const at::Tensor& tensor);
+
+// Asks whether somebody refills a tensor's memory unseen, as FSDP does with its unsharded parameters.
+using ManagedTest = bool (*)(const at::Tensor& tensor);
+void set_managed_test(ManagedTest test);
 
 // The kept cast of a weight, or an undefined tensor if there is none that is still right.
 at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype);

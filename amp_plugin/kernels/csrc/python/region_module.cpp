@@ -4,11 +4,14 @@
 
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include <memory>
 
 #include "../kept_casts.h"
 #include "../region.h"
+#include "../weight_cache.h"
 
 namespace {
 
@@ -77,9 +80,31 @@ PyObject* kept_casts_counts(PyObject* /*module*/, PyObject* capsule) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* managed_test = nullptr;
+
+// FSDP2 shows plain leaf parameters whose memory it frees and refills with no version counter moving.
+bool is_managed_by_fsdp(const at::Tensor& tensor) {
+  const pybind11::gil_scoped_acquire gil;
+  PyObject* modules = PyImport_GetModuleDict();
+  if (PyDict_GetItemString(modules, "torch.distributed.fsdp") == nullptr || managed_test == nullptr) return false;
+  auto wrapped = THPObjectPtr(THPVariable_Wrap(tensor));
+  auto answer = THPObjectPtr(PyObject_CallOneArg(managed_test, wrapped.get()));
+  if (!answer) throw python_error();
+  return PyObject_IsTrue(answer.get()) == 1;
+}
+
+// set_managed_test(callable)
+PyObject* set_managed_test(PyObject* /*module*/, PyObject* callable) {
+  Py_INCREF(callable);
+  Py_XSETREF(managed_test, callable);
+  amp_plugin::set_managed_test(is_managed_by_fsdp);
+  Py_RETURN_NONE;
+}
+
 PyMethodDef kMethods[] = {
     {"enter", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter)), METH_FASTCALL, nullptr},
     {"exit", exit, METH_O, nullptr},
+    {"set_managed_test", set_managed_test, METH_O, nullptr},
     {"new_kept_casts", new_kept_casts, METH_NOARGS, nullptr},
     {"clear_kept_casts", clear_kept_casts, METH_O, nullptr},
     {"kept_casts_counts", kept_casts_counts, METH_O, nullptr},

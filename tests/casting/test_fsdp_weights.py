@@ -1,0 +1,61 @@
+"""Weights that FSDP2 refills are never kept: a forward after an update uses the new ones."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+pytestmark = [pytest.mark.dist, pytest.mark.native]
+
+
+def second_forward(rank: int, path: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    import amp_plugin
+    from amp_plugin.casting.cast_cache import CastCache
+
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    plain = [p.detach().clone() for p in model.parameters()]
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.randn(2, 8)
+    cache = CastCache()
+
+    def expected():
+        hidden = x.bfloat16() @ plain[0].bfloat16().t()
+        return hidden @ plain[1].bfloat16().t()
+
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16, cache=cache):
+        first = model(x)
+        assert torch.equal(first, expected())
+        assert torch.ops.amp_plugin._kept_cast_count() == 0
+        assert len(cache) == 0
+        first.float().sum().backward()
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), plain, strict=True):
+                # by a kernel that no hook of an optimizer announces
+                p.to_local().numpy()[:] *= 2
+                q *= 2
+        for layer in model:
+            layer.reshard()
+        assert torch.equal(model(x), expected())
+    dist.destroy_process_group()
+
+
+def test_second_forward_uses_the_new_weights(tmp_path):
+    context = torch.multiprocessing.get_context("spawn")
+    processes = [context.Process(target=second_forward, args=(r, str(tmp_path / "store"))) for r in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(90)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], sys.argv
