@@ -35,8 +35,8 @@ format: $(READY)
 	$(BIN)/clang-format -i $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 test-native: $(READY)
-	$(PYTEST) $(PARALLEL) -m "not dist and not slow"
-	$(PYTEST) -m "dist or slow"
+	$(PYTEST) $(PARALLEL) -m "not dist"
+	$(PYTEST) -m dist
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
