@@ -196,7 +196,7 @@ def test_threads_do_not_disturb_each_other():
                     moved = [g.clone() for g in grads]
                     if amp.norm_check(moved, torch.ones((), device="cuda"))[0].item() != want[seed]:
                         wrong.append(seed)
-        except Exception as error:  # a thread's exception would otherwise be lost
+        except RuntimeError as error:  # a thread's exception would otherwise be lost
             wrong.append(error)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
@@ -222,7 +222,7 @@ def test_more_than_two_to_the_31_elements():
     if torch.cuda.mem_get_info()[0] < 7 * numel:
         pytest.skip(f"needs {7 * numel // GIB} GiB of GPU memory")
     grad = torch.full((numel,), 2.0, dtype=torch.float16, device="cuda")
-    norm, found_inf, flags = amp.unscale_([torch.ones(3, device="cuda"), grad], scalar(0.5))
+    norm, found_inf, _ = amp.unscale_([torch.ones(3, device="cuda"), grad], scalar(0.5))
     torch.testing.assert_close(norm.double().item(), (0.75 + numel) ** 0.5, rtol=1e-6, atol=0.0)
     assert found_inf.item() == 0.0
     assert bool((grad == 1).all())
