@@ -2,7 +2,7 @@
 
 Every op takes all gradients of one optimizer on one device, dtypes mixed
 (float16, bfloat16, float32, float64, complex64, complex128), any strides, any
-sizes, empty ones included. Sparse gradients enter through their values, DTensors
+sizes, empty ones included; no lazily conjugated or negated ones. Sparse gradients enter through their values, DTensors
 through their local tensors; the callers see to that.
 
 ======================  ==========================  ===============  ==========

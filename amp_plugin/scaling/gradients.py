@@ -20,8 +20,6 @@ from amp_plugin.scaling.spread import Spread, local_gradient
 Measured = tuple[Tensor, Tensor, Tensor]
 """Norm, found_inf and flags, as the ops return them."""
 
-_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-
 
 class Group(NamedTuple):
     """Gradients that one kernel call takes.
@@ -146,8 +144,6 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
         return grad._values()
-    if grad.layout in _COMPRESSED:
-        return grad.values()
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
     return grad

@@ -63,7 +63,9 @@ class LossScale:
         value = self.require()
         version = 0 if value.is_inference() else value._version
         state = (self.generation, id(value), version)
-        if state != self._derived_from or capturing(value.device):  # a replayed graph must read the live scale
+        if state != self._derived_from or capturing(
+            value.device
+        ):  # a replayed graph must read the live scale
             self._derived, self._derived_from = {}, state
         return self._derived.get(key)
 

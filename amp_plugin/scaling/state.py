@@ -83,7 +83,15 @@ class ScalerState:
                 raise RuntimeError(msg)
         state = dict(self.__dict__)
         state["_skipped_before"] = self.skipped_steps() if self._enabled else 0
-        for name in ("_registry", "_requested", "_floor", "_last_backward", "_open_results", "_groups", "_skipped"):
+        for name in (
+            "_registry",
+            "_requested",
+            "_floor",
+            "_last_backward",
+            "_open_results",
+            "_groups",
+            "_skipped",
+        ):
             state.pop(name, None)
         return state
 

@@ -53,7 +53,9 @@ def test_equal_to_float64(norm_type, max_norm, target):
     assert_close([p.grad for p in model.params], model.clipped(max_norm, norm_type))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad]
+)
 @pytest.mark.parametrize("times", [1, 2])
 def test_folding_equals_clipping_in_place(optimizer, times):
     after = []
@@ -64,7 +66,9 @@ def test_folding_equals_clipping_in_place(optimizer, times):
             norm = model.scaler.clip_grad_norm_(model.optimizer, 1.0 / (i + 1), fold=fold)
         assert norm.item() == pytest.approx(model.norm() if times == 1 else 1.0, rel=1e-6)
         if fold:
-            assert model.params[0].grad.abs().max() > 1000.0, "gradients are still scaled before a folded step"
+            assert model.params[0].grad.abs().max() > 1000.0, (
+                "gradients are still scaled before a folded step"
+            )
         model.scaler.step(model.optimizer)
         after.append([*(p.detach() for p in model.params), *(p.grad for p in model.params)])
     assert_close(after[1], [x.double() for x in after[0]], rtol=3e-6)
@@ -158,7 +162,9 @@ def test_error_if_nonfinite():
     model = Model()
     model.backward()
     model.params[1].grad[3] = math.nan
-    with pytest.raises(RuntimeError, match="norm of order 2.0 for gradients is non-finite.*the step is skipped"):
+    with pytest.raises(
+        RuntimeError, match="norm of order 2.0 for gradients is non-finite.*the step is skipped"
+    ):
         model.scaler.clip_grad_norm_(model.optimizer, 1.0, error_if_nonfinite=True)
 
 
@@ -167,7 +173,9 @@ def test_parameters_of_an_unknown_optimizer_are_refused():
     model.backward()
     other = torch.nn.Parameter(torch.zeros(3))
     other.grad = torch.ones(3)
-    with pytest.raises(RuntimeError, match="1 of the parameters belong to no optimizer this scaler knows.*register"):
+    with pytest.raises(
+        RuntimeError, match="1 of the parameters belong to no optimizer this scaler knows.*register"
+    ):
         model.scaler.clip_grad_norm_([*model.params, other], 1.0)
 
 

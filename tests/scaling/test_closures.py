@@ -11,7 +11,9 @@ FORMS = ["positional", "keyword"]
 
 
 def call(scaler, optimizer, closure, form):
-    return scaler.step(optimizer, closure) if form == "positional" else scaler.step(optimizer, closure=closure)
+    return (
+        scaler.step(optimizer, closure) if form == "positional" else scaler.step(optimizer, closure=closure)
+    )
 
 
 class Sam(torch.optim.Optimizer):

@@ -75,13 +75,17 @@ class DeepSpeed(Apex):
         self.step += 1
 
 
-@pytest.mark.parametrize(("mode", "model"), [("apex", Apex), ("megatron", Megatron), ("deepspeed", DeepSpeed)])
+@pytest.mark.parametrize(
+    ("mode", "model"), [("apex", Apex), ("megatron", Megatron), ("deepspeed", DeepSpeed)]
+)
 @pytest.mark.parametrize("hysteresis", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(5))
 def test_hysteresis_as_published(mode, model, hysteresis, seed):
     chance = random.Random(seed)
     overflows = [chance.random() < 0.4 for _ in range(200)]
-    ours = DynamicLossScale(2.0**16, growth_interval=4, min_scale=0.25, hysteresis=hysteresis, hysteresis_mode=mode)
+    ours = DynamicLossScale(
+        2.0**16, growth_interval=4, min_scale=0.25, hysteresis=hysteresis, hysteresis_mode=mode
+    )
     theirs = model(2.0**16, 4, hysteresis, 0.25)
     expected = []
     for overflow in overflows:

@@ -95,7 +95,9 @@ def test_fabrics_guard_is_opened_and_closed(monkeypatch):
 
 def test_options_are_torchs():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    out = grad([(x * 2)], [x, y], scaler=GradScaler("cpu"), grad_outputs=[torch.full((2,), 3.0)], allow_unused=True)
+    out = grad(
+        [(x * 2)], [x, y], scaler=GradScaler("cpu"), grad_outputs=[torch.full((2,), 3.0)], allow_unused=True
+    )
     assert out[0].tolist() == [6.0, 6.0]
     assert out[1] is None
     with pytest.raises(ValueError, match="kind='l1' is not known; use 'l2' or 'wgan-gp'"):

@@ -24,7 +24,9 @@ def test_losses_and_scales_are_equal(training, dtype, fused, clip):
     assert all(map(torch.equal, ours[1], theirs[1]))
     scales = [scale for _, scale in ours[0]]
     if dtype is torch.float16:
-        assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), "no overflow: the test shows too little"
+        assert any(b < a for a, b in zip(scales, scales[1:], strict=False)), (
+            "no overflow: the test shows too little"
+        )
 
 
 def test_the_fallback_trains_the_same(training, monkeypatch):
@@ -39,7 +41,9 @@ def test_every_public_method_of_torch_is_here():
     assert public <= set(dir(GradScaler))
     for name in public:
         theirs = inspect.signature(getattr(torch.amp.GradScaler, name)).parameters
-        assert list(theirs) == list(inspect.signature(getattr(GradScaler, name)).parameters)[: len(theirs)], name
+        assert list(theirs) == list(inspect.signature(getattr(GradScaler, name)).parameters)[: len(theirs)], (
+            name
+        )
     assert isinstance(GradScaler("cpu"), torch.amp.GradScaler)
 
 
@@ -90,7 +94,9 @@ def test_fp16_parameters_are_named():
     scaler = GradScaler("cpu", init_scale=4.0)
     scaler.register(optimizer, names={"head.weight": param})
     scaler.scale((param * 2).sum()).backward()
-    with pytest.raises(ValueError, match="FP16 gradients. Parameter 'head.weight' is float16: keep parameters in"):
+    with pytest.raises(
+        ValueError, match="FP16 gradients. Parameter 'head.weight' is float16: keep parameters in"
+    ):
         scaler.unscale_(optimizer)
 
 
@@ -119,7 +125,11 @@ def test_getters_and_setters():
         scaler.set_growth_factor(3.0)
         scaler.set_backoff_factor(0.25)
         scaler.set_growth_interval(5)
-        assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (3.0, 0.25, 5)
+        assert (scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()) == (
+            3.0,
+            0.25,
+            5,
+        )
     with pytest.raises(ValueError, match="growth factor must be > 1.0"):
         scaler.set_growth_factor(0.5)
     constant = GradScaler("cpu", dynamic=False)

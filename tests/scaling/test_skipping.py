@@ -81,7 +81,11 @@ def test_each_optimizer_decides_for_itself(weights, fused):
     scaler.update()
     assert (a.value, b.value) == (0.0, -5.0)
     assert scaler.get_scale() == 4.0
-    assert (scaler.skipped_steps(), scaler.skipped_steps(a.optimizer), scaler.skipped_steps(b.optimizer)) == (1, 1, 0)
+    assert (scaler.skipped_steps(), scaler.skipped_steps(a.optimizer), scaler.skipped_steps(b.optimizer)) == (
+        1,
+        1,
+        0,
+    )
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -26,7 +26,9 @@ def test_torchs_keys_and_numbers(weights):
     assert ours["amp_plugin"] == {"hysteresis_tracker": 1, "skipped_steps": 1, "losses": {}}
 
 
-@pytest.mark.parametrize(("source", "target"), [(GradScaler, torch.amp.GradScaler), (torch.amp.GradScaler, GradScaler)])
+@pytest.mark.parametrize(
+    ("source", "target"), [(GradScaler, torch.amp.GradScaler), (torch.amp.GradScaler, GradScaler)]
+)
 @pytest.mark.parametrize("started", [False, True])
 def test_both_ways(source, target, started, weights):
     state = used(source, weights).state_dict()
@@ -65,7 +67,9 @@ def test_empty_and_foreign_states_warn_and_change_nothing(weights):
     with pytest.warns(UserWarning, match="empty, possibly because it was saved from a disabled instance"):
         scaler.load_state_dict({})
     apex = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
-    with pytest.warns(UserWarning, match="holds 'loss_scaler0', which is not a GradScaler's.*Set one with update"):
+    with pytest.warns(
+        UserWarning, match="holds 'loss_scaler0', which is not a GradScaler's.*Set one with update"
+    ):
         scaler.load_state_dict(apex)
     assert scaler.state_dict() == before
 

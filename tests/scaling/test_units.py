@@ -444,7 +444,9 @@ def test_each_loss_has_its_scale(weights):
         scaler.step(one.optimizer)
         scaler.update()
     assert one.value == -7.0
-    with pytest.raises(ValueError, match="loss 'other' is not known; the constructor's losses= named: penalty"):
+    with pytest.raises(
+        ValueError, match="loss 'other' is not known; the constructor's losses= named: penalty"
+    ):
         scaler.scale(one.loss(), name="other")
 
 

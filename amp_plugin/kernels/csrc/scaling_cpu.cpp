@@ -3,9 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/view_as_real.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -49,12 +46,9 @@ bool takes_extreme(double p) {
 
 // The square of an element may leave float32's range although the element and the norm do not.
 template <typename T>
-double checked_power(Partial& partial, const T* data, int64_t count) {
+bool is_exact(double sum_of_squares) {
   constexpr double kSmallest = 1e-26;  // below it, squares lost to underflow would show
-  if (std::is_same_v<T, double> || (partial.power >= kSmallest && std::isfinite(partial.power))) {
-    return partial.power;
-  }
-  return sum_of_squares(data, count);
+  return std::is_same_v<T, double> || (sum_of_squares >= kSmallest && std::isfinite(sum_of_squares));
 }
 
 template <typename T, Norm norm, bool write>
@@ -68,10 +62,9 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
   } else {
     Partial partial = run_chunk<T, norm, write>(values, count, static_cast<Wide<T>>(factor));
     if constexpr (norm == Norm::two) {
-      if (partial.flags == 0) {
+      if (partial.flags == 0 && !is_exact<T>(partial.power)) {
         // After a write the data are multiplied already: undo that in the power.
-        const double power = checked_power(partial, values, count);
-        partial.power = write && power != partial.power ? power / (factor * factor) : power;
+        partial.power = sum_of_squares(values, count) / (write ? factor * factor : 1.0);
       }
     }
     return partial;
@@ -139,11 +132,10 @@ class Flattened {
                   grad.device(), ".");
       TORCH_CHECK(grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
                   "; pass the values of sparse gradients.");
-      const bool dense = grad.is_non_overlapping_and_dense() && !grad.is_conj() && !grad.is_neg();
-      if (dense) {
+      if (grad.is_non_overlapping_and_dense()) {
         flat_.push_back(grad.unsafeGetTensorImpl());
       } else {
-        copies_.emplace_back(grad, grad.resolve_conj().resolve_neg().contiguous().clone());
+        copies_.emplace_back(grad, grad.contiguous());
         flat_.push_back(copies_.back().second.unsafeGetTensorImpl());
       }
     }

@@ -1,0 +1,157 @@
+"""Gradients of every kind are found, and seen again for what they are."""
+
+import gc
+import math
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from amp_plugin.kernels.build import native_core
+from amp_plugin.scaling.gradients import GradientLedger, group_gradients, make_ledger
+
+
+@pytest.fixture(params=["native", "python"])
+def ledger_of(request):
+    if request.param == "python":
+        return GradientLedger
+    if not native_core().loaded:
+        pytest.skip(native_core().reason)
+    return make_ledger
+
+
+def some_params(count=3):
+    return [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
+
+
+def test_a_ledger_sees_writes_and_replacements(ledger_of):
+    params = some_params()
+    ledger = ledger_of(params)
+    assert (ledger.count(), ledger.compare(1)) == (0, 0)
+    params[1].grad = torch.ones(4)
+    assert (ledger.count(), ledger.compare(1)) == (1, 2), "never remembered: new"
+    ledger.remember(1)
+    assert ledger.compare(1) == 0
+    params[1].grad.mul_(2)
+    assert ledger.compare(1) == 1
+    assert ledger.compare(2) == 2, "slots know nothing of each other"
+    params[2].grad = torch.ones(4)
+    assert ledger.compare(1) == 2
+    ledger.remember(1)
+    params[1].grad = None
+    assert ledger.compare(1) == 0, "a gradient that is gone has not changed"
+    ledger.forget(1)
+    assert ledger.compare(1) == 2
+
+
+def test_a_new_gradient_at_an_old_address_is_new(ledger_of):
+    """What an allocator gives back looks the same in all but identity."""
+    params = some_params(1)
+    ledger = ledger_of(params)
+    for _ in range(20):
+        params[0].grad = torch.ones(4)
+        assert ledger.compare(1) == 2
+        ledger.remember(1)
+        params[0].grad = None
+        gc.collect()
+
+
+def test_a_ledger_keeps_no_gradient_alive(ledger_of):
+    params = some_params(1)
+    ledger = ledger_of(params)
+    params[0].grad = torch.ones(4)
+    reference = torch._C._WeakTensorRef(params[0].grad)
+    ledger.remember(1)
+    params[0].grad = None
+    assert reference.expired()
+
+
+def test_inference_tensors_have_no_version(ledger_of):
+    with torch.inference_mode():
+        param = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        param.grad = torch.ones(2)
+    ledger = ledger_of([param])
+    ledger.remember(1)
+    assert ledger.compare(1) == 0
+
+
+def test_groups_by_device_and_kind():
+    params = some_params(6)
+    params[0].grad = torch.ones(4)
+    params[2].grad = torch.ones(4).to_sparse()
+    params[3].grad = torch.ones(4)
+    params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
+    (group,) = group_gradients(params)
+    assert group.positions == [0, 2, 3, 4]
+    norm, found, flags = group.norm_check(torch.tensor(1.0), 2.0)
+    assert norm.item() == pytest.approx(math.sqrt(4 + 4 + 4 + 49))
+    assert (found.item(), flags.tolist()) == (0.0, [0] * 4)
+    assert params[4].grad.is_coalesced()
+
+
+def train(param, gradient, **options):
+    """Set a scaled gradient by hand and step once with SGD."""
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0, **options)
+    scaler.scale(torch.ones(()))
+    param.grad = gradient
+    scaler.step(optimizer)
+    return scaler.last_step(optimizer)
+
+
+@pytest.mark.parametrize("poison", [0.0, math.inf])
+def test_sparse(poison):
+    dense = torch.eye(4) * 16.0
+    dense[2, 2] += poison
+    param = torch.nn.Parameter(torch.zeros(4, 4))
+    result = train(param, dense.to_sparse())
+    assert result.skipped == (poison > 0)
+    assert param[1, 1].item() == (0.0 if poison else -2.0)
+    if not poison:
+        assert result.norm.item() == pytest.approx(4.0)
+
+
+def test_sparse_float16_duplicates_that_overflow_together():
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    values = torch.tensor([60000.0, 60000.0], dtype=torch.float16)
+    result = train(
+        param, torch.sparse_coo_tensor([[1, 1]], values, (4,), check_invariants=True), fp16_gradients=True
+    )
+    assert result.skipped
+
+
+@pytest.mark.parametrize("lazy", ["conj", "neg"])
+def test_lazily_conjugated_and_negated(lazy):
+    base = torch.randn(40, dtype=torch.complex64)
+    grad = base.conj() if lazy == "conj" else base.conj().imag
+    right = -grad.clone().resolve_conj().resolve_neg() / 8.0
+    param = torch.nn.Parameter(torch.zeros(40, dtype=grad.dtype))
+    train(param, grad)
+    assert torch.equal(param.detach(), right)
+
+
+def test_float8():
+    param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float8_e5m2), requires_grad=False)
+    param.grad = torch.full((4,), 16.0).to(torch.float8_e5m2)
+    (group,) = group_gradients([param])
+    assert group.unscale_(torch.tensor(0.125), 2.0)[0].item() == pytest.approx(4.0)
+    assert param.grad.float().tolist() == [2.0] * 4
+    assert group.multiply_(torch.tensor(2.0**20)).item() == 0.0
+    assert param.grad.float().isinf().all()
+    assert group.norm_check(torch.tensor(1.0), 2.0)[1].item() == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
+def test_dtypes(dtype):
+    param = torch.nn.Parameter(torch.zeros(5, dtype=dtype))
+    train(param, torch.full((5,), 24.0, dtype=dtype))
+    assert torch.equal(param.detach(), torch.full((5,), -3.0, dtype=dtype))
+
+
+def test_a_subclass_of_tensor():
+    class Tagged(torch.Tensor):
+        pass
+
+    param = torch.nn.Parameter(torch.zeros(5))
+    train(param, torch.full((5,), 24.0).as_subclass(Tagged))
+    assert torch.equal(param.detach(), torch.full((5,), -3.0))
