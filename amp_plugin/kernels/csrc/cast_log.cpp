@@ -1,11 +1,14 @@
 #include "cast_log.h"
 
+#include <c10/core/ScalarType.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <cstdint>
 #include <mutex>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace amp_plugin {
@@ -14,14 +17,11 @@ std::atomic<bool> cast_log_on{false};
 
 namespace {
 
-// One cast is one op name and kFields numbers: argument, from, to, elements, cached, needs grad and
-// leaf (a weight), scope (the module that runs), identity of the tensor.
-constexpr size_t kFields = 8;
-
+// Of each cast: the op, its device, dtype before, dtype after; then the numbers below.
 struct Log {
   std::mutex mutex;
-  std::vector<std::string> ops;
-  std::vector<int64_t> fields;
+  std::vector<std::string> texts;
+  std::vector<int64_t> numbers;
 };
 
 Log& the_log() {
@@ -31,33 +31,41 @@ Log& the_log() {
 
 thread_local int64_t scope = -1;
 
+// Compilers trace with fake tensors: such a cast is part of a graph, it does not happen now.
+bool is_traced() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  return Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
+}
+
 }  // namespace
 
-void log_cast(const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached) {
+void log_cast(
+    const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached) {
+  if (is_traced()) return;
+  const c10::ScalarType before = from.scalar_type();
+  const int64_t elements = from.sym_numel().maybe_as_int().value_or(0);
+  const auto bytes = static_cast<int64_t>(c10::elementSize(before) + c10::elementSize(to)) * elements;
   auto& log = the_log();
   const std::lock_guard lock(log.mutex);
-  log.ops.push_back(op.overload_name.empty() ? op.name : op.name + "." + op.overload_name);
-  const bool weight = from.is_leaf() && from.requires_grad();
-  log.fields.insert(
-      log.fields.end(),
-      {static_cast<int64_t>(argument), static_cast<int64_t>(from.scalar_type()), static_cast<int64_t>(to),
-       from.numel(), cached, weight, scope, reinterpret_cast<int64_t>(from.unsafeGetTensorImpl())});
+  log.texts.insert(
+      log.texts.end(),
+      {op.name + "." + (op.overload_name.empty() ? "default" : op.overload_name),
+       c10::DeviceTypeName(from.device().type(), /*lower_case=*/true), c10::toString(before),
+       c10::toString(to)});
+  log.numbers.insert(
+      log.numbers.end(),
+      {static_cast<int64_t>(argument), elements, cached ? 0 : bytes, cached, from.is_leaf(),
+       from.requires_grad(), scope, reinterpret_cast<int64_t>(from.unsafeGetTensorImpl())});
 }
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_log_casts(bool on) -> ()", [](bool on) { cast_log_on.store(on); });
-  library.def("_cast_log_scope(int scope) -> int", [](int64_t wanted) {
-    const int64_t previous = scope;
-    scope = wanted;
-    return previous;
-  });
-  library.def("_take_cast_log() -> (str[] ops, int[] fields)", []() {
+  library.def("_log_casts(bool on) -> bool", [](bool on) { return cast_log_on.exchange(on); });
+  library.def(
+      "_cast_log_scope(int scope) -> int", [](int64_t wanted) { return std::exchange(scope, wanted); });
+  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", []() {
     auto& log = the_log();
     const std::lock_guard lock(log.mutex);
-    std::tuple<std::vector<std::string>, std::vector<int64_t>> taken{std::move(log.ops), std::move(log.fields)};
-    log.ops.clear();
-    log.fields.clear();
-    return taken;
+    return std::make_tuple(std::exchange(log.texts, {}), std::exchange(log.numbers, {}));
   });
 }
 

@@ -12,6 +12,7 @@ extern std::atomic<bool> cast_log_on;
 
 inline bool is_logging_casts() { return cast_log_on.load(std::memory_order_relaxed); }
 
-void log_cast(const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached);
+void log_cast(
+    const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached);
 
 }  // namespace amp_plugin

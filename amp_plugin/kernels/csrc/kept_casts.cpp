@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "cast_log.h"
 #include "weight_cache.h"
 
 namespace amp_plugin {
@@ -131,6 +132,7 @@ void KeptCasts::refresh_stale() {
     refreshed.push_back(&kept);
     kept.epoch = weights_epoch();
     kept.version = weight.unsafeGetTensorImpl()->version_counter().current_version();
+    if (is_logging_casts()) log_cast({"amp_plugin::cast", ""}, 0, weight, key.second, /*cached=*/false);
   }
   cast_all(weights, buffers);
   casts_ += static_cast<int64_t>(weights.size());
