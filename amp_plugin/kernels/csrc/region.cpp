@@ -39,11 +39,12 @@ constexpr c10::DeviceType kRulesSlot = c10::DeviceType::MAIA;
 constexpr c10::ScalarType kUnusedDtype = c10::kBFloat16;  // what the slot holds in a fresh thread
 
 constexpr std::array kDtypes = {
-    c10::kByte,     c10::kChar,       c10::kShort,        c10::kInt,           c10::kLong,   c10::kHalf,
-    c10::kFloat,    c10::kDouble,     c10::kComplexHalf,  c10::kComplexFloat,  c10::kComplexDouble,
-    c10::kBool,     c10::kQInt8,      c10::kQUInt8,       c10::kQInt32,
-    c10::kQUInt4x2, c10::kQUInt2x4,   c10::kFloat8_e5m2,  c10::kFloat8_e4m3fn, c10::kFloat8_e5m2fnuz,
-    c10::kUInt16,   c10::kUInt32,     c10::kUInt64,       c10::kFloat8_e4m3fnuz,
+    c10::kByte,        c10::kChar,         c10::kShort,         c10::kInt,
+    c10::kLong,        c10::kHalf,         c10::kFloat,         c10::kDouble,
+    c10::kComplexHalf, c10::kComplexFloat, c10::kComplexDouble, c10::kBool,
+    c10::kQInt8,       c10::kQUInt8,       c10::kQInt32,        c10::kQUInt4x2,
+    c10::kQUInt2x4,    c10::kFloat8_e5m2,  c10::kFloat8_e4m3fn, c10::kFloat8_e5m2fnuz,
+    c10::kUInt16,      c10::kUInt32,       c10::kUInt64,        c10::kFloat8_e4m3fnuz,
 };
 
 // The rules of the CPU and of the accelerator, both of which a compiled graph may depend on.
@@ -89,7 +90,8 @@ int default_rules_of(c10::DeviceType device) {
 // Shows the rules now in force in this thread to whoever looks at torch's autocast state.
 void show_rules() {
   RulesPair rules{0, 0};
-  for (const auto device : {c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::MPS}) {
+  for (const auto device :
+       {c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::MPS}) {
     const Region* region = innermost(device);
     const int number = std::max(region == nullptr ? default_rules_of(device) : region->rules, 0);
     if (number > 0) (device == c10::DeviceType::CPU ? rules.first : rules.second) = number;
@@ -157,7 +159,8 @@ Plan plan_for(c10::DeviceType device) {
     if (region->graph_task == graph_task) return {Course::kFollowRules, region->rules, region};
     // Opened outside the backward pass that runs now. A torch.autocast block opened inside it
     // (checkpoint's recomputation) is followed; else the backward pass is not autocast.
-    if (current_nesting() > open_regions.back().nesting) return {Course::kFollowRules, region->rules, nullptr};
+    if (current_nesting() > open_regions.back().nesting)
+      return {Course::kFollowRules, region->rules, nullptr};
     return {Course::kLeaveAsIs, kNoRules, nullptr};
   }
   // A thread of autograd's inherits the state of a region it did not open.
@@ -175,7 +178,8 @@ std::vector<int64_t> innermost_regions() {
   std::vector<int64_t> triples;
   for (const auto& region : open_regions) {
     if (innermost(region.device) == &region) {
-      triples.insert(triples.end(), {static_cast<int64_t>(region.device), region.rules, region.cache_enabled});
+      triples.insert(
+          triples.end(), {static_cast<int64_t>(region.device), region.rules, region.cache_enabled});
     }
   }
   return triples;

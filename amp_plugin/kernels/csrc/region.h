@@ -30,7 +30,7 @@ struct Region {
   const void* owner;
   c10::DeviceType device;
   int rules;
-  int nesting;     // torch's autocast nesting level inside this region
+  int nesting;  // torch's autocast nesting level inside this region
   int graph_task;  // the backward pass it was opened in, -1 for none
   bool cache_enabled;
   std::shared_ptr<KeptCasts> kept;
@@ -45,9 +45,9 @@ struct Region {
 
 // What an op reached through an autocast key is to do.
 enum class Course {
-  kFollowRules,    // cast by our rules
-  kTorchKernel,    // nothing of ours is active: call torch's own kernel
-  kLeaveAsIs,      // a backward pass inside a region opened outside it: cast nothing
+  kFollowRules,  // cast by our rules
+  kTorchKernel,  // nothing of ours is active: call torch's own kernel
+  kLeaveAsIs,  // a backward pass inside a region opened outside it: cast nothing
 };
 
 struct Plan {

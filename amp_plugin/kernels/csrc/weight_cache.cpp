@@ -66,9 +66,9 @@ void set_managed_test(ManagedTest test) { managed_test.store(test, std::memory_o
 
 bool may_cache(c10::DeviceType device) {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
-  if (included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) || included.has(c10::DispatchKey::Tracer) ||
-      included.has(c10::DispatchKey::Functionalize) || c10::InferenceMode::is_enabled() ||
-      c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+  if (included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+      included.has(c10::DispatchKey::Tracer) || included.has(c10::DispatchKey::Functionalize) ||
+      c10::InferenceMode::is_enabled() || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
     return false;
   }
   if (device == c10::DeviceType::CPU) return true;
@@ -83,7 +83,8 @@ bool is_managed(const at::Tensor& tensor) {
   thread_local std::unordered_map<const c10::TensorImpl*, std::pair<WeakTensor, bool>> answers;
   const auto* impl = tensor.unsafeGetTensorImpl();
   const auto known = answers.find(impl);
-  if (known != answers.end() && known->second.first._unsafe_get_target() == impl && !known->second.first.expired()) {
+  if (known != answers.end() && known->second.first._unsafe_get_target() == impl &&
+      !known->second.first.expired()) {
     return known->second.second;
   }
   if (answers.size() > 65536) answers.clear();
@@ -93,9 +94,10 @@ bool is_managed(const at::Tensor& tensor) {
 }
 
 bool is_cacheable_weight(const at::Tensor& tensor) {
-  return tensor.scalar_type() == c10::kFloat && tensor.requires_grad() && tensor.is_leaf() && !tensor.is_view() &&
-      tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() && !tensor.is_inference() &&
-      !tensor.key_set().has(c10::DispatchKey::Python) && !at::caching::is_cached_tensor(tensor) && !is_managed(tensor);
+  return tensor.scalar_type() == c10::kFloat && tensor.requires_grad() && tensor.is_leaf() &&
+      !tensor.is_view() && tensor.layout() == c10::kStrided && !tensor.is_nested() && tensor.has_storage() &&
+      !tensor.is_inference() && !tensor.key_set().has(c10::DispatchKey::Python) &&
+      !at::caching::is_cached_tensor(tensor) && !is_managed(tensor);
 }
 
 at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
@@ -114,15 +116,16 @@ void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
     return kept.cast.scalar_type() == cast.scalar_type() || !is_current(kept, weight);
   };
   entries.erase(std::remove_if(entries.begin(), entries.end(), replaced), entries.end());
-  entries.push_back(KeptCast{
-      .weight = WeakTensor(weight.getIntrusivePtr()),
-      .storage = weight.storage().getWeakStorageImpl(),
-      .offset = weight.storage_offset(),
-      .version = weight.unsafeGetTensorImpl()->version_counter().current_version(),
-      .epoch = weights_epoch(),
-      .strides = c10::SmallVector<int64_t, 4>(weight.strides().begin(), weight.strides().end()),
-      .cast = cast,
-  });
+  entries.push_back(
+      KeptCast{
+          .weight = WeakTensor(weight.getIntrusivePtr()),
+          .storage = weight.storage().getWeakStorageImpl(),
+          .offset = weight.storage_offset(),
+          .version = weight.unsafeGetTensorImpl()->version_counter().current_version(),
+          .epoch = weights_epoch(),
+          .strides = c10::SmallVector<int64_t, 4>(weight.strides().begin(), weight.strides().end()),
+          .cast = cast,
+      });
 }
 
 void clear_weight_cache() {

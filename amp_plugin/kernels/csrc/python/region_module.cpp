@@ -1,7 +1,6 @@
 // Python's way in and out of a region; all else is reached through torch.ops.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
-
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -86,7 +85,8 @@ PyObject* managed_test = nullptr;
 bool is_managed_by_fsdp(const at::Tensor& tensor) {
   const pybind11::gil_scoped_acquire gil;
   PyObject* modules = PyImport_GetModuleDict();
-  if (PyDict_GetItemString(modules, "torch.distributed.fsdp") == nullptr || managed_test == nullptr) return false;
+  if (PyDict_GetItemString(modules, "torch.distributed.fsdp") == nullptr || managed_test == nullptr)
+    return false;
   auto wrapped = THPObjectPtr(THPVariable_Wrap(tensor));
   auto answer = THPObjectPtr(PyObject_CallOneArg(managed_test, wrapped.get()));
   if (!answer) throw python_error();

@@ -1,0 +1,272 @@
+#include "autocast_kernel.h"
+
+#include <ATen/ops/_to_copy_ops.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+
+#include "cast_log.h"
+#include "kept_casts.h"
+#include "weight_cache.h"
+
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}
+
+namespace amp_plugin {
+
+using c10::DeviceType;
+using c10::DispatchKey;
+using c10::IValue;
+using c10::OperatorHandle;
+using c10::ScalarType;
+using torch::jit::Stack;
+
+// The call being autocast.
+struct Call {
+  const OperatorHandle& op;
+  DeviceType device;
+  const Plan& plan;
+  uint64_t keep;  // bit i: argument i is never cast
+  Stack* stack;
+  size_t base;  // position of argument 0 on the stack
+  IValue& argument(size_t index) const { return (*stack)[base + index]; }
+  bool casts(size_t index) const { return index >= 56 || ((keep >> index) & 1) == 0; }
+};
+
+namespace {
+
+constexpr const char* kBannedBinaryCrossEntropy =
+    "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast.\n"
+    "Many models use a sigmoid layer right before the binary cross entropy layer.\n"
+    "In this case, combine the two layers using torch.nn.functional.binary_cross_entropy_with_logits\n"
+    "or torch.nn.BCEWithLogitsLoss.  binary_cross_entropy_with_logits and BCEWithLogits are\n"
+    "safe to autocast.";
+
+bool is_on(const at::Tensor& tensor, DeviceType device) {
+  switch (device) {
+    case DeviceType::CPU: return tensor.is_cpu() || tensor.is_mkldnn();
+    case DeviceType::CUDA: return tensor.is_cuda() || tensor.is_xla();
+    case DeviceType::XPU: return tensor.is_xpu();
+    default: return tensor.is_mps();
+  }
+}
+
+// A plain cast, below autocast: the caller has excluded the key.
+at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
+  return at::_ops::_to_copy::call(
+      tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
+}
+
+at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
+  at::Tensor cast = find_cast(weight, dtype);
+  cached = cast.defined();
+  if (cached) return cast;
+  // Built with grad even under no_grad, so that a later use in this region can differentiate it.
+  const c10::AutoGradMode with_grad(true);
+  cast = call.plan.region->kept ? call.plan.region->kept->cast(weight, dtype, cached)
+                                : cast_tensor(weight, dtype);
+  cached |= call.plan.region->kept != nullptr;  // the refresh of its buffers is logged by itself
+  keep_cast(weight, cast);
+  return cast;
+}
+
+at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
+  const auto* region = call.plan.region;
+  bool cached = false;
+  at::Tensor cast;
+  if (region != nullptr && region->cache_enabled && is_cacheable_weight(tensor) &&
+      dtype == at::autocast::get_autocast_dtype(call.device) && may_cache(call.device)) {
+    cast = cast_weight(tensor, dtype, call, cached);
+  } else {
+    cast = cast_tensor(tensor, dtype);
+  }
+  if (is_logging_casts()) log_cast(call.op.operator_name(), index, tensor, dtype, cached);
+  return cast;
+}
+
+bool needs_cast(const IValue& value, ScalarType dtype, DeviceType device) {
+  if (!value.isTensor()) return false;
+  const at::Tensor& tensor = value.toTensor();
+  return is_eligible(tensor, device) && tensor.scalar_type() != dtype;
+}
+
+// Tensor[] and Tensor?[]: a new list, only where something is cast.
+void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) {
+  const c10::ArrayRef<IValue> given = value.toListRef();
+  const auto needed = [&](const IValue& each) { return needs_cast(each, dtype, call.device); };
+  if (std::none_of(given.begin(), given.end(), needed)) return;
+  c10::impl::GenericList result(value.toList().elementType());
+  result.reserve(given.size());
+  for (const IValue& each : given) {
+    result.push_back(needed(each) ? IValue(cast_argument(each.toTensor(), dtype, index, call)) : each);
+  }
+  value = IValue(std::move(result));
+}
+
+template <typename Visit>
+void for_each_tensor(const Call& call, const std::vector<size_t>& arguments, const Visit& visit) {
+  for (const size_t index : arguments) {
+    const IValue& value = call.argument(index);
+    if (value.isTensor()) {
+      visit(value.toTensor());
+    } else if (value.isList()) {
+      for (const IValue& each : value.toListRef()) {
+        if (each.isTensor()) visit(each.toTensor());
+      }
+    }
+  }
+}
+
+void cast_arguments(const Call& call, const std::vector<size_t>& arguments, ScalarType dtype) {
+  for (const size_t index : arguments) {
+    if (!call.casts(index)) continue;
+    IValue& value = call.argument(index);
+    if (needs_cast(value, dtype, call.device)) {
+      value = cast_argument(value.toTensor(), dtype, index, call);
+    } else if (value.isList()) {
+      cast_list(value, dtype, index, call);
+    }
+  }
+}
+
+// fp32 if the eligible arguments differ, else their dtype. torch starts from the region's dtype and
+// raises on another half type; mixed half types have fp32 as their only common dtype.
+ScalarType widest_dtype(const Call& call, const std::vector<size_t>& arguments, ScalarType lower) {
+  ScalarType widest = ScalarType::Undefined;
+  for_each_tensor(call, arguments, [&](const at::Tensor& tensor) {
+    if (!is_eligible(tensor, call.device)) return;
+    const ScalarType dtype = tensor.scalar_type();
+    widest = widest == ScalarType::Undefined || widest == dtype ? dtype : ScalarType::Float;
+  });
+  return widest == ScalarType::Undefined ? lower : widest;
+}
+
+bool holds_tensors(const c10::TypePtr& type) {
+  if (const auto optional = type->cast<c10::OptionalType>()) return holds_tensors(optional->getElementType());
+  if (const auto list = type->cast<c10::ListType>()) return holds_tensors(list->getElementType());
+  return type->kind() == c10::TypeKind::TensorType;
+}
+
+bool takes_dtype_after(const c10::FunctionSchema& with_dtype, const c10::FunctionSchema& schema) {
+  const auto& longer = with_dtype.arguments();
+  const auto& shorter = schema.arguments();
+  if (longer.size() != shorter.size() + 1 || longer.back().name() != "dtype") return false;
+  return std::equal(shorter.begin(), shorter.end(), longer.begin(), [](const auto& a, const auto& b) {
+    return a.name() == b.name();
+  });
+}
+
+std::optional<OperatorHandle> find_dtype_overload(const OperatorHandle& op) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const char* overload : {"ScalarOpt_dtype", "ScalarOpt_dim_dtype", "dtype", "dim_dtype"}) {
+    const auto candidate = dispatcher.findSchema({op.operator_name().name, overload});
+    if (candidate.has_value() && takes_dtype_after(candidate->schema(), op.schema())) return candidate;
+  }
+  return std::nullopt;
+}
+
+[[noreturn]] void refuse(const Call& call) {
+  const auto& name = call.op.operator_name();
+  TORCH_CHECK(name.name != "aten::binary_cross_entropy", kBannedBinaryCrossEntropy);
+  TORCH_CHECK(
+      false, "The autocast rules in force ban ", name,
+      ". Run it in a region with enabled=False, on fp32 inputs, or give it another rule.");
+}
+
+}  // namespace
+
+DispatchKey autocast_key(DeviceType device) {
+  switch (device) {
+    case DeviceType::CPU: return DispatchKey::AutocastCPU;
+    case DeviceType::CUDA: return DispatchKey::AutocastCUDA;
+    case DeviceType::XPU: return DispatchKey::AutocastXPU;
+    case DeviceType::MPS: return DispatchKey::AutocastMPS;
+    default: TORCH_CHECK(false, "amp_plugin has no autocast rules for device type ", device, ".");
+  }
+}
+
+bool is_eligible(const at::Tensor& tensor, DeviceType device) {
+  return tensor.defined() && is_on(tensor, device) && tensor.is_floating_point() &&
+      tensor.scalar_type() != ScalarType::Double;
+}
+
+OpFacts facts_of(const OperatorHandle& op, DeviceType device) {
+  const DispatchKey key = autocast_key(device);
+  OpFacts facts{.op = op, .device = device, .key = key, .argument_count = op.schema().arguments().size()};
+  const auto& arguments = op.schema().arguments();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (holds_tensors(arguments[i].real_type())) facts.tensors.push_back(i);
+    if (arguments[i].name() == "dtype") facts.dtype_argument = i;
+  }
+  facts.dtype_overload = find_dtype_overload(op);
+  if (op.hasKernelForDispatchKey(key)) facts.torch_kernel = op.getComputedKernelForDispatchKey(key);
+  return facts;
+}
+
+void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+  const Plan plan = plan_for(facts_.device);
+  if (plan.course == Course::kTorchKernel) return call_torch_kernel(op, keys, stack);
+  const uint64_t entry = plan.course == Course::kLeaveAsIs ? 0 : this->entry(plan.rules);
+  const auto rule = static_cast<Rule>(entry & 0xff);
+  // Ops inside this one are decided one by one, as if it had no autocast kernel.
+  if (rule == Rule::kNone) return redispatch(op, keys, stack);
+  const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts_.key);
+  const size_t base = stack->size() - facts_.argument_count;
+  const Call call{op, facts_.device, plan, entry >> 8, stack, base};
+  if (rule == Rule::kFp32AppendDtype) return append_dtype(call);
+  apply(rule, call);
+  op.callBoxed(stack);
+}
+
+void AutocastKernel::call_torch_kernel(
+    const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+  if (facts_.torch_kernel.has_value()) {
+    facts_.torch_kernel->callBoxed(op, keys, stack);
+  } else {
+    redispatch(op, keys, stack);
+  }
+}
+
+void AutocastKernel::redispatch(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, facts_.key), stack);
+}
+
+void AutocastKernel::apply(Rule rule, const Call& call) const {
+  switch (rule) {
+    case Rule::kNone:
+    case Rule::kUnchanged: return;
+    case Rule::kLowerPrecision:
+      return cast_arguments(call, facts_.tensors, at::autocast::get_autocast_dtype(facts_.device));
+    case Rule::kFp32: return cast_arguments(call, facts_.tensors, ScalarType::Float);
+    case Rule::kPromote: {
+      const auto lower = at::autocast::get_autocast_dtype(facts_.device);
+      return cast_arguments(call, facts_.tensors, widest_dtype(call, facts_.tensors, lower));
+    }
+    case Rule::kFp32SetOptDtype: return set_opt_dtype(call);
+    default: return refuse(call);
+  }
+}
+
+bool AutocastKernel::first_is_eligible(const Call& call) const {
+  if (facts_.tensors.empty()) return false;
+  const IValue& first = call.argument(facts_.tensors.front());
+  return first.isTensor() && is_eligible(first.toTensor(), facts_.device);
+}
+
+void AutocastKernel::set_opt_dtype(const Call& call) const {
+  if (!first_is_eligible(call)) return;
+  if (!facts_.dtype_argument.has_value()) return cast_arguments(call, facts_.tensors, ScalarType::Float);
+  IValue& dtype = call.argument(*facts_.dtype_argument);
+  if (dtype.isNone()) dtype = IValue(ScalarType::Float);
+}
+
+void AutocastKernel::append_dtype(const Call& call) const {
+  const IValue& first = call.argument(facts_.tensors.front());
+  const auto dtype = first_is_eligible(call) ? ScalarType::Float : first.toTensor().scalar_type();
+  call.stack->emplace_back(dtype);
+  facts_.dtype_overload->callBoxed(call.stack);
+}
+
+}  // namespace amp_plugin

@@ -1,0 +1,76 @@
+// The kernel of one op at one autocast key: cast the arguments as the rules in force say, call the op.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "region.h"
+
+namespace amp_plugin {
+
+// Numbered as OpRule in casting/rules.py; 0 where a rule set does not name the op.
+enum class Rule : uint8_t {
+  kNone,
+  kLowerPrecision,
+  kFp32,
+  kFp32SetOptDtype,
+  kFp32AppendDtype,
+  kPromote,
+  kBanned,
+  kUnchanged,
+};
+
+c10::DispatchKey autocast_key(c10::DeviceType device);
+
+// Which tensors autocast may cast: floating point, not fp64, on the region's device.
+bool is_eligible(const at::Tensor& tensor, c10::DeviceType device);
+
+// What never changes about an op at one autocast key.
+struct OpFacts {
+  c10::OperatorHandle op;
+  c10::DeviceType device;
+  c10::DispatchKey key;
+  size_t argument_count;
+  std::vector<size_t> tensors;  // arguments that hold tensors
+  std::optional<size_t> dtype_argument;  // for fp32_set_opt_dtype
+  std::optional<c10::OperatorHandle> dtype_overload;  // for fp32_append_dtype
+  std::optional<c10::SafeKernelFunction> torch_kernel;
+};
+
+OpFacts facts_of(const c10::OperatorHandle& op, c10::DeviceType device);
+
+struct Call;
+
+class AutocastKernel final : public c10::OperatorKernel {
+ public:
+  // Per rule set: the rule in the low byte, above it one bit per argument that is never cast.
+  using Rules = std::array<std::atomic<uint64_t>, kMaxRuleSets>;
+
+  AutocastKernel(OpFacts facts, std::shared_ptr<Rules> rules)
+      : facts_(std::move(facts)), rules_(std::move(rules)) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
+
+  const OpFacts& facts() const { return facts_; }
+  uint64_t entry(int rules) const { return (*rules_)[rules].load(std::memory_order_acquire); }
+
+ private:
+  void call_torch_kernel(
+      const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
+  void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
+  void apply(Rule rule, const Call& call) const;
+  bool first_is_eligible(const Call& call) const;
+  void set_opt_dtype(const Call& call) const;
+  void append_dtype(const Call& call) const;
+
+  const OpFacts facts_;
+  const std::shared_ptr<Rules> rules_;
+};
+
+}  // namespace amp_plugin

@@ -1,0 +1,157 @@
+// Registers the autocast kernels with the dispatcher, and takes them back.
+#include <torch/library.h>
+
+#include <map>
+#include <mutex>
+
+#include "autocast_kernel.h"
+#include "list_kernel.h"
+#include "weight_cache.h"
+
+namespace amp_plugin {
+namespace {
+
+using c10::DeviceType;
+using c10::DispatchKey;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+
+// An in-place op that may write a weight through an alias (`weight.data.clamp_()`): no version
+// counter of the weight moves, so the casts of that storage are forgotten here.
+class WatchKernel final : public c10::OperatorKernel {
+ public:
+  WatchKernel(DispatchKey key) : key_(key) {}
+
+  void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+    const IValue& written = (*stack)[stack->size() - op.schema().arguments().size()];
+    if (written.isTensor()) {
+      note_write(written.toTensor());
+    } else if (written.isTensorList()) {
+      for (const at::Tensor& each : written.toTensorVector()) note_write(each);
+    }
+    op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
+  }
+
+ private:
+  const DispatchKey key_;
+};
+
+// Dispatcher warns that a kernel is overridden; here that is the purpose.
+class NoWarnings final : public c10::WarningHandler {
+  void process(const c10::Warning& /*warning*/) override {}
+};
+
+class Installation {
+ public:
+  // Never destroyed: the dispatcher may be gone before it.
+  static Installation& get() {
+    static auto* installation = new Installation;
+    return *installation;
+  }
+
+  void set_rule(DeviceType device, int number, const std::string& op_name, uint64_t entry) {
+    const std::lock_guard lock(mutex_);
+    auto& rules = rules_[{op_name, autocast_key(device)}];
+    if (!rules) rules = std::make_shared<AutocastKernel::Rules>();
+    (*rules)[number].store(entry, std::memory_order_release);
+    register_kernel(op_name, device, rules);
+  }
+
+  void watch(DeviceType device, const std::string& op_name) {
+    const std::lock_guard lock(mutex_);
+    const auto op = find(op_name);
+    if (!op.has_value() || op->hasKernelForDispatchKey(autocast_key(device))) return;
+    const auto key = autocast_key(device);
+    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WatchKernel>(key)));
+  }
+
+  void uninstall() {
+    const std::lock_guard lock(mutex_);
+    handles_.clear();
+    rules_.clear();
+  }
+
+  std::vector<std::string> installed(DeviceType device) {
+    const std::lock_guard lock(mutex_);
+    std::vector<std::string> names;
+    for (const auto& [where, handle] : handles_) {
+      if (where.second == autocast_key(device)) names.push_back(where.first);
+    }
+    return names;
+  }
+
+ private:
+  using Where = std::pair<std::string, DispatchKey>;
+
+  static std::optional<OperatorHandle> find(const std::string& full) {
+    const auto dot = full.find('.');
+    const auto overload = dot == std::string::npos ? "" : full.substr(dot + 1);
+    return c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
+  }
+
+  void register_kernel(
+      const std::string& op_name, DeviceType device, const std::shared_ptr<AutocastKernel::Rules>& rules) {
+    const auto key = autocast_key(device);
+    if (handles_.count({op_name, key}) != 0) return;
+    const auto op = find(op_name);
+    TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
+    add(op_name, key, kernel_for(AutocastKernel(facts_of(*op, device), rules)));
+  }
+
+  void add(const std::string& op_name, DispatchKey key, c10::KernelFunction kernel) {
+    NoWarnings handler;
+    const c10::WarningUtils::WarningHandlerGuard quiet(&handler);
+    const auto op = find(op_name);
+    handles_.emplace(
+        Where{op_name, key},
+        c10::Dispatcher::singleton().registerImpl(
+            op->operator_name(), key, std::move(kernel), std::nullopt, nullptr, "amp_plugin"));
+  }
+
+  std::mutex mutex_;
+  std::map<Where, std::shared_ptr<AutocastKernel::Rules>> rules_;
+  std::map<Where, c10::RegistrationHandleRAII> handles_;
+};
+
+DeviceType device_named(c10::string_view name) { return c10::Device(std::string(name)).type(); }
+
+void set_rules(
+    c10::string_view device, int64_t number, const std::vector<std::string>& ops, at::IntArrayRef rules,
+    at::IntArrayRef keep) {
+  TORCH_CHECK(
+      number >= 0 && number < kMaxRuleSets, "amp_plugin: rule set number ", number, " is out of range.");
+  for (size_t i = 0; i < ops.size(); ++i) {
+    const auto entry = static_cast<uint64_t>(rules[i]) | (static_cast<uint64_t>(keep[i]) << 8);
+    Installation::get().set_rule(device_named(device), static_cast<int>(number), ops[i], entry);
+  }
+}
+
+void watch_writes(c10::string_view device, const std::vector<std::string>& ops) {
+  for (const auto& op : ops) Installation::get().watch(device_named(device), op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
+  library.def(
+      "_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()",
+      [](c10::string_view device, int64_t number, std::vector<std::string> ops, at::IntArrayRef rules,
+         at::IntArrayRef keep) { set_rules(device, number, ops, rules, keep); });
+  library.def(
+      "_watch_writes(str device, str[] ops) -> ()",
+      [](c10::string_view device, std::vector<std::string> ops) { watch_writes(device, ops); });
+  library.def(
+      "_set_default_rules(str device, int number) -> ()", [](c10::string_view device, int64_t number) {
+        set_default_rules(device_named(device), static_cast<int>(number));
+      });
+  library.def("_innermost_regions() -> int[]", [] { return innermost_regions(); });
+  library.def("_uninstall() -> ()", [] { Installation::get().uninstall(); });
+  library.def("_installed(str device) -> str[]", [](c10::string_view device) {
+    return Installation::get().installed(device_named(device));
+  });
+  library.def("_invalidate_weight_casts() -> ()", [] { invalidate_weight_casts(); });
+  library.def("_kept_cast_count() -> int", [] { return kept_cast_count(); });
+}
+
+}  // namespace amp_plugin
