@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from tests.adapters.accelerate_pair import ours, prepared, reset, stock
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    reset()
+
+
+def trained(accelerator, steps=3):
+    models, optimizers = prepared(accelerator)
+    for _ in range(steps):
+        with accelerator.accumulate(models[0]):
+            accelerator.backward(models[0](1.0))
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    return models[0], optimizers[0]
+
+
+def test_saved_and_loaded(tmp_path):
+    first = ours(init_scale=8.0, growth_interval=2, hysteresis=3)
+    model, _ = trained(first)
+    first.save_state(tmp_path)
+    second = ours(init_scale=8.0, growth_interval=2, hysteresis=3)
+    other, _ = trained(second, steps=0)
+    second.load_state(tmp_path)
+    assert second.scaler.state_dict() == first.scaler.state_dict()
+    assert second.scaler.get_scale() == 16.0
+    assert torch.equal(other.weight, model.weight)
+    assert second.step == first.step == 3
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(stock, ours), (ours, stock)])
+def test_checkpoints_are_exchanged_with_stock_accelerate(saver, loader, tmp_path):
+    first = saver(init_scale=8.0, growth_interval=2)
+    trained(first)
+    first.save_state(tmp_path)
+    second = loader(init_scale=4.0, growth_interval=2)
+    trained(second, steps=1)
+    second.load_state(tmp_path)
+    assert second.scaler.get_scale() == 16.0
+
+
+def test_a_checkpoint_without_a_loss_scale(tmp_path):
+    first = ours(precision="bf16")
+    trained(first)
+    first.save_state(tmp_path)
+    assert not (tmp_path / "scaler.pt").exists()
+
+    plain = stock()
+    trained(plain, steps=0)
+    with pytest.raises(FileNotFoundError):
+        plain.load_state(tmp_path)
+
+    resumed = ours(init_scale=32.0)
+    model, optimizer = trained(resumed, steps=0)
+    with pytest.warns(UserWarning, match=r"has no scaler.pt.*the loss scale stays at 32"):
+        resumed.load_state(tmp_path)
+    resumed.backward(model(3.0))
+    optimizer.step()
+    assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
+
+
+def test_resumed_training_goes_on_as_if_never_stopped(tmp_path):
+    options = {"init_scale": 8.0, "growth_interval": 2}
+
+    def steps(accelerator, model, optimizer, count):
+        for _ in range(count):
+            accelerator.backward(model(torch.rand(()).item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.scaler.end_iteration()
+
+    torch.manual_seed(0)
+    whole = ours(**options)
+    model, optimizer = trained(whole, steps=0)
+    steps(whole, model, optimizer, 3)
+    whole.save_state(tmp_path)
+    steps(whole, model, optimizer, 2)
+    resumed = ours(**options)
+    other, other_optimizer = trained(resumed, steps=0)
+    resumed.load_state(tmp_path)
+    steps(resumed, other, other_optimizer, 2)
+    assert torch.equal(model.weight, other.weight)
+    assert resumed.scaler.state_dict() == whole.scaler.state_dict()
+
+
+def test_optimizers_step_unscaled_while_state_is_saved():
+    accelerator = ours(init_scale=8.0)
+    model, optimizer = trained(accelerator)
+    tracker = accelerator.scaler.state_dict()["_growth_tracker"]
+    with optimizer.unscaled():
+        model.weight.grad = torch.zeros(4)
+        optimizer.step()
+    assert accelerator.scaler.state_dict()["_growth_tracker"] == tracker
+    accelerator.backward(model(3.0))
+    optimizer.step()
+    assert optimizer.optimizer.seen[-1][0][0].item() == 3.0

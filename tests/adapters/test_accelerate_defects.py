@@ -1,0 +1,344 @@
+"""Each defect of stock Accelerate, with its numbers, and AmpAccelerator right in the same program."""
+
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from tests.adapters.accelerate_pair import (
+    GradientKeeper,
+    Weights,
+    last_gradient,
+    ours,
+    prepared,
+    reset,
+    stock,
+)
+
+OVERFLOW = 1e38  # times a scale of 8 it is infinite
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    reset()
+
+
+def run_two_optimizers(accelerator, first=3.0, second=3.0):
+    """One joint backward, then both step: the gradients each has seen."""
+    (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+    accelerator.backward(a(first) + b(second))
+    opt_a.step()
+    opt_b.step()
+    return [opt.optimizer.seen[-1][0][0].item() if opt.optimizer.seen else None for opt in (opt_a, opt_b)]
+
+
+class TestSeveralOptimizers:
+    def test_growth_between_the_steps(self):
+        assert run_two_optimizers(stock(init_scale=8.0, growth_interval=1)) == [3.0, 1.5]
+        assert run_two_optimizers(ours(init_scale=8.0, growth_interval=1)) == [3.0, 3.0]
+
+    def test_overflow_of_the_first(self):
+        assert run_two_optimizers(stock(init_scale=8.0), first=OVERFLOW) == [None, 6.0]
+        assert run_two_optimizers(ours(init_scale=8.0), first=OVERFLOW) == [None, 3.0]
+
+    def test_the_scale_changes_once_an_iteration(self):
+        accelerator = ours(init_scale=8.0, growth_interval=1)
+        run_two_optimizers(accelerator)
+        accelerator.scaler.end_iteration()
+        assert accelerator.scaler.get_scale() == 16.0
+
+    def test_clipping_both_after_a_joint_backward(self):
+        def run(accelerator):
+            (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+            accelerator.backward(a(3.0) + b(5.0))
+            norms = [accelerator.clip_grad_norm_(model.parameters(), 1.0) for model in (a, b)]
+            opt_a.step()
+            opt_b.step()
+            return [norm.item() for norm in norms], last_gradient(opt_a), last_gradient(opt_b)
+
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            run(stock(init_scale=8.0))
+        norms, a, b = run(ours(init_scale=8.0))
+        assert norms == pytest.approx([6.0, 10.0])  # four elements of 3 and of 5
+        assert (a, b) == pytest.approx((0.5, 0.5))
+
+    def test_clipping_one_destroys_the_other(self):
+        def run(accelerator):
+            (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+            accelerator.backward(a(3.0) + b(3.0))
+            accelerator.clip_grad_norm_(a.parameters(), 1e9)
+            opt_a.step()
+            opt_b.step()
+            return last_gradient(opt_a), last_gradient(opt_b)
+
+        assert run(stock(init_scale=8.0)) == (3.0, 3.0 / 8)
+        assert run(stock(init_scale=65536.0)) == (3.0, 3.0 / 65536)  # training stalls, no error
+        assert run(ours(init_scale=8.0)) == (3.0, 3.0)
+
+    def test_one_clipped_one_in_the_same_window_not(self):
+        accelerator = ours(init_scale=8.0, steps=2)
+        (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+        for _ in range(2):
+            with accelerator.accumulate(a, b):
+                accelerator.backward(a(3.0) + b(3.0))
+                accelerator.clip_grad_norm_(a.parameters(), 1.0)
+                opt_a.step()
+                opt_b.step()
+        assert last_gradient(opt_a) == pytest.approx(0.5)
+        assert last_gradient(opt_b) == 3.0
+
+
+class TestClipping:
+    def test_by_norm_within_accumulate_without_a_guard(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+            for factor in (2.0, 6.0):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(factor))
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            return norm.item(), last_gradient(optimizer)
+
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            run(stock(init_scale=8.0, steps=2))
+        assert run(ours(init_scale=8.0, steps=2)) == pytest.approx((8.0, 0.5))  # (2 + 6) / 2, four times
+
+    def test_by_value_within_accumulate_without_a_guard(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+            for factor in (2.0, 6.0):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(factor))
+                    accelerator.clip_grad_value_(model.parameters(), 0.25)
+                    optimizer.step()
+            return last_gradient(optimizer)
+
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            run(stock(init_scale=8.0, steps=2))
+        assert run(ours(init_scale=8.0, steps=2)) == 0.25
+
+    def test_value_then_norm(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+            accelerator.backward(model(3.0))
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            return norm.item(), last_gradient(optimizer)
+
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            run(stock(init_scale=8.0))
+        assert run(ours(init_scale=8.0)) == pytest.approx((2.0, 0.5))
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+    def test_the_norm_within_a_window_is_that_of_the_gradients_so_far(self, precision):
+        accelerator = ours(steps=2, precision=precision)
+        (model,), (optimizer,) = prepared(accelerator)
+        norms = []
+        for factor in (2.0, 6.0):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(factor))
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 1e9).item())
+                optimizer.step()
+        assert norms == pytest.approx([2.0, 8.0])
+        assert last_gradient(optimizer) == pytest.approx(4.0)
+        result = accelerator.last_step(optimizer)
+        assert result is None or result.norm.item() == pytest.approx(8.0)
+
+    def test_a_prepared_optimizer_may_be_named(self):
+        accelerator = ours(init_scale=8.0)
+        (model,), (optimizer,) = prepared(accelerator)
+        accelerator.backward(model(3.0))
+        assert accelerator.clip_grad_norm_(optimizer, 1.0).item() == pytest.approx(6.0)
+
+    def test_an_overflow_gives_an_infinite_norm_and_a_skip(self):
+        accelerator = ours(init_scale=8.0)
+        (model,), (optimizer,) = prepared(accelerator)
+        accelerator.backward(model(OVERFLOW))
+        assert math.isinf(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+        assert optimizer.step_was_skipped
+        assert optimizer.optimizer.seen == []
+
+    def test_unscale_gradients_may_be_repeated(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+            accelerator.backward(model(3.0))
+            accelerator.unscale_gradients()
+            accelerator.unscale_gradients(optimizer)
+            accelerator.unscale_gradients([optimizer])
+            optimizer.step()
+            return last_gradient(optimizer)
+
+        with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
+            run(stock(init_scale=8.0))
+        assert run(ours(init_scale=8.0)) == 3.0
+
+
+class TestSkips:
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_an_overflow_holds_the_scheduler_back_fused_too(self, fused):
+        def run(accelerator):
+            model = Weights(value=1.0)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, fused=fused)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+            model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+            accelerator.backward(model(OVERFLOW))
+            optimizer.step()
+            schedule.step()
+            unchanged = bool((model.weight == 1.0).all())
+            return unchanged, accelerator.optimizer_step_was_skipped, schedule.get_last_lr()[0]
+
+        told = (False, 0.5) if fused else (True, 1.0)  # huggingface/accelerate#4242
+        assert run(stock(init_scale=8.0)) == (True, *told)
+        assert run(ours(init_scale=8.0)) == (True, True, 1.0)
+
+    def test_an_old_skip_of_an_idle_optimizer_stalls_schedulers_of_all(self):
+        def run(accelerator):
+            (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+            foreign = torch.optim.SGD(Weights().parameters(), lr=1.0)
+            schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(foreign, 0.5))
+            foreign.step()  # as torch's schedulers demand
+            accelerator.backward(b(OVERFLOW))
+            opt_b.step()
+            for _ in range(3):
+                accelerator.backward(a(1.0))
+                opt_a.step()
+                schedule.step()
+                opt_a.zero_grad()
+            return accelerator.optimizer_step_was_skipped, schedule.get_last_lr()[0]
+
+        assert run(stock(init_scale=8.0)) == (True, 1.0)
+        skipped, rate = run(ours(init_scale=8.0))
+        assert not skipped
+        assert rate == 0.25  # held back once: in the iteration in which b overflowed
+
+    def test_two_schedulers_at_the_end_each_follow_their_own_optimizer(self):
+        accelerator = ours(init_scale=8.0)
+        models = [Weights(), Weights()]
+        optimizers = [GradientKeeper(model.parameters()) for model in models]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+        prepared_ = accelerator.prepare(*models, *optimizers, *schedules)
+        (a, b), (opt_a, opt_b), schedules = prepared_[:2], prepared_[2:4], prepared_[4:]
+        for factor in (OVERFLOW, 1.0):
+            for model, optimizer, scale in ((a, opt_a, factor), (b, opt_b, 1.0)):
+                optimizer.zero_grad()
+                accelerator.backward(model(scale))
+                optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+        assert [schedule.get_last_lr()[0] for schedule in schedules] == [0.5, 0.25]
+
+    def test_a_critic_stepped_several_times_a_generator_once(self):
+        accelerator = ours(init_scale=8.0, growth_interval=1)
+        (critic, generator), (opt_critic, opt_generator) = prepared(accelerator, 2)
+        for _ in range(2):
+            for _ in range(3):
+                opt_critic.zero_grad()
+                accelerator.backward(critic(3.0))
+                opt_critic.step()
+            opt_generator.zero_grad()
+            accelerator.backward(generator(5.0) + critic(3.0))
+            opt_generator.step()
+        assert {float(grads[0][0]) for grads in opt_critic.optimizer.seen} == {3.0}
+        assert [float(grads[0][0]) for grads in opt_generator.optimizer.seen] == [5.0, 5.0]
+
+    def test_which_parameter_overflowed_is_known_by_name(self):
+        accelerator = ours(init_scale=8.0)
+        (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+        accelerator.backward(a(1.0) + b(OVERFLOW))
+        opt_a.step()
+        opt_b.step()
+        assert accelerator.last_step(opt_b).overflow_report().inf == ("Weights.weight",)
+        assert not accelerator.last_step(opt_a).overflow_report()
+        accelerator.scaler.end_iteration()
+        assert accelerator.amp_metrics() == {"loss_scale": 4.0, "skipped_steps": 1.0}
+
+
+class TestClosures:
+    def test_a_closure_steps_on_unscaled_gradients(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(3.0)
+                accelerator.backward(loss)
+                return loss
+
+            closure()  # torch's scaler demands gradients first
+            optimizer.step(closure)
+            return last_gradient(optimizer)
+
+        assert run(stock(init_scale=8.0)) == 24.0
+        assert run(ours(init_scale=8.0)) == 3.0
+
+    def test_lbfgs_reaches_the_minimum(self):
+        accelerator = ours(init_scale=2.0**10)
+        target = torch.tensor([1.0, -2.0])
+        model = torch.nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=20)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        inputs = torch.eye(2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = ((model(inputs).squeeze() - target) ** 2).sum()
+            accelerator.backward(loss)
+            return loss
+
+        for _ in range(3):
+            assert optimizer.step(closure) is not None
+        assert model.weight.detach().squeeze().tolist() == pytest.approx([1.0, -2.0], abs=1e-2)
+
+    def test_no_closure_runs_within_a_window(self):
+        accelerator = ours(init_scale=8.0, steps=2)
+        (model,), (optimizer,) = prepared(accelerator)
+        with accelerator.accumulate(model):
+            assert optimizer.step(lambda: pytest.fail("closure called")) is None
+
+
+def test_an_optimizer_without_gradients():
+    def run(accelerator):
+        (a, _b), (opt_a, opt_b) = prepared(accelerator, 2)
+        accelerator.backward(a(3.0))
+        opt_a.step()
+        opt_b.step()
+        return last_gradient(opt_a), opt_b.optimizer.seen[-1], opt_b.step_was_skipped
+
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        run(stock(init_scale=8.0))
+    assert run(ours(init_scale=8.0)) == (3.0, [None], False)
+
+
+def test_fp16_on_the_cpu_is_fp16():
+    def run(accelerator):
+        model = accelerator.prepare(torch.nn.Linear(4, 4))
+        dtypes = []
+        model.register_forward_hook(lambda *_: dtypes.append(torch.is_autocast_enabled("cpu")))
+        probe = torch.full((1, 4), 1.0 + 2.0**-12)  # rounds to 1 in fp16
+        return (model(probe) == model(torch.ones(1, 4))).all().item(), accelerator.scaler is not None
+
+    reset()
+    assert run(Accelerator(mixed_precision="fp16", cpu=True)) == (False, False)
+    assert run(ours(precision="fp16")) == (True, True)
+    assert run(ours(precision="bf16")) == (True, False)
+    assert run(ours(precision="no")) == (False, False)
+
+
+def test_windows_of_several_micro_batches_keep_one_scale():
+    accelerator = ours(init_scale=8.0, growth_interval=1, steps=4)
+    (model,), (optimizer,) = prepared(accelerator)
+    scales = []
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(2.0))
+            scales.append(accelerator.scaler.get_scale())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert scales == [8.0] * 4 + [16.0] * 4
+    assert [float(grads[0][0]) for grads in optimizer.optimizer.seen] == [2.0, 2.0]
+    assert accelerator.scaler.get_scale() == 32.0

@@ -1,0 +1,228 @@
+"""Prepared models: what they return, how they are unwrapped, copied, pickled, compiled, cached."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from accelerate.utils import extract_model_from_parallel
+
+from amp_plugin import OpRules
+from amp_plugin.adapters.accelerate.forward import MixedForward
+from tests.adapters.accelerate_pair import Weights, ours, prepared, reset, stock
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    yield
+    reset()
+
+
+class Pair(torch.nn.Module):
+    """Returns a dict of half-precision and other tensors, and notes what its layer returned."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 2)
+        self.dtype = None
+
+    def forward(self, x, *, scale=1.0):
+        y = self.layer(x) * scale
+        self.dtype = y.dtype
+        return {"logits": y, "ids": torch.arange(2), "both": (y, y.double())}
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+def test_outputs_are_fp32_by_default_and_can_be_kept(precision, dtype):
+    for fp32_outputs in (True, False):
+        model = ours(precision=precision, fp32_outputs=fp32_outputs).prepare(Pair())
+        output = model(torch.ones(1, 3), scale=2.0)
+        assert model.dtype is dtype
+        assert output["logits"].dtype is (torch.float32 if fp32_outputs else dtype)
+        assert output["both"][0].dtype is (torch.float32 if fp32_outputs else dtype)
+        assert output["both"][1].dtype is torch.float64
+        assert output["ids"].dtype is torch.int64
+
+
+def test_same_outputs_and_gradients_as_stock_bit_for_bit():
+    def run(accelerator):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+        model = accelerator.prepare(model)
+        output = model(torch.randn(5, 8))
+        accelerator.backward(output.square().mean())
+        return output.detach(), [p.grad.clone() for p in model.parameters()]
+
+    theirs, our_run = run(stock(init_scale=1024.0)), run(ours(init_scale=1024.0))
+    assert torch.equal(theirs[0], our_run[0])
+    assert all(torch.equal(a, b) for a, b in zip(theirs[1], our_run[1], strict=True))
+
+
+def test_with_no_mixed_precision_nothing_is_wrapped():
+    accelerator = ours(precision="no")
+    model = accelerator.prepare(Pair())
+    assert "forward" not in model.__dict__
+    with accelerator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_preparing_twice_wraps_once():
+    accelerator = ours()
+    model = accelerator.prepare(accelerator.prepare(Pair()))
+    assert model.__dict__["forward"].own is None
+
+
+class TestUnwrapping:
+    def test_the_wrapper_is_kept_by_default(self):
+        accelerator = ours()
+        model = accelerator.prepare(Pair())
+        assert accelerator.unwrap_model(model) is model
+        assert isinstance(model.forward, MixedForward)
+
+    @pytest.mark.parametrize("way", ["method", "function"])
+    def test_it_can_be_taken_off(self, way):
+        accelerator = ours()
+        model = accelerator.prepare(Pair())
+        if way == "method":
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        else:
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        output = model(torch.ones(1, 3))
+        assert model.dtype is torch.float32
+        assert output["logits"].shape == (1, 2)
+        assert "_original_forward" not in model.__dict__
+
+    def test_a_forward_set_on_the_instance_comes_back(self):
+        def doubled(x):
+            return 2 * x
+
+        accelerator = ours()
+        model = torch.nn.Linear(2, 2)
+        model.forward = doubled
+        model = accelerator.prepare(model)
+        assert model(torch.ones(1)).item() == 2.0
+        accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        assert model.forward is doubled
+
+    def test_the_signature_shows_through(self):
+        model = ours().prepare(Pair())
+        assert list(inspect.signature(model.forward).parameters) == ["x", "scale"]
+
+
+class TestCopies:
+    @pytest.mark.parametrize("way", ["pickle", "deepcopy"])
+    def test_a_copy_computes_in_half_precision_on_its_own_weights(self, way):
+        model = ours(steps=2).prepare(Pair())
+        twin = pickle.loads(pickle.dumps(model)) if way == "pickle" else copy.deepcopy(model)
+        with torch.no_grad():
+            twin.layer.bias += 1
+        before, after = model(torch.ones(1, 3))["logits"], twin(torch.ones(1, 3))["logits"]
+        assert twin.dtype is torch.float16
+        assert torch.allclose(after, before + 1, atol=2e-3)
+        assert twin.forward.module is twin
+
+    def test_a_pickled_stock_model_silently_computes_in_fp32(self):
+        model = stock().prepare(Pair())
+        twin = pickle.loads(pickle.dumps(model))
+        twin(torch.ones(1, 3))
+        assert twin.dtype is torch.float32
+
+    def test_an_optimizer_survives_pickling(self):
+        accelerator = ours(init_scale=8.0)
+        model = Weights()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        accelerator.backward(model(3.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.scaler.end_iteration()
+        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
+        optimizer.scaler.scale(model(5.0)).backward()
+        optimizer.step()
+        assert model.weight.tolist() == [-8.0] * 4
+        assert not optimizer.step_was_skipped
+
+
+def test_compiled_without_graph_breaks():
+    model = ours().prepare(torch.nn.Linear(3, 2))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    inputs = torch.randn(4, 3)
+    assert torch.equal(compiled(inputs), model(inputs))
+    assert compiled(inputs).dtype is torch.float32
+
+
+@pytest.mark.native
+class TestCastCache:
+    def casts(self, accelerator, micro_batches=8):
+        model = torch.nn.Linear(4, 1)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(micro_batches):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        return accelerator._cast_cache, model.weight.detach().clone()
+
+    def test_weights_are_cast_once_a_window(self):
+        torch.manual_seed(0)
+        cache, with_cache = self.casts(ours(steps=4))
+        assert cache.casts == 2 * 2  # two weights, two windows
+        torch.manual_seed(0)
+        none, without = self.casts(ours(steps=4, cast_cache=False))
+        assert none is None
+        assert torch.equal(with_cache, without)
+
+    def test_without_windows_there_is_none_unless_asked_for(self):
+        assert self.casts(ours())[0] is None
+        assert self.casts(ours(cast_cache=True))[0] is not None
+
+    def test_weights_swapped_for_evaluation_are_seen(self):
+        accelerator = ours(steps=2)
+        model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
+        inputs = torch.ones(1, 4)
+        model(inputs)
+        model.weight.data.copy_(torch.ones(1, 4))  # as an EMA swap
+        model.eval()
+        assert model(inputs).item() == 4.0
+
+
+@pytest.mark.native
+def test_rules_reach_every_autocast_block_until_training_ends():
+    rules = OpRules.default("cpu").with_rule("aten::matmul", "fp32")
+    accelerator = ours(precision="bf16", rules=rules)
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.float32
+    accelerator.end_training()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+
+
+def test_backward_may_run_in_the_region():
+    accelerator = ours(init_scale=8.0)
+    (model,), (optimizer,) = prepared(accelerator)
+    with accelerator.autocast():
+        accelerator.backward(model(3.0))
+        optimizer.step()
+    assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+def test_other_engines_are_left_alone(kind, monkeypatch):
+    from accelerate.utils import DistributedType
+
+    from amp_plugin.adapters.accelerate import engagement
+    from amp_plugin.adapters.accelerate.settings import resolve
+
+    accelerator = ours()
+    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    with pytest.warns(UserWarning, match="casts and scales losses by itself"):
+        assert not engagement.is_ours(accelerator, resolve([], {}), explicit=False)
+    with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
+        engagement.is_ours(accelerator, resolve([], {}), explicit=True)
+
+
+def test_weights_helper_has_the_gradient_it_says():
+    model = Weights()
+    model(3.0).backward()
+    assert model.weight.grad.tolist() == [3.0] * 4
