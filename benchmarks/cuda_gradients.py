@@ -146,7 +146,7 @@ class Setting:
 def in_place(grads: list[Tensor], inverse: Tensor) -> None:
     """Unscale, check and clip .grad itself: 4B bytes where torch moves 5B."""
     norm, _, _ = AMP.unscale_(grads, inverse)
-    AMP.multiply_(grads, (MAX_NORM / (norm + 1e-6)).clamp(max=1.0))
+    AMP.multiply_(grads, AMP.clip_factor(norm, MAX_NORM))
 
 
 def unscale_check_clip(name: str) -> list[dict[str, str]]:
@@ -155,8 +155,7 @@ def unscale_check_clip(name: str) -> list[dict[str, str]]:
     inverse, scale = torch.tensor(1 / SCALE, device="cuda"), torch.tensor(SCALE, device="cuda")
 
     def folded() -> Tensor:
-        norm, _, _ = AMP.norm_check(grads, inverse)
-        return scale * ((norm + 1e-6) / MAX_NORM).clamp(min=1.0)
+        return AMP.clip_factor(AMP.norm_check(grads, inverse)[0], MAX_NORM, scale)
 
     def prepare_stock() -> None:
         stock.scaler.update() if stock.scaler._per_optimizer_states else None

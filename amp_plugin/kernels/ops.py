@@ -13,6 +13,7 @@ unscale\\_               read B, write B             2                0
 multiply\\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
 update_scale\\_          a few scalars               1                0
+clip_factor             a few scalars               1                0
 ======================  ==========================  ===============  ==========
 
 Contract of every kernel, whatever the device:
@@ -62,6 +63,7 @@ SCHEMAS: Final = {
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
+    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
 }
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")
@@ -105,3 +107,8 @@ def _cast_fake(src: list[torch.Tensor], out: list[torch.Tensor]) -> None:
 @register_fake("amp_plugin::update_scale_", lib=LIBRARY)
 def _update_scale_fake(*args: object) -> None:
     return None
+
+
+@register_fake("amp_plugin::clip_factor", lib=LIBRARY)
+def _clip_factor_fake(norm: torch.Tensor, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor:
+    return norm.new_empty((), dtype=torch.float32)

@@ -205,3 +205,24 @@ def update_scale_(
 
 def _as_float32(value: float) -> float:
     return min(value, torch.finfo(torch.float32).max) if not math.isnan(value) else value
+
+
+@torch.no_grad()
+def clip_factor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """Find what clipping multiplies gradients by, or a fused optimizer divides scaled ones by::
+
+        factor = min(1, max_norm / (norm + 1e-6)), 1 if the norm is not finite (that step is skipped)
+        result = factor, or scale / factor
+
+    Args:
+        norm: float32, one element: the norm of the unscaled gradients.
+        max_norm: Largest norm.
+        scale: float32, one element: the loss scale the gradients still carry.
+
+    Returns:
+        float32, 0-dim.
+    """  # noqa: D415 - the formula belongs to the sentence
+    value = norm.reshape(())
+    factor = torch.clamp(max_norm / (value + 1e-6), max=1.0)
+    factor = torch.where(value.isfinite(), factor, 1.0).to(torch.float32)
+    return factor if scale is None else scale.reshape(()) / factor

@@ -74,7 +74,7 @@ def make_step(model, optimizer, inputs, state, max_norm=1.0):
         for parameter, grad in zip(parameters, grads, strict=True):
             parameter.grad = grad
         norm, found_inf, flags = amp.norm_check(grads, scale.reciprocal())
-        optimizer.grad_scale = scale * ((norm + 1e-6) / max_norm).clamp(min=1.0)
+        optimizer.grad_scale = amp.clip_factor(norm, max_norm, scale)
         optimizer.found_inf = found_inf
         optimizer.step()
         amp.update_scale_(*state, found_inf, *RULE)

@@ -367,6 +367,19 @@ def test_update_scale_never_grows_to_infinity(on):
     assert state[1].item() == 0
 
 
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, math.inf, math.nan])
+@pytest.mark.parametrize("max_norm", [0.0, 1.0, 2.5])
+def test_clip_factor_follows_the_formula(on, norm, max_norm):
+    for scale in (None, 65536.0, 3.0):
+        tensor = None if scale is None else scalar(scale, on)
+        want = reference.clip_factor(torch.tensor(norm), max_norm, None if scale is None else tensor.cpu())
+        got = on.ops.clip_factor(scalar(norm, on), max_norm, tensor)
+        assert (got.shape, got.dtype) == ((), torch.float32)
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0.0)
+        if scale is None:
+            assert want == (min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0)
+
+
 def test_a_scale_that_cannot_be_read_is_refused(on):
     grads = [torch.ones(3, device=on.device)]
     for bad in (torch.ones(2, device=on.device), torch.ones((), dtype=torch.int32, device=on.device)):

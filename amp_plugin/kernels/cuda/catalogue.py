@@ -32,10 +32,11 @@ MULTIPLY: Final = Kernel(name="multiply")
 CAST: Final = Kernel(name="cast")
 WRITE_TABLE: Final = Kernel(name="write_table", threads=128)
 UPDATE_SCALE: Final = Kernel(name="update_scale", threads=1)
+CLIP_FACTOR: Final = Kernel(name="clip_factor", threads=1)
 
 
 def all_kernels() -> Iterator[Kernel]:
     """Yield every kernel of the package, in every form."""
     for family in (NORM_CHECK, UNSCALE, FINALISE):
         yield from family.values()
-    yield from (MULTIPLY, CAST, WRITE_TABLE, UPDATE_SCALE)
+    yield from (MULTIPLY, CAST, WRITE_TABLE, UPDATE_SCALE, CLIP_FACTOR)

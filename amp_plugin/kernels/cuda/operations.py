@@ -18,6 +18,7 @@ from torch import Tensor
 
 from amp_plugin.kernels.cuda.catalogue import (
     CAST,
+    CLIP_FACTOR,
     FINALISE,
     MULTIPLY,
     NORM_CHECK,
@@ -49,7 +50,7 @@ class Launcher(Uploader, Protocol):
 
 
 class Operations:
-    """The five ops on one device."""
+    """The ops on one device."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -147,6 +148,17 @@ class Operations:
         )
         self._launcher.launch(UPDATE_SCALE, 1, arguments)
         _increment_versions([scale, *integers])
+
+    def clip_factor(self, norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+        """Find the factor of clipping; see ``reference.clip_factor``. One launch of one thread, no sync."""
+        for tensor, name in ((norm, "norm"), (scale, "scale")):
+            if tensor is not None:
+                self._require_one_element(tensor, name, (torch.float32,))
+        factor = self._empty((), torch.float32)
+        address = ctypes.c_void_p(None) if scale is None else _pointer(scale)
+        arguments = (_pointer(norm), ctypes.c_float(max_norm), address, _pointer(factor))
+        self._launcher.launch(CLIP_FACTOR, 1, arguments)
+        return factor
 
     def _finalise(
         self, norm: str, norm_type: float, table: TensorTable, partials: Tensor, scalar: DeviceScalar

@@ -22,7 +22,7 @@ from amp_plugin.kernels import reference
 if TYPE_CHECKING:
     from amp_plugin.kernels.cuda.operations import Operations
 
-OPS = ("norm_check", "unscale_", "multiply_", "cast", "update_scale_")
+OPS = ("norm_check", "unscale_", "multiply_", "cast", "update_scale_", "clip_factor")
 _lock = threading.Lock()
 _operations: dict[int, Operations | None] = {}  # by device index; None: plain torch
 _reasons: dict[int, str] = {}
@@ -135,7 +135,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 def _device_of(arguments: tuple[Any, ...]) -> int:
     """The scale decides (and is the second or first argument); for a cast, the first tensor."""
     for argument in (arguments[1], arguments[0]):
-        tensor = argument if isinstance(argument, Tensor) else next(iter(argument), None)
-        if tensor is not None and tensor.is_cuda:
+        tensor = next(iter(argument), None) if isinstance(argument, list | tuple) else argument
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
             return int(tensor.device.index)
     return torch.cuda.current_device()
