@@ -191,5 +191,7 @@ def _advice(precision: str, device_type: str) -> str:
 
 def environment() -> Part:
     """Return the settings of the environment that this package reads."""
-    names = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", "XDG_CACHE_HOME", "CXX", "MAX_JOBS")
-    return {name: os.environ[name] for name in names if name in os.environ}
+    others = {"XDG_CACHE_HOME", "CXX", "MAX_JOBS"}
+    return {
+        name: value for name, value in os.environ.items() if name.startswith("AMP_PLUGIN_") or name in others
+    }

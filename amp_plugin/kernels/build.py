@@ -85,7 +85,7 @@ def native_core() -> NativeCore:
                 core, warn = _load()
                 _core = core
                 if warn:
-                    warnings.warn(_fallback_text(core), RuntimeWarning, stacklevel=2)
+                    warnings.warn(_fallback_text(core), RuntimeWarning, stacklevel=_stack_level())
     return _core
 
 
@@ -112,8 +112,17 @@ def _way_out() -> str:
 
 
 def _fallback_text(core: NativeCore) -> str:
-    lost = "regions open more slowly" if core.loaded else "torch's own autocast and plain torch ops are used"
-    return f"amp_plugin's native core is not complete, so {lost}: {core.reason}"
+    instead = "torch's own autocast" if core.loaded else "torch's own autocast and plain torch ops"
+    return f"amp_plugin's native core is not complete, {instead} will do instead: {core.reason}"
+
+
+def _stack_level() -> int:
+    """Return the level, for a warning by our caller, of the first caller outside this package."""
+    package = f"{__name__.partition('.')[0]}."
+    frame, level = sys._getframe(2), 2
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(package):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def _switched_off() -> bool:

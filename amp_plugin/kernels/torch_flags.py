@@ -26,8 +26,7 @@ def compile_flags() -> tuple[str, ...]:
     capability = torch.backends.cpu.get_cpu_capability()
     vectors = (f"-DCPU_CAPABILITY_{capability}",) if capability in {"AVX2", "AVX512"} else ()
     return (
-        *("-O3", "-std=c++20", "-march=native", "-fPIC", "-fopenmp", "-DNDEBUG", "-Wall", "-Wextra"),
-        "-Wno-missing-field-initializers",  # designated initializers leave the rest at its default
+        *("-O3", "-std=c++20", "-march=native", "-fPIC", "-fopenmp", "-DNDEBUG"),
         *("-fno-math-errno", "-fno-trapping-math"),  # as torch itself is compiled
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *vectors,

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.compiler import find_compiler, python_headers
@@ -66,6 +67,7 @@ def run(sources: Path, cache: Path, **environment: str) -> subprocess.CompletedP
     """Load the native core made of ``sources`` in a process of its own."""
     code = f"""
 from pathlib import Path
+from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels import build
 build.SOURCES = Path({str(sources)!r})
 core = build.native_core()
@@ -124,7 +126,7 @@ def test_no_compiler_warns_once_and_falls_back(
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
     with pytest.warns(
-        RuntimeWarning, match=r"torch's own autocast .* are used: there is no C\+\+ compiler"
+        RuntimeWarning, match=r"torch's own autocast .* instead: there is no C\+\+ compiler"
     ) as caught:
         core = native_core()
     assert len(caught) == 1
@@ -140,6 +142,15 @@ def test_no_compiler_warns_once_and_falls_back(
         RuntimeError, match=r"^CastCache needs the native core, .*: there is no C.*Mend that and start again"
     ):
         require_native("CastCache")
+
+
+def test_the_warning_points_at_the_users_line(
+    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_compiler(monkeypatch, tmp_path)
+    with pytest.warns(RuntimeWarning, match="no C") as caught, pytest.raises(RuntimeError, match="CastCache"):
+        CastCache()
+    assert caught[0].filename == __file__
 
 
 def test_a_warning_made_an_error_is_raised_once(
