@@ -188,6 +188,52 @@ def test_batches_keep_their_dtypes():
     assert module.dtype_seen is torch.float64
 
 
+@pytest.mark.parametrize("wanted", ["net.2", "net.*", "Linear"])
+def test_modules_in_fp32(wanted):
+    seen = {}
+
+    class Module(Linear):
+        def training_step(self, batch, batch_idx):
+            for name in ("net.0", "net.2"):
+                self.get_submodule(name).register_forward_hook(
+                    lambda _, args, out, name=name: seen.update({name: out.dtype})
+                )
+            return super().training_step(batch, batch_idx)
+
+    fit(Module(), AmpPrecision("bf16", fp32_modules=[wanted]), data=regression())
+    first = torch.bfloat16 if wanted == "net.2" else torch.float32
+    assert seen == {"net.0": first, "net.2": torch.float32}
+
+
+def test_a_module_that_is_not_there():
+    with pytest.raises(ValueError, match="LayerNorm"):
+        fit(Linear(), AmpPrecision(fp32_modules=["LayerNorm"]), data=regression())
+
+
+@pytest.mark.native
+def test_rules_hold_for_the_whole_run(tmp_path):
+    """In the plugin's regions, and in blocks of torch's own inside the model."""
+    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::linear", "fp32")
+    path = tmp_path / "rules.yaml"
+    path.write_text(rules.to_yaml())
+    seen = []
+
+    class Module(OneWeight):
+        def training_step(self, batch, batch_idx):
+            x = torch.ones(2, 2)
+            seen.append(nn.functional.linear(x, x).dtype)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                seen.append(nn.functional.linear(x, x).dtype)
+            return super().training_step(batch, batch_idx)
+
+    for given in (rules, str(path)):
+        seen.clear()
+        fit(Module(), AmpPrecision("bf16", rules=given))
+        assert seen == [torch.float32, torch.float32]
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # and not after it
+        assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
+
+
 # -- windows ------------------------------------------------------------------------------------
 
 

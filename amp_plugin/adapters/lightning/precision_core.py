@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
-from amp_plugin.adapters.lightning.fp32_modules import keep_in_fp32
 from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
 from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.modules import apply_fp32_modules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.loss_scale import HysteresisMode
@@ -127,7 +127,7 @@ class PrecisionCore:
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32, in place."""
-        keep_in_fp32(module, self.settings.fp32_modules)
+        apply_fp32_modules(module, self.settings.fp32_modules)
         return module
 
     def convert_input(self, data: Any) -> Any:
