@@ -1,0 +1,273 @@
+"""See every cast autocast makes: of which argument of which op, in which module, and what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from rich import filesize
+from rich.table import Table
+from torch import nn
+
+from amp_plugin.casting import active
+from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.casting.module_scopes import ModuleScopes
+from amp_plugin.casting.region import autocast
+from amp_plugin.casting.rules import argument_names
+from amp_plugin.kernels.build import require_native
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_TEXTS = 4  # op, device, dtype before, dtype after
+_NUMBERS = 8  # argument, elements, bytes, cached, is leaf, requires grad, scope, identity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast:
+    """One cast of one tensor.
+
+    Attributes:
+        module: path of the module that ran the op, beginning with the class of the outermost one;
+            empty outside modules.
+        op: ``"aten::linear.default"``; ``"amp_plugin::cast.default"`` where a CastCache
+            refreshed its buffers.
+        argument: name of the op's argument.
+        kind: ``"weight"`` (a parameter or buffer), ``"input"`` (an argument of the outermost module)
+            or ``"activation"`` (all else).
+        parameter: path of the parameter or buffer in the outermost module; empty if it is none.
+        device: ``"cpu"``, ``"cuda"``, ...
+        before, after: the dtypes.
+        elements: number of elements.
+        bytes: read and written by the cast; 0 if it was cached.
+        cached: an earlier cast was used again.
+    """
+
+    module: str
+    op: str
+    argument: str
+    kind: Literal["weight", "input", "activation"]
+    parameter: str
+    device: str
+    before: torch.dtype
+    after: torch.dtype
+    elements: int
+    bytes: int
+    cached: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastTotals:
+    """Sums over casts.
+
+    Attributes:
+        casts: casts made.
+        cached: uses of an earlier cast.
+        elements: cast, without the cached ones.
+        bytes: read and written.
+    """
+
+    casts: int = 0
+    cached: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    @staticmethod
+    def of(casts: Iterable[Cast]) -> CastTotals:
+        """Add up casts."""
+        listed = list(casts)
+        made = [each for each in listed if not each.cached]
+        return CastTotals(
+            casts=len(made),
+            cached=len(listed) - len(made),
+            elements=sum(each.elements for each in made),
+            bytes=sum(each.bytes for each in made),
+        )
+
+
+class CastLog:
+    """The casts made while the log was open; see ``log_casts``."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        require_native("log_casts")
+        active.install()
+        self._scopes = ModuleScopes(model, when_done=self._collect)
+        self._records: list[Cast] = []
+
+    def __enter__(self) -> Self:
+        """Start logging; one log can be open in a process.
+
+        Raises:
+            RuntimeError: another log is open.
+        """
+        if torch.ops.amp_plugin._log_casts(True):
+            msg = "log_casts: another log is open in this process; close it first"
+            raise RuntimeError(msg)
+        torch.ops.amp_plugin._take_cast_log()
+        self._scopes.open()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._scopes.close()
+        torch.ops.amp_plugin._log_casts(False)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Take what the native log holds, while the tensors it names are still alive."""
+        texts, numbers = torch.ops.amp_plugin._take_cast_log()
+        for start in range(len(texts) // _TEXTS):
+            text = texts[start * _TEXTS : (start + 1) * _TEXTS]
+            self._records.append(self._cast(text, numbers[start * _NUMBERS : (start + 1) * _NUMBERS]))
+
+    def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
+        op, device, before, after = texts
+        argument, elements, size, cached, is_leaf, requires_grad, scope, identity = numbers
+        parameter = self._scopes.parameter(identity)
+        is_weight = bool(parameter) or (is_leaf and requires_grad)
+        return Cast(
+            module=self._scopes.path(scope),
+            op=op,
+            argument=argument_names(op)[argument],
+            kind="weight" if is_weight else "input" if self._scopes.is_input(identity) else "activation",
+            parameter=parameter,
+            device=device,
+            before=getattr(torch, before.lower()),
+            after=getattr(torch, after.lower()),
+            elements=elements,
+            bytes=size,
+            cached=bool(cached),
+        )
+
+    def records(self) -> list[Cast]:
+        """Return the casts in the order they happened."""
+        return list(self._records)
+
+    def __len__(self) -> int:
+        """Return the number of records, cached ones included."""
+        return len(self._records)
+
+    def totals(self) -> CastTotals:
+        """Add up all casts."""
+        return CastTotals.of(self._records)
+
+    def by_module(self) -> dict[str, CastTotals]:
+        """Add up per module that ran the op, most bytes first."""
+        return self._grouped(lambda cast: cast.module)
+
+    def by_op(self) -> dict[str, CastTotals]:
+        """Add up per op, most bytes first."""
+        return self._grouped(lambda cast: cast.op)
+
+    def _grouped(self, key: Callable[[Cast], Any]) -> dict[Any, CastTotals]:
+        groups: dict[Any, list[Cast]] = {}
+        for cast in self._records:
+            groups.setdefault(key(cast), []).append(cast)
+        totals = {name: CastTotals.of(casts) for name, casts in groups.items()}
+        return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
+
+    def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:
+        """Return a rich table; equal casts share a row, the most bytes come first.
+
+        Args:
+            by: ``"cast"`` for a row per module, op, argument and dtypes; ``"module"``; ``"op"``.
+        """
+        columns = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
+        if by not in columns:
+            msg = f"table(by={by!r}): allowed are {', '.join(columns)}"
+            raise ValueError(msg)
+        groups = self._grouped(lambda cast: tuple(_SHOWN[name](cast) for name in columns[by]))
+        total = self.totals()
+        table = Table(title="Casts", show_footer=True, caption=_NOTHING if not self._records else None)
+        for column in columns[by]:
+            table.add_column(column, overflow="fold", footer="total" if column == columns[by][0] else "")
+        for column, footer in zip(("casts", "cached", "elements", "moved"), _counts(total), strict=True):
+            table.add_column(column, justify="right", footer=footer)
+        for key, totals in groups.items():
+            table.add_row(*key, *_counts(totals))
+        return table
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings.
+
+        Raises:
+            ImportError: pandas is not installed.
+        """
+        try:
+            import pandas  # noqa: PLC0415, ICN001 - optional
+        except ImportError as error:
+            msg = "to_pandas() needs pandas: pip install pandas; records() gives the same as dataclasses"
+            raise ImportError(msg) from error
+        rows = [asdict(cast) for cast in self._records]
+        frame = pandas.DataFrame(rows, columns=[field.name for field in fields(Cast)])
+        return frame.assign(before=frame["before"].map(short_name), after=frame["after"].map(short_name))
+
+    def __repr__(self) -> str:
+        total = self.totals()
+        return f"CastLog({total.casts} casts, {total.cached} cached, {filesize.decimal(total.bytes)} moved)"
+
+
+def log_casts(model: nn.Module | None = None) -> CastLog:
+    """Record every cast of inputs, weights and activations that autocast makes.
+
+    Covers the regions of this package, and ``torch.autocast`` blocks where ``set_default_rules`` is
+    in force: elsewhere those run on torch's own kernels. Casts of compiled code are part of its
+    graph and are not seen; neither are conversions that an op makes inside its kernel (``softmax``
+    with ``dtype=``). Costs nothing while no log is open; an open one follows modules by hooks.
+
+    Args:
+        model: gives the module and parameter names; default: whatever module is called.
+
+    Returns:
+        A context manager; read it with ``records()``, ``table()``, ``to_pandas()``,
+        ``by_module()`` and ``by_op()``.
+
+    Raises:
+        RuntimeError: there is no native core, or (on entry) another log is open.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> with log_casts(model) as log, autocast("cpu", dtype=torch.bfloat16):
+        ...     y = model(torch.ones(3, 4))
+        >>> [(cast.argument, cast.kind, cast.elements) for cast in log.records()]
+        [('input', 'input', 12), ('weight', 'weight', 8), ('bias', 'weight', 2)]
+    """
+    return CastLog(model)
+
+
+def casts_of(
+    model: nn.Module, *inputs: Any, dtype: torch.dtype | None = None, device: str | None = None, **named: Any
+) -> CastLog:
+    """Log the casts of one forward pass in a region.
+
+    Args:
+        model: the module to run, as it is: on its device, in its mode, with its gradients.
+        *inputs: its arguments, on the same device.
+        **named: the same, by name.
+        dtype: the region's dtype; default: torch's for the device.
+        device: device type of the region; default: the type of the first parameter or input.
+    """
+    device = device or _device_of([*model.parameters(), *inputs, *named.values()])
+    with log_casts(model) as log, autocast(device, dtype):
+        model(*inputs, **named)
+    return log
+
+
+_SHOWN: dict[str, Callable[[Cast], str]] = {
+    "module": lambda cast: cast.module,
+    "op": lambda cast: cast.op.removesuffix(".default"),
+    "argument": lambda cast: (
+        cast.argument if cast.argument == cast.kind else f"{cast.argument} ({cast.kind})"
+    ),
+    "dtypes": lambda cast: f"{short_name(cast.before)} → {short_name(cast.after)}",
+}
+_NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
+
+
+def _device_of(values: list[Any]) -> str:
+    return next((str(each.device.type) for each in values if isinstance(each, torch.Tensor)), "cpu")
+
+
+def _counts(totals: CastTotals) -> tuple[str, str, str, str]:
+    return f"{totals.casts:,}", f"{totals.cached:,}", f"{totals.elements:,}", filesize.decimal(totals.bytes)

@@ -1,0 +1,242 @@
+"""Force a module, class, function or method to one dtype, whatever region it is called in."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import FrameType, MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_plugin.casting.module_class import change_class, made_class
+from amp_plugin.casting.region import autocast
+from amp_plugin.casting.rules import nearest
+
+Target = TypeVar("Target")
+
+# Devices that have autocast, without those whose state says which rules are in force.
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla")
+
+
+def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = False) -> RunIn:
+    """Run something in one dtype, with autocast off, whatever region it is called in.
+
+    Floating-point tensors among the arguments (fp64 apart) are cast to ``dtype``, also inside
+    lists, tuples, dicts and what else is registered with ``torch.utils._pytree``. Weights are not
+    converted: a module's should have ``dtype`` already, as fp32 weights do under autocast. A tensor
+    that is written in place is written as the copy that was cast.
+
+    Args:
+        dtype: a floating-point dtype, usually ``torch.float32``.
+        keep: names of arguments that are passed as they came.
+        cast_back: hand floating-point outputs back in the dtype that the first argument that was
+            cast came in; without one they stay.
+
+    Returns:
+        What decorates a module instance (changed in place and returned), a module class, a function
+        or a method. A class statement is decorated in place; for any other class a subclass is
+        returned, and the class itself stays as it is. See ``RunIn.__call__``.
+
+    Raises:
+        ValueError: ``dtype`` is not a floating-point dtype.
+
+    Example:
+        >>> @run_in(torch.float32, keep={"rois"}, cast_back=True)
+        ... class Pool(torch.nn.Module):
+        ...     def forward(self, x, rois):
+        ...         return x * rois.shape[0]
+        >>> Pool()(torch.ones(1, dtype=torch.float16), rois=torch.ones(2, 5)).dtype
+        torch.float16
+    """
+    kept = frozenset({keep} if isinstance(keep, str) else keep)
+    return RunIn(dtype=dtype, keep=kept, cast_back=cast_back)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunIn:
+    """The settings of ``run_in``; call it on what is to run in that dtype."""
+
+    dtype: torch.dtype
+    keep: frozenset[str] = frozenset()
+    cast_back: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the dtype."""
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            msg = f"run_in: {self.dtype!r} is not a floating-point dtype; use torch.float32, for example"
+            raise ValueError(msg)
+
+    def __call__(self, target: Target) -> Target:
+        """Apply the settings.
+
+        Args:
+            target: a module instance, a module class, a function or a bound method.
+
+        Raises:
+            TypeError: it is something else, a generator or coroutine function, a module that is
+                never called (``ModuleList``), or TorchScript.
+            ValueError: a name in ``keep`` is no argument of it, or the module's forward was replaced
+                on the instance.
+        """
+        return self._applied(target, sys._getframe(1))  # type: ignore[no-any-return]
+
+    def _applied(self, target: Any, caller: FrameType) -> Any:
+        if isinstance(target, nn.Module):
+            return _apply_to_instance(target, self)
+        if isinstance(target, type) and issubclass(target, nn.Module):
+            _check_is_called(target)
+            if not _is_class_statement(target, caller):
+                return made_class(target, _methods_in, self)
+            target.forward = _function_in(target.forward, self)
+            return target
+        if isinstance(target, MethodType):
+            return RunInMethod(target, self)
+        if callable(target) and not isinstance(target, type):
+            return _function_in(target, self)
+        msg = f"run_in: {target!r} is no module, module class, function or method"
+        raise TypeError(msg)
+
+
+class RunInMethod:
+    """A bound method that runs in one dtype; copied and pickled with the object it belongs to."""
+
+    def __init__(self, method: MethodType, settings: RunIn) -> None:
+        self._method = method
+        self._call = _function_in(method.__func__, settings)
+        self._settings = settings
+        functools.update_wrapper(self, method)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the method in the dtype."""
+        return self._call(self._method.__self__, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Rebuild from the owner's class: on the instance this object may hide the method."""
+        return _bind, (self._method.__self__, self._method.__func__.__name__, self._settings)
+
+
+def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
+    compiled = vars(module).get("_modules", {}).get("_orig_mod")
+    if compiled is not None:  # torch.compile's wrapper; it compiles again when a class changes
+        _apply_to_instance(compiled, settings)
+        return module
+    _check_is_called(type(module))
+    if "forward" in vars(module):
+        msg = (
+            f"run_in: forward of this {type(module).__name__} was replaced on the instance; apply run_in "
+            "before that is done"
+        )
+        raise ValueError(msg)
+    return change_class(module, _methods_in, settings)
+
+
+def _methods_in(original: type[nn.Module], settings: RunIn) -> dict[str, Any]:
+    return {"forward": _function_in(original.forward, settings)}
+
+
+def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[..., Any]:
+    """Return the function with cast arguments and autocast off."""
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        msg = f"run_in: {function.__name__} is a generator or coroutine function; decorate what it calls"
+        raise TypeError(msg)
+    kept, rest_is_kept = _kept_positions(function, settings.keep)
+    dtype, keep, cast_back = settings.dtype, settings.keep, settings.cast_back
+
+    def is_kept(position: int) -> bool:
+        return position in kept or (rest_is_kept is not None and position >= rest_is_kept)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        back = None
+        if cast_back:
+            candidates = [value for position, value in enumerate(args) if not is_kept(position)]
+            candidates += [value for name, value in kwargs.items() if name not in keep]
+            back = _first_dtype(candidates)
+        args = tuple(v if is_kept(position) else _cast(v, dtype) for position, v in enumerate(args))
+        kwargs = {name: v if name in keep else _cast(v, dtype) for name, v in kwargs.items()}
+        on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
+        output = _call_without_autocast(on, function, args, kwargs)
+        return output if back is None else _cast(output, back)
+
+    return run
+
+
+def _call_without_autocast(
+    devices: list[str], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if not devices:
+        return function(*args, **kwargs)
+    with autocast(devices[0], enabled=False):
+        return _call_without_autocast(devices[1:], function, args, kwargs)
+
+
+def _castable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the tensors in a value; the same object comes back where nothing needs it."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if _castable(value) else value
+    if not any(_castable(each) and each.dtype is not dtype for each in tree_leaves(value)):
+        return value
+    return tree_map(lambda each: each.to(dtype) if _castable(each) else each, value)
+
+
+def _first_dtype(values: list[Any]) -> torch.dtype | None:
+    for value in tree_leaves(values):
+        if _castable(value):
+            dtype: torch.dtype = value.dtype
+            return dtype
+    return None
+
+
+def _kept_positions(function: Callable[..., Any], keep: frozenset[str]) -> tuple[frozenset[int], int | None]:
+    """Return where the kept arguments stand, and from where on all are kept (``*args``)."""
+    if not keep:
+        return frozenset(), None
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except ValueError as error:
+        msg = f"run_in(keep=...): {name} does not tell the names of its arguments; wrap it in a function"
+        raise ValueError(msg) from error
+    names = [each.name for each in parameters]
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    for unknown in sorted(keep - set(names)):
+        if not takes_any:
+            near = nearest(unknown, names)
+            msg = f"run_in(keep=...): {name} has no argument {unknown!r}{near}; it has {', '.join(names)}"
+            raise ValueError(msg)
+    kept = frozenset(i for i, each in enumerate(parameters) if each.name in keep)
+    rest = [i for i in kept if parameters[i].kind is inspect.Parameter.VAR_POSITIONAL]
+    return kept, rest[0] if rest else None
+
+
+def _check_is_called(kind: type[nn.Module]) -> None:
+    if kind.forward is nn.Module.forward:
+        msg = f"run_in: a {kind.__name__} has no forward and is never called; apply it to its children"
+        raise TypeError(msg)
+
+
+def _is_class_statement(kind: type, caller: FrameType) -> bool:
+    """Say whether the caller is just defining the class: of that scope, and its name not bound yet."""
+    scope = caller.f_locals.get("__qualname__")  # of a class body
+    if scope is not None:
+        qualname = f"{scope}.{kind.__name__}"
+    elif caller.f_locals is caller.f_globals:
+        qualname = kind.__name__
+    else:
+        qualname = f"{caller.f_code.co_name}.<locals>.{kind.__name__}"
+    is_here = kind.__module__ == caller.f_globals.get("__name__") and kind.__qualname__.endswith(qualname)
+    return is_here and caller.f_locals.get(kind.__name__) is not kind
+
+
+def _bind(owner: Any, name: str, settings: RunIn) -> RunInMethod:
+    return RunInMethod(MethodType(getattr(type(owner), name), owner), settings)
