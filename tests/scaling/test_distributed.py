@@ -1,0 +1,158 @@
+"""Invariant 5: all ranks take the same decision, and norms are those of one process."""
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+
+pytestmark = pytest.mark.dist
+
+WORKER = Path(__file__).parent / "distributed_worker.py"
+FULL = torch.arange(1.0, 9.0)
+
+
+def run(world, folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(WORKER)]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(port), str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=WORKER.parents[2],
+            env={**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=240)[0].decode() for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)[-6000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_one_rank_overflows(two, fused, has_gradients):
+    ranks = [result[f"plain {fused} {has_gradients}"] for result in two]
+    for bad, good in ranks:
+        assert (bad["skipped"], bad["scale"], bad["values"]) == (True, 4.0, [0.0])
+        assert (good["skipped"], good["scale"]) == (False, 4.0)
+    there, here = (0, 1) if has_gradients else (1, 0)
+    assert ranks[there][0]["elsewhere"]
+    assert ranks[there][0]["found"] == []
+    assert ranks[here][0]["found"] == ["group 0[0]"]
+
+
+def test_ddp(two):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    expected = []
+    for skipped in (False, True, False):
+        optimizer.zero_grad()
+        (model(torch.full((1, 4), 1.0)).sum() + model(torch.full((1, 4), 2.0)).sum()).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        if not skipped:
+            optimizer.step()
+        expected.append((skipped, norm, [p.sum().item() for p in model.parameters()]))
+    for result in two:
+        for one, (skipped, norm, values) in zip(result["ddp"], expected, strict=True):
+            assert one["skipped"] == skipped
+            assert one["values"] == pytest.approx(values, rel=1e-5)
+            if not skipped:
+                assert one["clip"] == one["norm"] == pytest.approx(norm, rel=1e-6)
+        assert set(result["ddp"][1]["found"]) == {"module.weight"}
+
+
+def test_unscaling_in_mid_window_waits_for_ddps_reduction(two):
+    for result in two:
+        assert result["ddp_mid_window"] == {"grad": 3.0, "moved": 3.0}
+
+
+@pytest.mark.parametrize("kind", ["dtensors", "fused dtensors"])
+def test_sharded_replicated_and_plain_parameters(two, kind):
+    copies = 2 if kind.startswith("fused") else 3
+    for result in two:
+        one = result[f"{kind} None"]
+        assert not one["skipped"]
+        assert one["norm"] == pytest.approx(math.sqrt(copies * FULL.square().sum().item()), rel=1e-6)
+        moved = -8.0 if kind.startswith("fused") else -FULL.sum().item()  # Adam's first step is lr * sign
+        assert one["values"] == pytest.approx([moved] * copies, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "case", ["dtensors 0", "dtensors 1", "dtensors 2", "fused dtensors 0", "fused dtensors 1"]
+)
+def test_an_overflow_on_one_rank_only(two, case):
+    """Sharded, replicated and plain: torch misses the last two."""
+    for rank, result in enumerate(two):
+        assert (result[case]["skipped"], result[case]["scale"]) == (True, 4.0)
+        assert result[case]["elsewhere"] == (rank == 0)
+
+
+def test_a_partial_gradient_is_summed_first(two):
+    for result in two:
+        assert result["partial"]["values"] == [-8.0 * 2]
+        assert result["partial"]["norm"] == pytest.approx(2.0 * math.sqrt(8.0), rel=1e-6)
+
+
+def one_process(fused):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    norms = []
+    for i in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 5), 1.0 + i)).square().mean()
+        scaler.scale(loss * (math.inf if i == 2 else 1.0)).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 0.5).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return norms, [p.detach().sum().item() for p in model.parameters()], scaler.get_scale()
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_fsdp_equals_one_process(two, kind, fused):
+    norms, values, scale = one_process(fused)
+    for result in two:
+        one = result[f"{kind} {fused}"]
+        assert [n for i, n in enumerate(one["norms"]) if i != 2] == pytest.approx(
+            [n for i, n in enumerate(norms) if i != 2], rel=1e-5
+        )
+        assert one["values"] == pytest.approx(values, rel=1e-4)
+        assert one["scale"] == scale
+
+
+def test_ranks_with_different_kernels_say_so(two):
+    for result in two:
+        assert "some ranks have amp_plugin's native core and others do not" in result["core_disagrees"]
+        assert "AMP_PLUGIN_NATIVE=0 on all" in result["core_disagrees"]
+
+
+@pytest.mark.slow
+def test_two_dimensional_meshes(tmp_path):
+    norms = [torch.linalg.vector_norm(FULL, p).item() for p in (2.0, math.inf, 1.0)]
+    for result in run(4, tmp_path):
+        for start in (0, 4, 8):
+            assert result["mesh_2d"][start : start + 3] == pytest.approx(norms, rel=1e-6)
+            assert result["mesh_2d"][start + 3] is True
