@@ -377,7 +377,8 @@ def test_clip_factor_follows_the_formula(on, norm, max_norm):
         assert (got.shape, got.dtype) == ((), torch.float32)
         torch.testing.assert_close(got.cpu(), want, rtol=1e-6, atol=0.0)
         if scale is None:
-            assert want == (min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0)
+            formula = min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+            assert want.item() == pytest.approx(formula, rel=1e-6)
 
 
 def test_a_scale_that_cannot_be_read_is_refused(on):
