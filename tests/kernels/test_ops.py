@@ -48,7 +48,7 @@ def same(one, other):
 def test_the_native_kernels_are_the_ones_tested():
     if not native_core().loaded:
         pytest.skip(native_core().reason)
-    for name in ops.SCHEMAS:
+    for name in ops.SCHEMAS.keys() - {"clip_factor"}:  # three numbers: plain torch does on a CPU
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_plugin::{name}", "CPU"), name
 
 
