@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT = 0
 MAX_RULE_SETS = 24
 _NO_RULES = -1
+_TAG = "amp_plugin:"
 # 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
 _CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
 
@@ -111,7 +112,17 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
                 raise ValueError(msg)
             _define(rules, len(_numbers) + 1)
             _numbers[rules] = len(_numbers) + 1
+            _tag_compile_caches()
         return _numbers[rules]
+
+
+def _tag_compile_caches() -> None:
+    """Say in torch.compile's disk caches what this process means by the numbers of its rule sets."""
+    from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
+
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
+    numbered = ",".join(f"{number}={rules.fingerprint()}" for rules, number in _numbers.items())
+    config.cache_key_tag = "|".join([*others, _TAG + numbered])
 
 
 def rules_of(number: int) -> OpRules | None:
@@ -143,7 +154,8 @@ def set_default_rules(rules: OpRules | None) -> None:
     """Make every autocast block of the process follow our rules, torch's own blocks included.
 
     Adapters call it for the length of a run: so the rules reach checkpoint's recomputation,
-    DataParallel's threads and ``torch.autocast`` blocks inside models.
+    DataParallel's threads and ``torch.autocast`` blocks inside models. Call it before threads
+    compile with ``torch.compile``: only the calling thread's guards see rules unlike torch's.
 
     Args:
         rules: the rules of their device; None gives torch's kernels back on every device.
@@ -155,23 +167,10 @@ def set_default_rules(rules: OpRules | None) -> None:
         if native_enter is not None:
             for device_type in TABLES:
                 torch.ops.amp_plugin._set_default_rules(device_type, _NO_RULES)
-            _tag_compile_caches("")
         return
     number = number_of(rules, rules.device_type)
     if native_enter is not None:
         torch.ops.amp_plugin._set_default_rules(rules.device_type, number)
-        _tag_compile_caches("" if number == DEFAULT else rules.fingerprint())
-
-
-_TAG = "amp_plugin:"
-
-
-def _tag_compile_caches(fingerprint: str) -> None:
-    """Keep graphs compiled under other rules apart in torch.compile's disk caches."""
-    from torch.compiler import config  # noqa: PLC0415 - loads Dynamo's configuration
-
-    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
-    config.cache_key_tag = "|".join([*others, *([_TAG + fingerprint] if fingerprint else [])])
 
 
 def invalidate() -> None:

@@ -21,7 +21,7 @@ def state_is_left_as_found():
 
 
 def _state():
-    devices = ("cpu", "cuda", "ipu", "maia")
+    devices = ("cpu", "cuda", "ipu", "maia", "mtia")
     nesting = torch.autocast_increment_nesting(), torch.autocast_decrement_nesting()
     return (
         [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in devices],

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -23,7 +27,9 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def fresh_dynamo():
     torch._dynamo.reset()
+    assert nesting() == 0
     yield
+    assert nesting() == 0
     torch._dynamo.reset()
 
 
@@ -161,6 +167,30 @@ class TestCompile:
                 amp_plugin.set_default_rules(None)
         assert seen == [torch.bfloat16, torch.float32, torch.bfloat16]
 
+    @pytest.mark.native
+    @pytest.mark.slow
+    def test_disk_caches_keep_rule_sets_apart(self, tmp_path):
+        """Two processes number different rules alike and share inductor's and AOTAutograd's caches."""
+        program = (
+            "import sys, torch, amp_plugin\n"
+            "rules = amp_plugin.OpRules.default('cpu').with_rule('aten::softmax.int', sys.argv[1])\n"
+            "f = torch.compile(lambda x: torch.softmax(x @ x, 0), fullgraph=True)\n"
+            "with torch.no_grad(), amp_plugin.autocast('cpu', rules=rules): print(f(torch.randn(4, 4)).dtype)\n"
+            "c = torch._dynamo.utils.counters\n"
+            "print(c['aot_autograd']['autograd_cache_hit'] + c['inductor']['fxgraph_cache_hit'])\n"
+        )
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+
+        def run(rule):
+            command = [sys.executable, "-W", "ignore", "-c", program, rule]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            dtype, hits = answer.stdout.split()
+            return dtype, int(hits) > 0
+
+        assert run("lower_precision") == ("torch.bfloat16", False)
+        assert run("fp32") == ("torch.float32", False)
+        assert run("fp32") == ("torch.float32", True)
+
     def test_exception_inside_a_compiled_region_then_a_weight_update(self):
         """torch leaks its nesting level there and serves stale weights ever after (pytorch 195488)."""
         w = nn.Parameter(torch.ones(3, 3))
@@ -174,13 +204,10 @@ class TestCompile:
 
         compiled = torch.compile(forward, backend="eager")
         x = torch.ones(3, 3)
-        with pytest.raises(KeyError):
-            compiled(x, True)
-        while torch.autocast_decrement_nesting() > 0:
-            pass
-        torch.autocast_increment_nesting()
-        torch.set_autocast_enabled("cpu", False)
         try:
+            with pytest.raises(KeyError):
+                compiled(x, True)
+            torch.set_autocast_enabled("cpu", False)
             with amp_plugin.autocast("cpu", dtype=BF16):
                 assert (x @ w)[0, 0] == 3
             with torch.no_grad():
@@ -188,7 +215,14 @@ class TestCompile:
             with amp_plugin.autocast("cpu", dtype=BF16):
                 assert (x @ w)[0, 0] == 6
         finally:
-            torch.autocast_decrement_nesting()
+            while nesting() > 0:  # what torch leaked
+                torch.autocast_decrement_nesting()
+            torch.clear_autocast_cache()
+
+
+def nesting():
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 class TestCheckpoint:

@@ -2,11 +2,8 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
-#include <mutex>
-#include <utility>
 
 #include "kept_casts.h"
 #include "weight_cache.h"
@@ -32,35 +29,48 @@ namespace {
 
 // The autocast state of device types that have no tensors here travels with torch's own: into
 // autograd's threads, into Dynamo's guards and into the compile caches. One flag says "this is our
-// region"; another says "rules unlike torch's", and its dtype says which.
+// region"; two others say "rules unlike torch's" for the CPU and for the accelerator, and their
+// dtypes say which.
 constexpr c10::DeviceType kMarker = c10::DeviceType::IPU;
 constexpr c10::DispatchKey kMarkerKey = c10::DispatchKey::AutocastIPU;
-constexpr c10::DeviceType kRulesSlot = c10::DeviceType::MAIA;
-constexpr c10::ScalarType kUnusedDtype = c10::kBFloat16;  // what the slot holds in a fresh thread
+constexpr std::array kRulesSlots = {c10::DeviceType::MAIA, c10::DeviceType::MTIA};
 
-constexpr std::array kDtypes = {
-    c10::kByte,        c10::kChar,         c10::kShort,         c10::kInt,
-    c10::kLong,        c10::kHalf,         c10::kFloat,         c10::kDouble,
-    c10::kComplexHalf, c10::kComplexFloat, c10::kComplexDouble, c10::kBool,
-    c10::kQInt8,       c10::kQUInt8,       c10::kQInt32,        c10::kQUInt4x2,
-    c10::kQUInt2x4,    c10::kFloat8_e5m2,  c10::kFloat8_e4m3fn, c10::kFloat8_e5m2fnuz,
-    c10::kUInt16,      c10::kUInt32,       c10::kUInt64,        c10::kFloat8_e4m3fnuz,
+// Rule set n is kDtypes[n - 1] in a slot.
+constexpr std::array<c10::ScalarType, kMaxRuleSets - 1> kDtypes = {
+    c10::kByte,
+    c10::kChar,
+    c10::kShort,
+    c10::kInt,
+    c10::kLong,
+    c10::kFloat,
+    c10::kDouble,
+    c10::kComplexHalf,
+    c10::kComplexFloat,
+    c10::kComplexDouble,
+    c10::kBool,
+    c10::kQInt8,
+    c10::kQUInt8,
+    c10::kQInt32,
+    c10::kQUInt4x2,
+    c10::kQUInt2x4,
+    c10::kFloat8_e5m2,
+    c10::kFloat8_e4m3fn,
+    c10::kFloat8_e5m2fnuz,
+    c10::kFloat8_e4m3fnuz,
+    c10::kUInt16,
+    c10::kUInt32,
+    c10::kUInt64,
 };
 
-// The rules of the CPU and of the accelerator, both of which a compiled graph may depend on.
-using RulesPair = std::pair<int, int>;
+c10::DeviceType rules_slot(c10::DeviceType device) {
+  return kRulesSlots[device == c10::DeviceType::CPU ? 0 : 1];
+}
 
-c10::ScalarType dtype_for(RulesPair rules) {
-  static std::mutex mutex;
-  static auto* seen = new std::vector<RulesPair>;
-  const std::lock_guard lock(mutex);
-  const auto found = std::find(seen->begin(), seen->end(), rules);
-  const auto position = static_cast<size_t>(found - seen->begin());
-  TORCH_CHECK(
-      position < kDtypes.size(), "amp_plugin: a process can use ", kDtypes.size(),
-      " combinations of rule sets unlike torch's; reuse them.");
-  if (found == seen->end()) seen->push_back(rules);
-  return kDtypes[position];
+void show_rules(c10::DeviceType device, int rules) {
+  const auto slot = rules_slot(device);
+  const auto unused = slot == kRulesSlots[0] ? c10::kBFloat16 : c10::kHalf;  // as in a fresh thread
+  at::autocast::set_autocast_enabled(slot, rules > 0);
+  at::autocast::set_autocast_dtype(slot, rules > 0 ? kDtypes.at(static_cast<size_t>(rules) - 1) : unused);
 }
 
 thread_local std::vector<Region> open_regions;
@@ -87,20 +97,6 @@ int default_rules_of(c10::DeviceType device) {
   return default_rules_plus_one[static_cast<size_t>(device)].load(std::memory_order_acquire) - 1;
 }
 
-// Shows the rules now in force in this thread to whoever looks at torch's autocast state.
-void show_rules() {
-  RulesPair rules{0, 0};
-  for (const auto device :
-       {c10::DeviceType::CPU, c10::DeviceType::CUDA, c10::DeviceType::XPU, c10::DeviceType::MPS}) {
-    const Region* region = innermost(device);
-    const int number = std::max(region == nullptr ? default_rules_of(device) : region->rules, 0);
-    if (number > 0) (device == c10::DeviceType::CPU ? rules.first : rules.second) = number;
-  }
-  const bool unlike_torchs = rules != RulesPair{0, 0};
-  at::autocast::set_autocast_enabled(kRulesSlot, unlike_torchs);
-  at::autocast::set_autocast_dtype(kRulesSlot, unlike_torchs ? dtype_for(rules) : kUnusedDtype);
-}
-
 Plan by_default_rules(c10::DeviceType device) {
   const int rules = default_rules_of(device);
   return {rules == kNoRules ? Course::kTorchKernel : Course::kFollowRules, rules, nullptr};
@@ -109,6 +105,7 @@ Plan by_default_rules(c10::DeviceType device) {
 }  // namespace
 
 void enter_region(const void* owner, RegionOptions options) {
+  const auto slot = rules_slot(options.device);
   Region region{
       .owner = owner,
       .device = options.device,
@@ -121,8 +118,8 @@ void enter_region(const void* owner, RegionOptions options) {
       .previous_dtype = at::autocast::get_autocast_dtype(options.device),
       .previous_cache_enabled = at::autocast::is_autocast_cache_enabled(),
       .previous_marker = marked(),
-      .previous_rules_flag = at::autocast::is_autocast_enabled(kRulesSlot),
-      .previous_rules_dtype = at::autocast::get_autocast_dtype(kRulesSlot),
+      .previous_rules_flag = at::autocast::is_autocast_enabled(slot),
+      .previous_rules_dtype = at::autocast::get_autocast_dtype(slot),
   };
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
@@ -130,7 +127,7 @@ void enter_region(const void* owner, RegionOptions options) {
   at::autocast::set_autocast_cache_enabled(false);  // torch's cache serves stale casts
   region.nesting = at::autocast::increment_nesting();
   open_regions.push_back(std::move(region));
-  if (options.rules != 0 || open_regions.back().previous_rules_flag) show_rules();
+  if (options.rules > 0 || open_regions.back().previous_rules_flag) show_rules(options.device, options.rules);
 }
 
 bool exit_region(const void* owner) {
@@ -145,8 +142,9 @@ bool exit_region(const void* owner) {
     at::autocast::set_autocast_dtype(region.device, region.previous_dtype);
     at::autocast::set_autocast_cache_enabled(region.previous_cache_enabled);
     at::autocast::set_autocast_enabled(kMarker, region.previous_marker);
-    at::autocast::set_autocast_enabled(kRulesSlot, region.previous_rules_flag);
-    at::autocast::set_autocast_dtype(kRulesSlot, region.previous_rules_dtype);
+    const auto slot = rules_slot(region.device);
+    at::autocast::set_autocast_enabled(slot, region.previous_rules_flag);
+    at::autocast::set_autocast_dtype(slot, region.previous_rules_dtype);
     return true;
   }
   return false;
@@ -171,7 +169,7 @@ Plan plan_for(c10::DeviceType device) {
 
 void set_default_rules(c10::DeviceType device, int rules) {
   default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
-  show_rules();
+  show_rules(device, rules);
 }
 
 std::vector<int64_t> innermost_regions() {
