@@ -6,9 +6,11 @@ environment is wrong. With ``--json`` standard output is one JSON object and not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,6 +44,14 @@ class Device(str, Enum):
     cuda = "cuda"
     xpu = "xpu"
     mps = "mps"
+
+
+class By(str, Enum):
+    """What one row of a list of casts stands for."""
+
+    cast = "cast"
+    module = "module"
+    op = "op"
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -105,6 +115,30 @@ def build(
     else:
         state = f"compiled in {seconds:.1f} s" if seconds else "already compiled"
         print(f"{state}: {library.path}\n{' ' * len(state)}  {region.path}")
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def casts(
+    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    by: Annotated[By, typer.Option(help="What a row stands for.")] = By.cast,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
+    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+    from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
+
+    try:
+        require_native("amp-plugin casts")
+    except (RuntimeError, ValueError) as error:
+        _fail(str(error), code=1)
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        log, code = run_logged(script, arguments or [])
+    if as_json:
+        print(json.dumps({"script": str(script), "by": by.value, "rows": rows(log, by.value)}))
+    else:
+        Console(soft_wrap=not sys.stdout.isatty()).print(log.table(by=by.value))
+    raise typer.Exit(code)
 
 
 def _fail(message: str, *, code: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +51,7 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     output = amp("--help").output
-    for command in ("doctor", "build"):
+    for command in ("doctor", "build", "casts"):
         assert re.search(rf"\b{command}\b", output)
 
 
@@ -61,6 +62,8 @@ def test_help_names_every_command() -> None:
         (["doctor", "--precison", "fp16"], r"No such option: --precison .*--precision"),
         (["doctor", "--precision", "fp61"], r"--precision.*'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
         (["doctor", "--device", "gpu"], r"--device.*'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'"),
+        (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
+        (["casts", "--by", "modul", __file__], r"--by.*'modul' is not one of 'cast', 'module', 'op'"),
         (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
     ],
 )
@@ -181,3 +184,85 @@ def test_a_build_that_fails(no_core: None) -> None:
         "reason": result.stderr.removeprefix("error: ").strip(),
     }
     assert "no C++ compiler on PATH" in result.stderr
+
+
+SCRIPT = """
+import sys
+import torch
+assert __name__ == "__main__"
+print("arguments:", *sys.argv[1:])
+model = torch.nn.Linear(4, 2)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    torch.nn.functional.mse_loss(model(torch.ones(3, 4)), torch.zeros(3, 2))
+sys.exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.mark.native
+def test_casts_of_a_script(script: Path) -> None:
+    result = amp("casts", str(script), "--by", "mine")
+    assert result.exit_code == 3
+    assert "arguments: --by mine" in result.output
+    assert re.search(r"Linear +│ aten::linear +│ weight +│ fp32 → bf16 +│ +1 +│ +0 +│ +8 +│", result.output)
+    assert re.search(r"total +│ +│ +│ +│ +4 ", result.output)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("op", [{"op": "aten::linear.default", "casts": 3}, {"op": "aten::mse_loss.default", "casts": 1}]),
+        ("module", [{"module": "Linear", "casts": 3}, {"module": "", "casts": 1}]),
+    ],
+)
+def test_casts_as_json(by: str, expected: list[dict[str, Any]], script: Path) -> None:
+    result = amp("casts", "--json", "--by", by, str(script))
+    report = json.loads(result.stdout)
+    assert result.exit_code == 3
+    assert "arguments:" in result.stderr
+    assert (report["script"], report["by"]) == (str(script), by)
+    assert [{name: row[name] for name in expected[0]} for row in report["rows"]] == expected
+    assert report["rows"][0]["elements"] == 12 + 8 + 2
+    assert report["rows"][0]["bytes"] == 6 * (12 + 8 + 2)
+
+
+@pytest.mark.native
+def test_casts_leaves_the_process_as_it_was(script: Path) -> None:
+    before = (sys.argv, list(sys.path))
+    amp("casts", str(script))
+    assert (sys.argv, sys.path) == before
+    result = amp("casts", str(script))  # the log of the first run is closed
+    assert result.exit_code == 3
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("end", "code"), [("sys.exit('no data')", 1), ("sys.exit()", 0), ("", 0)])
+def test_the_exit_code_is_the_scripts(end: str, code: int, script: Path) -> None:
+    script.write_text(SCRIPT.replace("sys.exit(3)", end))
+    result = amp("casts", str(script))
+    assert result.exit_code == code
+    assert ("no data" in result.stderr) == ("no data" in end)
+
+
+@pytest.mark.native
+def test_an_error_of_the_script_is_not_hidden(script: Path) -> None:
+    script.write_text("raise RuntimeError('of the script')")
+    result = amp("casts", str(script))
+    assert result.exit_code == 1
+    assert str(result.exception) == "of the script"
+
+
+def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_core", None)
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
+    result = amp("casts", str(script))
+    assert result.exit_code == 1
+    assert "error: amp-plugin casts needs the native core" in result.stderr
+    assert "Unset AMP_PLUGIN_NATIVE" in result.stderr
