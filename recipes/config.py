@@ -6,11 +6,13 @@ import argparse
 import difflib
 from collections.abc import Sequence
 from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from yaml import YAMLError
 
 Schema = TypeVar("Schema")
 ROOT = Path(__file__).resolve().parent.parent
@@ -67,13 +69,17 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
             msg = f"override {override!r} has no '='; write key=value, for example epochs=5"
             raise ConfigError(msg)
     base = OmegaConf.structured(schema)
-    merged = base
-    for source, layer in (
-        (str(path), OmegaConf.load(path)),
-        ("command line", OmegaConf.from_dotlist([*overrides])),
-    ):
-        merged = _merge(base, merged, layer, source)
+    merged = _merge(base, base, _read(path), str(path))
+    merged = _merge(base, merged, OmegaConf.from_dotlist([*overrides]), "command line")
     return OmegaConf.to_object(merged)  # type: ignore[return-value]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return OmegaConf.load(path)
+    except (YAMLError, OSError) as error:
+        msg = f"{path} is no YAML: {error}"
+        raise ConfigError(msg) from error
 
 
 def _merge(base: DictConfig, config: Any, layer: Any, source: str) -> Any:
@@ -82,10 +88,12 @@ def _merge(base: DictConfig, config: Any, layer: Any, source: str) -> Any:
     except ConfigKeyError as error:
         raise ConfigError(_unknown_key(base, str(error.full_key), source)) from error
     except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        expected = _type_name(base, key)
         reason = str(error).splitlines()[0]
-        msg = f"{source}: {key} must be {expected}: {reason}; write {key}=<{expected}>"
+        if error.full_key:
+            expected = _type_name(base, str(error.full_key))
+            msg = f"{source}: {error.full_key} must be {expected}: {reason}"
+        else:  # a section got a value
+            msg = f"{source}: {reason}; a section takes keys of its own, written section.key=value"
         raise ConfigError(msg) from error
 
 
@@ -102,6 +110,9 @@ def _type_name(base: DictConfig, key: str) -> str:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else base
     kind = OmegaConf.get_type(node)
-    if not is_dataclass(kind):
-        return "another type"
-    return str(kind.__dataclass_fields__[name].type)
+    if not is_dataclass(kind) or name not in get_type_hints(kind):
+        return "as in the schema"
+    hint = get_type_hints(kind)[name]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return f"one of {', '.join(each.name for each in hint)}"
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,188 @@
+"""The digits recipe: its config, its data, and runs in three precisions."""
+
+import logging
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.config import ConfigError, config_from_command_line, load_config
+from recipes.digits import DigitsNet, digits_loaders
+from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, train
+from recipes.training_record import TrainingRecord
+
+ROOT = Path(__file__).parents[2]
+FP16 = ROOT / "configs/digits_fp16.yaml"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
+    pytest.mark.filterwarnings("ignore:.*many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*fewer.*than the logging interval.*"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- config -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_every_config_is_the_default_of_its_precision(precision):
+    config = load_config(DigitsConfig, ROOT / f"configs/digits_{precision}.yaml")
+    assert config == DigitsConfig(name=f"digits_{precision}", precision=Precision[precision])
+
+
+def test_overrides_replace_values_of_the_file():
+    config = load_config(DigitsConfig, FP16, ["epochs=3", "loss_scale.init_scale=8", "precision=bf16"])
+    assert (config.epochs, config.precision) == (3, Precision.bf16)
+    assert config.loss_scale == LossScaleConfig(init_scale=8.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("epoch=3", r"unknown key 'epoch'; allowed are name, precision, .*; did you mean epochs\?"),
+        (
+            "loss_scale.init=3",
+            r"unknown key 'loss_scale.init'; allowed are init_scale, .*did you mean loss_scale.init_scale",
+        ),
+        ("epochs=many", r"epochs must be int: .*many"),
+        ("precision=fp8", r"precision must be one of fp16, bf16, fp32: .*fp8"),
+        ("clip_norm=[1]", "clip_norm must be float"),
+        ("loss_scale=3", "LossScaleConfig.*a section takes keys of its own"),
+        ("epochs", r"override 'epochs' has no '='; write key=value"),
+    ],
+)
+def test_a_wrong_override_is_named(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(DigitsConfig, FP16, [override])
+
+
+def test_a_wrong_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"no.yaml does not exist; there is .*digits_fp16\.yaml"):
+        load_config(DigitsConfig, ROOT / "configs/no.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("precison: fp16\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml: unknown key 'precison'.*did you mean precision"):
+        load_config(DigitsConfig, broken)
+    broken.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match=r"broken.yaml is no YAML"):
+        load_config(DigitsConfig, broken)
+
+
+def test_a_wrong_command_line_ends_the_program(capsys):
+    with pytest.raises(SystemExit) as error:
+        config_from_command_line(
+            DigitsConfig, default="configs/digits_fp16.yaml", about="", arguments=["epoch=1"]
+        )
+    assert error.value.code == 2
+    assert "did you mean epochs?" in capsys.readouterr().err
+
+
+# -- data and model -----------------------------------------------------------------------------
+
+
+def test_the_order_of_the_data_depends_on_the_seed_alone():
+    def labels(seed):
+        return torch.cat([labels for _, labels in digits_loaders(batch_size=64, seed=seed).train])
+
+    assert torch.equal(labels(0), labels(0))
+    assert not torch.equal(labels(0), labels(1))
+    loaders = digits_loaders(batch_size=64, seed=0)
+    sizes = [len(part.dataset) for part in (loaders.train, loaders.validation, loaders.test)]
+    assert sizes == [1257, 180, 360]
+    images, _ = next(iter(loaders.train))
+    assert (images.shape, images.dtype, images.min(), images.max()) == (
+        (64, 1, 8, 8),
+        torch.float32,
+        0.0,
+        1.0,
+    )
+
+
+def test_shifted_images_keep_their_ink_but_for_the_border():
+    loaders = digits_loaders(batch_size=64, seed=0)
+    images, _ = next(iter(loaders.train))
+    originals = torch.stack([image for image, _ in loaders.train.dataset])
+    inner = {round(float(image.sum()), 4) for image in originals}
+    kept = sum(round(float(image.sum()), 4) in inner for image in images)
+    assert kept > 32
+    assert DigitsNet(8)(images).shape == (64, 10)
+
+
+# -- record -------------------------------------------------------------------------------------
+
+
+def test_the_record_counts_taken_and_skipped_steps(capsys):
+    record = TrainingRecord(title="run")
+    for skipped, scale in ((False, 8.0), (True, 8.0), (False, 4.0)):
+        record.add_step(loss=1.0, loss_scale=scale, skipped=skipped)
+    record.final_loss_scale, record.test_accuracy = 4.0, 0.5
+    record.add_accuracy(0.25)
+    record.print_table()
+    rows = [line.strip("│ ").split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
+    table = {key.strip(): value.strip() for key, value in rows}
+    assert (table["optimizer steps taken"], table["optimizer steps skipped"]) == ("2", "1")
+    assert (table["final loss scale"], table["test accuracy"]) == ("4", "50.00%")
+    assert record.accuracies == [(3, 0.25)]
+
+
+# -- runs ---------------------------------------------------------------------------------------
+
+
+def short(precision, **changes):
+    return replace(DigitsConfig(precision=Precision[precision], width=4, epochs=1, batch_size=256), **changes)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_one_epoch(precision, tmp_path):
+    record = train(short(precision))
+    assert len(record.losses) == 5
+    assert record.losses[-1] < record.losses[0]
+    assert len(record.loss_scales) == (5 if precision == "fp16" else 0)
+    assert len(record.accuracies) == 1
+    record.save_plot(tmp_path / "new" / "training.png")
+    assert (tmp_path / "new" / "training.png").stat().st_size > 10_000
+
+
+def test_a_window_of_two_batches_is_one_step():
+    assert len(train(short("fp16", batch_size=128, accumulate=2)).losses) == 5
+
+
+@pytest.mark.slow
+def test_three_precisions_agree():
+    accuracies = {
+        name: train(DigitsConfig(precision=Precision[name])).test_accuracy
+        for name in ("fp16", "bf16", "fp32")
+    }
+    assert min(accuracies.values()) >= 0.97
+    assert accuracies["fp16"] == pytest.approx(accuracies["fp32"], abs=0.01)
+    assert accuracies["bf16"] == pytest.approx(accuracies["fp32"], abs=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["recipes/train_digits.py"], ["-m", "recipes.train_digits"]])
+def test_the_program_runs_without_a_warning(command, tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    arguments = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, *command, *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "test accuracy" in done.stdout
+    assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
+    assert (tmp_path / "digits_fp16/training.png").exists()
