@@ -342,3 +342,44 @@ def test_windows_of_several_micro_batches_keep_one_scale():
     assert scales == [8.0] * 4 + [16.0] * 4
     assert [float(grads[0][0]) for grads in optimizer.optimizer.seen] == [2.0, 2.0]
     assert accelerator.scaler.get_scale() == 32.0
+
+
+class TestGradientPenalty:
+    """The loss ``output + 0.5 * |d output / d weight|^2`` of a model whose output is ``factor * w^2 / 2``."""
+
+    class Square(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor([2.0]))
+
+        def forward(self, factor):
+            return (factor * self.weight.square() / 2).sum()
+
+    def step(self, accelerator, penalty_of, factor=3.0):
+        model = self.Square()
+        model, optimizer = accelerator.prepare(model, GradientKeeper(model.parameters()))
+        output = model(factor)
+        penalty = penalty_of(accelerator, output, model.weight)
+        accelerator.backward(output + 0.5 * penalty)
+        optimizer.step()
+        return penalty.item(), last_gradient(optimizer)
+
+    def test_scaled_by_hand_in_the_stock_the_penalty_is_scaled_twice(self):
+        def by_hand(accelerator, output, weight):
+            (grad,) = torch.autograd.grad(accelerator.scaler.scale(output), weight, create_graph=True)
+            return grad.square().sum()
+
+        penalty, _ = self.step(stock(init_scale=8.0), by_hand)
+        assert penalty == (8 * 6.0) ** 2
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+    def test_in_one_line(self, precision):
+        accelerator = ours(precision=precision)
+        penalty, grad = self.step(accelerator, lambda amp, out, weight: amp.gradient_penalty(out, weight))
+        assert (penalty, grad) == (36.0, 6.0 + 18.0)  # w * 3, and its half square's derivative 9 * w
+
+    def test_grad_is_unscaled(self):
+        accelerator = ours(init_scale=8.0)
+        model = accelerator.prepare(self.Square())
+        (grad,) = accelerator.grad(model(3.0), model.weight, create_graph=True)
+        assert grad.item() == 6.0

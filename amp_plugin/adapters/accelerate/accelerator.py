@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,26 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs, DistributedType
+from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import checkpoints, engagement
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
+from amp_plugin.adapters.accelerate.gradients import Gradients
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.casting.active import set_default_rules
-from amp_plugin.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
-    from amp_plugin.scaling.step_result import StepResult
 
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class AmpAccelerator(Accelerator):
+class AmpAccelerator(Gradients):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
     ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included. Clipping
@@ -65,7 +63,6 @@ class AmpAccelerator(Accelerator):
         False
     """
 
-    scaler: GradScaler | None
     native_amp: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -188,97 +185,6 @@ class AmpAccelerator(Accelerator):
         if self._engaged and self.scaler is not None and self.sync_gradients:
             self.scaler.end_iteration()
 
-    # -- gradients -------------------------------------------------------------------------------
-
-    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
-        if not self._engaged:
-            super().unscale_gradients(optimizer)
-            return
-        if self.scaler is None:
-            return
-        given: Any = self._optimizers if optimizer is None else optimizer
-        for one in given if isinstance(given, list | tuple) else [given]:
-            self.scaler.ensure_unscaled(torch_optimizer(one))
-
-    def clip_grad_norm_(
-        self,
-        parameters: Tensor | Iterable[Tensor] | Optimizer,
-        max_norm: float,
-        norm_type: float = 2,
-    ) -> Tensor | None:
-        """Clip the norm of unscaled gradients, at the end of an accumulation window only.
-
-        Args:
-            parameters: parameters, of one optimizer or of several, or a prepared optimizer.
-            max_norm: largest norm.
-            norm_type: the p of the norm.
-
-        Returns:
-            The norm before clipping, 0-dim, fp32; within a window, where nothing is clipped, that of
-            the gradients so far (under FSDP nan: they are not reduced yet).
-        """
-        params = _parameters(parameters)
-        if not self._engaged:
-            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
-        if not self.sync_gradients:
-            return self._norm_so_far(params, norm_type)
-        if self.scaler is None or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
-            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
-        return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
-
-    def _norm_so_far(self, params: list[Tensor], norm_type: float) -> Tensor:
-        if self.distributed_type == DistributedType.FSDP:
-            return torch.full((), math.nan)
-        norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
-        scale = None if self.scaler is None else self.scaler._scale
-        return norm if scale is None else norm / scale
-
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor] | Optimizer, clip_value: float) -> None:
-        """Clip each element of unscaled gradients, at the end of an accumulation window only.
-
-        Args:
-            parameters: as for :meth:`clip_grad_norm_`.
-            clip_value: largest absolute value.
-        """
-        params = _parameters(parameters)
-        if self._engaged and not self.sync_gradients:
-            return
-        if not self._engaged or self.scaler is None or self.distributed_type == DistributedType.FSDP:
-            super().clip_grad_value_(params, clip_value)
-        else:
-            self.scaler.clip_grad_value_(params, clip_value)
-
-    # -- what happened ---------------------------------------------------------------------------
-
-    def last_step(self, optimizer: Optimizer) -> StepResult | None:
-        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
-
-        Args:
-            optimizer: prepared or not.
-
-        Returns:
-            The result; None where nothing is scaled.
-
-        Raises:
-            RuntimeError: the optimizer has not stepped yet.
-        """
-        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
-            return None
-        return self.scaler.last_step(torch_optimizer(optimizer))
-
-    def amp_metrics(self) -> dict[str, float]:
-        """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
-
-        Empty where nothing is scaled.
-        """
-        if not isinstance(self.scaler, GradScaler) or not self.scaler.is_enabled():
-            return {}
-        return {
-            "loss_scale": self.scaler.get_scale(),
-            "skipped_steps": float(self.scaler.skipped_steps()),
-        }
-
     # -- checkpoints and the end -----------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
@@ -299,9 +205,3 @@ class AmpAccelerator(Accelerator):
         super().end_training()
         if self._engaged:
             set_default_rules(None)
-
-
-def _parameters(given: Tensor | Iterable[Tensor] | Optimizer) -> list[Tensor]:
-    if isinstance(given, Optimizer):
-        return [param for group in given.param_groups for param in group["params"]]
-    return [given] if isinstance(given, Tensor) else list(given)

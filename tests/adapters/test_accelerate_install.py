@@ -1,0 +1,222 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator
+
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, __main__, install, uninstall
+from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient, reset
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = """
+import sys
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 4)).sum())
+accelerator.clip_grad_norm_(model.parameters(), 1.0)
+optimizer.step()
+print(type(accelerator).__name__, accelerator.mixed_precision, accelerator.scaler.get_scale(), sys.argv[1:])
+"""
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    reset()
+    original = Accelerator.__init__
+    yield
+    uninstall()
+    assert Accelerator.__init__ is original
+    reset()
+
+
+class Verbose(Accelerator):
+    """A subclass as other libraries have them."""
+
+    def __init__(self, *args, note="", **kwargs):
+        super().__init__(*args, **kwargs)
+        self.note = note
+
+    def backward(self, loss, **kwargs):
+        self.note += "b"
+        super().backward(loss, **kwargs)
+
+
+def test_accelerators_made_elsewhere_are_ours():
+    install()
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    assert type(accelerator) is AmpAccelerator
+    assert accelerator.scaler.get_scale() == 65536.0
+
+
+def test_a_subclass_keeps_its_methods_and_gets_ours():
+    install()
+    accelerator = Verbose(mixed_precision="fp16", cpu=True, note="a")
+    assert isinstance(accelerator, Verbose)
+    assert isinstance(accelerator, AmpAccelerator)
+    model = Weights()
+    model, optimizer = accelerator.prepare(model, GradientKeeper(model.parameters()))
+    accelerator.backward(model(3.0))
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    optimizer.step()
+    assert accelerator.note == "ab"
+    assert last_gradient(optimizer) == 3.0
+    again = Verbose(mixed_precision="fp16", cpu=True)
+    assert type(again) is type(accelerator)
+
+
+def test_options_hold_where_the_program_has_none():
+    install(AmpKwargs(init_scale=2.0))
+    assert Accelerator(mixed_precision="fp16", cpu=True).scaler.get_scale() == 2.0
+    own = Accelerator(mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs(init_scale=4.0)])
+    assert own.scaler.get_scale() == 4.0
+    install(AmpKwargs(init_scale=8.0))
+    assert Accelerator(mixed_precision="fp16", cpu=True).scaler.get_scale() == 8.0
+
+
+def test_uninstall_leaves_accelerate_as_it_was():
+    install()
+    uninstall()
+    uninstall()
+    assert type(Accelerator(mixed_precision="fp16", cpu=True)) is Accelerator
+    assert Accelerator(mixed_precision="fp16", cpu=True).scaler is None
+
+
+def test_ours_works_while_installed():
+    install()
+    assert AmpAccelerator(mixed_precision="fp16", cpu=True).scaler is not None
+
+
+@pytest.mark.native
+def test_uninstall_gives_torch_autocast_back():
+    from amp_plugin import OpRules
+
+    install(AmpKwargs(rules=OpRules.default("cpu").with_rule("aten::matmul", "fp32")))
+    Accelerator(mixed_precision="bf16", cpu=True)
+    a = torch.ones(2, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.float32
+    uninstall()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (a @ a).dtype is torch.bfloat16
+
+
+class TestModuleRoute:
+    @pytest.fixture
+    def script(self, tmp_path, monkeypatch):
+        path = tmp_path / "unedited.py"
+        path.write_text(SCRIPT)
+        monkeypatch.setattr(sys, "argv", ["before"])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        return path
+
+    def test_a_script_runs_with_its_arguments(self, script, capsys, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "1024")
+        __main__.main([str(script), "--epochs", "3"])
+        assert capsys.readouterr().out == "AmpAccelerator fp16 1024.0 ['--epochs', '3']\n"
+
+    def test_a_module_runs(self, script, capsys, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+        monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "256")
+        monkeypatch.chdir(script.parent)
+        __main__.main(["-m", "unedited", "x"])
+        assert capsys.readouterr().out == "AmpAccelerator fp16 256.0 ['x']\n"
+
+    @pytest.mark.parametrize(
+        ("arguments", "text"), [([], "script.py"), (["-h"], "script.py"), (["no.py"], "no.py is no file")]
+    )
+    def test_without_a_script(self, arguments, text):
+        with pytest.raises(SystemExit, match=text):
+            __main__.main(arguments)
+
+    @pytest.mark.slow
+    def test_under_accelerate_launch(self, script):
+        command = [
+            *(str(Path(sys.executable).parent / "accelerate"), "launch"),
+            *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
+            *("-m", "amp_plugin.adapters.accelerate", str(script), "--epochs", "3"),
+        ]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "AMP_PLUGIN_INIT_SCALE": "512",
+        }
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "AmpAccelerator fp16 512.0 ['--epochs', '3']\n"
+
+
+class TestTransformersTrainer:
+    """A tiny Bert, made from a config, trained by Hugging Face's Trainer."""
+
+    @staticmethod
+    def train(folder, **arguments):
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=64,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=64,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+        model = transformers.BertForSequenceClassification(config)
+        words = torch.randint(2, 64, (64, 8), generator=torch.Generator().manual_seed(0))
+        examples = [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
+        settings = transformers.TrainingArguments(
+            str(folder),
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            learning_rate=5e-3,
+            num_train_epochs=10,
+            use_cpu=True,
+            report_to=[],
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+            **{"max_grad_norm": 1.0, **arguments},
+        )
+        trainer = transformers.Trainer(model, settings, train_dataset=examples)
+        dtypes = []
+        model.classifier.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
+        trainer.train()
+        return trainer, [line for line in trainer.state.log_history if "loss" in line], dtypes
+
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+    @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
+    def test_it_learns_with_accumulation_and_clipping(self, precision, dtype, tmp_path):
+        _, reference, _ = self.train(tmp_path)  # fp32
+        reset()
+        install()
+        trainer, history, dtypes = self.train(tmp_path, **{precision: True})
+        assert type(trainer.accelerator) is AmpAccelerator
+        assert set(dtypes) == {dtype}
+        assert history[-1]["loss"] < 0.1 < history[0]["loss"]
+        assert max(abs(a["loss"] - b["loss"]) for a, b in zip(history, reference, strict=True)) < 0.05
+        assert history[0]["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=0.02)
+        if precision == "fp16":
+            assert trainer.accelerator.amp_metrics() == {"loss_scale": 65536.0, "skipped_steps": 0.0}
+
+    def test_stock_fp16_on_the_cpu_is_fp32(self, tmp_path):
+        trainer, _, dtypes = self.train(tmp_path, fp16=True, max_steps=1)
+        assert trainer.accelerator.scaler is None
+        assert set(dtypes) == {torch.float32}
+
+    def test_a_skipped_step_holds_the_learning_rate_back(self, tmp_path):
+        install(AmpKwargs(init_scale=2.0**40))
+        trainer, history, _ = self.train(tmp_path, fp16=True, max_steps=3, lr_scheduler_type="linear")
+        assert trainer.accelerator.amp_metrics()["skipped_steps"] == 3.0
+        assert {line["learning_rate"] for line in history} == {5e-3}
