@@ -87,8 +87,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Reduce as the original class does, then say how to change the class again."""
     kind = type(self)
     original, changes = _changes_of(kind)
-    unmade: Any = next(base for base in original.__mro__ if "_made_from" not in vars(base))
-    build, arguments, *rest = unmade.__reduce_ex__(self, protocol)
+    build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)
     if not changes:  # a class the user derived from a made one
         return (build, arguments, *rest)
     plain = tuple(original if each is kind else each for each in arguments)
@@ -102,12 +101,17 @@ def _remake(build: Callable[..., nn.Module], arguments: tuple[Any, ...], changes
 
 
 def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    original, changes = _changes_of(type(self))
-    unmade: Any = next(base for base in original.__mro__ if "_made_from" not in vars(base))
-    copy: nn.Module = unmade.__deepcopy__(self, memo)
+    _, changes = _changes_of(type(self))
+    below: Any = super(_last_made(type(self)), self)
+    copy: nn.Module = below.__deepcopy__(memo)
     if changes:
         _set_class(copy, _changes_of(type(copy))[0], changes)
     return copy
+
+
+def _last_made(kind: type) -> type:
+    """Return the made class nearest to the original: its methods for copying are the original's."""
+    return [base for base in kind.__mro__ if "_made_from" in vars(base)][-1]
 
 
 def _is_importable(made: type) -> bool:

@@ -1,0 +1,303 @@
+"""run_in: one dtype for an instance, a class, a function or a method, in any region."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from amp_plugin import autocast, run_in
+from amp_plugin.casting.fp32_modules import apply_fp32_modules
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Pool(nn.Module):
+    """Stands for an imported region-of-interest pooling: boxes need fp32."""
+
+    def forward(self, x, rois, scale=1.0):
+        self.seen = (x.dtype, rois.dtype, torch.is_autocast_enabled("cpu"))
+        return x * scale + rois.sum().to(x.dtype)
+
+
+@run_in(FP32, keep={"rois"}, cast_back=True)
+class Pool32(Pool):
+    """The case as asked in public: `rois` as it came, `x` in fp32 and back."""
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super(Head, self).__init__()  # noqa: UP008 - decorated, this must not call itself
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.norm = nn.Linear(4, 4)
+        self.heads = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.heads[0](self.norm(self.body(x)))
+
+
+def in_bf16(call, *args, **kwargs):
+    with autocast("cpu", dtype=BF16):
+        return call(*args, **kwargs)
+
+
+def dtypes_of(net, module):
+    """The dtypes in and out of a submodule in a bf16 region, seen below its hooks."""
+    seen = []
+    inner = type(module).__mro__[1].forward if "_made_from" in vars(type(module)) else type(module).forward
+    assert inner is nn.Linear.forward
+    hook = module.register_forward_hook(lambda _, args, output: seen.append((args[0].dtype, output.dtype)))
+    in_bf16(net, torch.ones(2, 4))
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [FP16, BF16])
+def test_the_roi_pool_case(dtype):
+    pool, rois = Pool32(), torch.ones(3, 5, dtype=torch.float64)
+    x = torch.ones(2, dtype=dtype, requires_grad=True)
+    for call in (lambda: pool(x, rois), lambda: pool(x, rois=rois), lambda: pool(rois=rois.half(), x=x)):
+        output = in_bf16(call)
+        assert pool.seen[0] is FP32
+        assert pool.seen[2] is False
+        assert output.dtype is dtype
+    assert pool.seen[1] is FP16  # kept as it came
+    output.sum().backward()
+    assert x.grad.dtype is dtype
+
+
+def test_a_class_statement_is_decorated_in_place_also_with_the_old_super():
+    decorated = run_in(FP32)
+
+    @decorated
+    class Local(nn.Module):
+        def __init__(self):
+            super(Local, self).__init__()  # noqa: UP008
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    assert in_bf16(Local(), torch.ones(1, 2)).dtype is FP32
+    assert type(pickle.loads(pickle.dumps(Pool32()))) is Pool32
+
+
+def test_an_imported_class_gives_a_subclass_and_stays_as_it_is():
+    Head32 = run_in(FP32)(Head)
+    assert issubclass(Head32, Head)
+    assert Head32.__name__ == "Head"
+    assert in_bf16(Head(), torch.ones(1, 4)).dtype is BF16
+    head = Head32()
+    assert in_bf16(head, torch.ones(1, 4)).dtype is FP32
+    for other in (copy.deepcopy(head), pickle.loads(pickle.dumps(head))):
+        assert type(other) is Head32
+        assert isinstance(other, Head)
+        assert other.state_dict().keys() == Head().state_dict().keys()
+        with torch.no_grad():
+            other.linear.weight.zero_()
+        assert in_bf16(other, torch.ones(1, 4)).equal(other.linear.bias.detach().expand(1, 4))
+
+    class Mine(Head32):
+        pass
+
+    assert in_bf16(copy.deepcopy(Mine()), torch.ones(1, 4)).dtype is FP32
+
+
+@pytest.mark.parametrize("cast_back", [False, True])
+def test_an_instance_computes_as_in_fp32_and_survives_copies(cast_back):
+    net = Net()
+    plain = copy.deepcopy(net)
+    assert run_in(FP32, cast_back=cast_back)(net.norm) is net.norm
+    assert isinstance(net.norm, nn.Linear)
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert inspect.signature(net.norm.forward) == inspect.signature(plain.norm.forward)
+    outside = BF16 if cast_back else FP32
+    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert dtypes_of(each, each.norm) == [(BF16, outside)]
+        x = torch.randn(2, 4, dtype=BF16)
+        expected = plain.norm(x.float())
+        assert in_bf16(each.norm, x).equal(expected.to(outside))
+    plain.load_state_dict(net.state_dict())
+
+
+def test_weights_of_the_copy_are_the_copys():
+    norm = run_in(FP32)(nn.Linear(2, 2))
+    other = copy.deepcopy(norm)
+    with torch.no_grad():
+        other.weight.zero_()
+        other.bias.fill_(3)
+    assert in_bf16(other, torch.ones(1, 2)).eq(3).all()
+
+
+def test_applied_again_the_last_settings_count():
+    linear = run_in(FP32)(run_in(torch.float64)(nn.Linear(2, 2)))
+    assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
+    assert type(linear).__mro__.count(nn.Linear) == 1
+    assert len([kind for kind in type(linear).__mro__ if kind.__name__ == "Linear"]) == 2
+
+
+def test_a_lazy_module_stays_in_fp32_when_it_gets_its_shape():
+    linear = run_in(FP32)(nn.LazyLinear(3))
+    assert in_bf16(linear, torch.ones(2, 4, dtype=BF16)).dtype is FP32
+    assert in_bf16(linear, torch.ones(2, 4, dtype=BF16)).dtype is FP32
+
+
+def test_functions_and_methods():
+    @run_in(FP32, keep="index")
+    def function(x, *more, index=None):
+        return x.dtype, [each.dtype for each in more], index.dtype, torch.is_autocast_enabled("cpu")
+
+    half, double, number = torch.ones(1, dtype=FP16), torch.ones(1).double(), torch.ones(1, dtype=torch.long)
+    answer = in_bf16(function, half, half, double, number, index=half)
+    assert answer == (FP32, [FP32, torch.float64, torch.long], FP16, False)
+
+    net = Net()
+    net.encode = run_in(FP32)(net.forward)
+    assert in_bf16(net.encode, half.expand(2, 4)).dtype is FP32
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.encode = run_in(FP32)(self.encode)
+
+    def encode(self, x):
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_bound_method_follows_its_owner(copied):
+    other = copied(Encoder())
+    with torch.no_grad():
+        other.linear.weight.zero_()
+        other.linear.bias.fill_(3)
+    answer = in_bf16(other.encode, torch.ones(1, 2))
+    assert answer.dtype is FP32
+    assert answer.eq(3).all()
+
+
+def test_containers_are_cast_and_handed_on_untouched_where_nothing_is():
+    @run_in(FP32, cast_back=True)
+    def function(batch, extra):
+        extra.append(1)
+        assert batch["x"][0].dtype is FP32
+        return {"y": batch["x"][0], "n": 3}
+
+    extra: list[int] = []
+    answer = function({"x": (torch.ones(1, dtype=FP16),), "s": "text"}, extra)
+    assert answer["y"].dtype is FP16
+    assert extra == [1]
+
+
+def test_every_device_is_switched_off():
+    states = []
+    function = run_in(FP32)(lambda: states.append([torch.is_autocast_enabled(d) for d in ("cpu", "xpu")]))
+    with torch.autocast("cpu", dtype=BF16):
+        torch.set_autocast_enabled("xpu", True)
+        try:
+            function()
+        finally:
+            torch.set_autocast_enabled("xpu", False)
+    assert states == [[False, False]]
+    with autocast("cpu", dtype=BF16):
+        function()
+        assert torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # inductor's, within torch
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_in_one_graph_it_equals_eager(backend):
+    torch.compiler.reset()
+    net = Net()
+    run_in(FP32, cast_back=True)(net.norm)
+    x = torch.randn(2, 4)
+    compiled = torch.compile(net, fullgraph=True, backend=backend)
+    torch.testing.assert_close(in_bf16(compiled, x), in_bf16(net, x), rtol=0, atol=1e-2)
+    graphs = []
+    watched = torch.compile(
+        net, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward
+    )
+    assert in_bf16(watched, x).equal(in_bf16(net, x))
+    assert len(graphs) == 1
+    pool = torch.compile(Pool32(), fullgraph=True, backend="aot_eager")
+    assert in_bf16(pool, x.half(), rois=x).dtype is FP16
+
+
+def test_an_already_compiled_module_is_reached():
+    torch.compiler.reset()
+    linear = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)
+    assert in_bf16(linear, torch.ones(1, 2)).dtype is BF16
+    run_in(FP32)(linear)
+    assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
+
+
+def test_under_ddp(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = Net()
+        run_in(FP32, cast_back=True)(net.norm)
+        wrapped = nn.parallel.DistributedDataParallel(net)
+        output = in_bf16(wrapped, torch.ones(2, 4))
+        assert output.dtype is BF16
+        output.sum().backward()
+        assert net.norm.weight.grad.dtype is FP32
+    finally:
+        dist.destroy_process_group()
+
+
+def test_modules_by_name_pattern_and_class():
+    net = nn.Sequential(Net(), Net())
+    assert apply_fp32_modules(net, ["*.norm", "1.heads.*"]) == ["0.norm", "1.norm", "1.heads.0"]
+    assert dtypes_of(net, net[0].norm) == [(BF16, FP32)]
+    assert dtypes_of(net, net[0].body) == [(FP32, BF16)]
+    assert apply_fp32_modules(Net(), ["Linear"]) == ["body", "norm", "heads.0"]
+    assert apply_fp32_modules(Net(), []) == []
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    with pytest.raises(ValueError, match=r"'\*.nrom' is no name or class of a module in Sequential.*0.norm"):
+        apply_fp32_modules(nn.Sequential(Net()), ["*.nrom"])
+    with pytest.raises(ValueError, match=r"model.named_modules\(\) lists them"):
+        apply_fp32_modules(Net(), ["zzz"])
+    with pytest.raises(TypeError, match="ModuleList has no forward and is never called"):
+        apply_fp32_modules(Net(), ["heads"])
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"torch.int64 is not a floating-point dtype; use torch.float32"):
+        run_in(torch.long)
+    with pytest.raises(
+        ValueError, match=r"Pool.forward has no argument 'roi', did you mean rois\?; it has self, x"
+    ):
+        run_in(FP32, keep={"roi"})(Pool())
+    with pytest.raises(ValueError, match="does not tell the names of its arguments"):
+        run_in(FP32, keep={"x"})(torch.add)
+    with pytest.raises(TypeError, match="3 is no module, module class, function or method"):
+        run_in(FP32)(3)
+    with pytest.raises(TypeError, match="int'> is no module"):
+        run_in(FP32)(int)
+
+    async def coroutine():
+        pass
+
+    with pytest.raises(TypeError, match="coroutine is a generator or coroutine function"):
+        run_in(FP32)(coroutine)
+    patched = nn.Linear(2, 2)
+    patched.forward = lambda x: x
+    with pytest.raises(ValueError, match="forward of this Linear was replaced on the instance"):
+        run_in(FP32)(patched)
