@@ -121,7 +121,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
     return backward
 
 
-def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:  # noqa: PLR0911 - one per kind
     """Cast the floating-point tensors (not fp64) of a device in nested containers.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def product(fwd, bwd, **options):
     """x @ w as a Function that records in which state its methods run."""
 
     class Product(torch.autograd.Function):
-        seen = []
+        seen: ClassVar = []
 
         @staticmethod
         @fwd(device_type="cpu", **options)
@@ -60,7 +60,7 @@ def test_same_as_torch(cast_inputs, enabled):
 
 def with_setup_context(fwd, bwd, cast_inputs=None):
     class Product(torch.autograd.Function):
-        seen = []
+        seen: ClassVar = []
 
         @staticmethod
         @fwd(device_type="cpu", cast_inputs=cast_inputs)
@@ -113,7 +113,7 @@ def test_setup_context_with_nested_functions():
     inner = with_setup_context(custom_fwd, custom_bwd, torch.float32)
 
     class Outer(torch.autograd.Function):
-        seen = []
+        seen: ClassVar = []
 
         @staticmethod
         @custom_fwd(device_type="cpu")
@@ -168,7 +168,10 @@ def test_no_tensor_argument():
 
 
 def test_every_kind_of_input_is_cast_or_passed():
-    Point = namedtuple("Point", ["x", "y"])
+    class Point(NamedTuple):
+        x: Any
+        y: Any
+
     seen = {}
 
     class Look(torch.autograd.Function):

@@ -56,7 +56,7 @@ class TestLikeTorch:
         with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
             amp_plugin.autocast(torch.device("cpu"))
         with pytest.raises(
-            RuntimeError, match="unsupported autocast device_type 'opengl'|unknown device type"
+            RuntimeError, match=r"unsupported autocast device_type 'opengl'|unknown device type"
         ):
             amp_plugin.autocast("opengl", dtype=torch.float16)
         with pytest.raises(TypeError, match="requires a callable, but got int"):

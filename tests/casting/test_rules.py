@@ -84,7 +84,7 @@ def test_unknown_names_are_errors_with_the_nearest():
         ValueError, match=r"aten::mm.default has no argument 'slef', did you mean self\?; it has"
     ):
         rules.with_rule("aten::mm.default", keep={"slef"})
-    with pytest.raises(ValueError, match="an op is named like 'aten::softmax.int'"):
+    with pytest.raises(ValueError, match=r"an op is named like 'aten::softmax.int'"):
         rules.with_rule("softmax", "fp32")
     with pytest.raises(ValueError, match=r"no overload that takes a dtype"):
         rules.with_rule("aten::mm.default", "fp32_append_dtype")

@@ -1,0 +1,131 @@
+"""Regions on a CUDA device: autograd's threads, graph capture, torch's case lists for real."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import amp_plugin
+from amp_plugin.casting.cast_cache import CastCache
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torch.testing._internal.autocast_test_lists import AutocastTestLists
+
+pytestmark = [pytest.mark.gpu, pytest.mark.native]
+LISTS = ["torch_fp16", "nn_fp16", "linalg_fp16", "torch_fp32", "nn_fp32", "torch_need_autocast_promote"]
+MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg}
+
+
+def tensors(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for each in value for t in tensors(each)] if isinstance(value, (list, tuple)) else []
+
+
+@pytest.mark.filterwarnings("ignore")  # deprecated ops in torch's lists
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", LISTS)
+def test_case_lists_give_torchs_bits(name, dtype):
+    lists = AutocastTestLists(torch.device("cuda:0"))
+    module = MODULES.get(name.split("_")[0], torch)
+    ran = 0
+    for op, args, *rest in getattr(lists, name):
+        if isinstance(args, str) or not hasattr(module, op):
+            continue  # einsum's equation in the list does not fit its matrices
+        kwargs = next((each for each in rest if isinstance(each, dict)), {})
+        results = []
+        for autocast in (torch.autocast, amp_plugin.autocast):
+            with autocast("cuda", dtype=dtype):
+                try:
+                    results.append(tensors(getattr(module, op)(*args, **kwargs)))
+                except RuntimeError as error:
+                    results.append(str(error).splitlines()[0])
+        theirs, ours = results
+        if isinstance(theirs, str) and "Unexpected floating ScalarType" in theirs:
+            continue  # fp16 arguments in a bf16 region: torch raises, we promote
+        assert isinstance(theirs, str) == isinstance(ours, str), (op, theirs, ours)
+        if isinstance(theirs, str):
+            assert theirs == ours
+            continue
+        ran += 1
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype, op
+            assert torch.equal(a, b) or torch.isnan(a).any(), op
+    assert ran > 0
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)).cuda()
+
+
+def test_backward_threads_follow_no_region_opened_outside():
+    model, seen = make_model(), []
+    x = torch.randn(16, 64, device="cuda")
+
+    def grads(whole):
+        model.zero_grad()
+        with amp_plugin.autocast("cuda", enabled=whole):
+            with amp_plugin.autocast("cuda"):
+                hidden = model[0](x)
+                hidden.register_hook(lambda g: seen.append((g.float() @ g.float().t()).dtype))
+                loss = model[3](model[2](hidden)).float().square().sum()
+            loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    for a, b in zip(grads(False), grads(True), strict=True):
+        assert torch.equal(a, b)
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_graphed_callables_equal_eager():
+    x = torch.randn(16, 64, device="cuda")
+    eager, graphed = make_model(), make_model()
+    with amp_plugin.autocast("cuda", dtype=torch.bfloat16):
+        graphed = torch.cuda.make_graphed_callables(graphed, (x,))
+        for _ in range(3):
+            ours, theirs = graphed(x), eager(x)
+            assert torch.equal(ours, theirs)
+            with torch.no_grad():
+                for p, q in zip(graphed.parameters(), eager.parameters(), strict=True):
+                    p.mul_(1.5)
+                    q.mul_(1.5)
+    assert torch.ops.amp_plugin._kept_cast_count() == 0
+
+
+def test_capture_keeps_no_cast():
+    model, cache = make_model(), CastCache()
+    x = torch.randn(16, 64, device="cuda")
+    with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
+        model(x)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        torch.cuda.graph(graph),
+        torch.no_grad(),
+        amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache),
+    ):
+        output = model(x)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    graph.replay()
+    with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(output, model(x))
+    assert len(cache) == 0
+
+
+def test_cast_cache_is_exact():
+    def run(cache):
+        model = make_model()
+        for batch in torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(0)).cuda():
+            with amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache):
+                loss = model(batch).float().square().mean()
+            loss.backward()
+        return [p.grad for p in model.parameters()]
+
+    for a, b in zip(run(CastCache()), run(None), strict=True):
+        assert torch.equal(a, b)
