@@ -95,7 +95,8 @@ def clip_value(scaler: GradScaler, target: Target, clip_value: float) -> None:
     if scaler.is_enabled():
         for record in _records_of(scaler, target if isinstance(target, Optimizer) else params):
             _unscale(scaler, record)
-    torch.nn.utils.clip_grad_value_(params, clip_value)
+    if any(param.grad is not None for param in params):  # torch's fails if there is none
+        torch.nn.utils.clip_grad_value_(params, clip_value)
 
 
 def _norm_of_record(

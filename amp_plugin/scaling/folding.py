@@ -83,8 +83,16 @@ def _factor(unit: LossScale, clip: Tensor | None, given: Tensor | None) -> Tenso
     return factor if given is None else factor * given
 
 
+def write_clip(record: OptimizerRecord) -> None:
+    """Write a folded clip into the gradients after all, since more will be added to them."""
+    clip, record.clip = record.clip, None
+    if clip is not None:
+        for one in record.sets:
+            one.multiply_(clip)
+
+
 def _refuse_changed_after_clip(record: OptimizerRecord) -> None:
-    if record.clip is not None and any(one.changed_since_measured() for one in record.sets):
+    if record.clip is not None and any(one.parts and one.changed_since_measured() for one in record.sets):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still scaled "
             "then. Call it with fold=False, or change them before."

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, stepping, updating
+from amp_plugin.scaling import clipping, closures, folding, stepping, updating
 from amp_plugin.scaling.backward_events import after_backward, watch
 from amp_plugin.scaling.distributed import Groups
 from amp_plugin.scaling.loss_scale import ConstantLossScale, DynamicLossScale, HysteresisMode, LossScale
@@ -199,6 +199,8 @@ class GradScaler(ScalerState, TorchInterface):
         again = [
             r for r in self._registry if r.stage is OptState.UNSCALED and any(s.unit is None for s in r.sets)
         ]
+        for record in self._registry:
+            folding.write_clip(record)
         for gradients in self._registry.sets():
             gradients.begin_backward(loss_scale)
         if again:

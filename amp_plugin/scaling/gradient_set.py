@@ -78,6 +78,7 @@ class GradientSet:
 
     def unscale_(self, norm_type: float) -> list[Part]:
         """Divide the gradients by what they carry, once, and measure them."""
+        self.consumed = False
         if self.unit is None and self.residue is None:
             return self.measure(norm_type)
         self._keep_overflow()
@@ -86,7 +87,6 @@ class GradientSet:
             for group in self.groups()
         ]
         self.unit = self.residue = None
-        self.consumed = False
         self._remember(norm_type)
         return self.parts
 
@@ -158,12 +158,12 @@ class GradientSet:
 
     def pending(self, slot: int) -> bool:
         """Whether scaled gradients came in since the last step of the owner with ``slot``."""
-        return self.unit is not None and self._ledger.compare(slot) != GradientLedger.SAME
+        return self.unit is not None and self._ledger.compare(slot) > GradientLedger.SAME
 
     def renewed(self, slot: int) -> bool:
         """Whether the gradients are others than those that were unscaled or stepped."""
         if self.consumed:
-            return self._ledger.compare(slot) != GradientLedger.SAME
+            return self._ledger.compare(slot) > GradientLedger.SAME
         return self._ledger.compare(_MEASURED) == GradientLedger.NEW
 
     def stepped(self, slot: int) -> None:

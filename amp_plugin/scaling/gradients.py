@@ -50,7 +50,7 @@ class GradientLedger:
         params: The parameters whose ``.grad`` is watched.
     """
 
-    SAME, CHANGED, NEW = 0, 1, 2
+    GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
 
     def __init__(self, params: list[Tensor]) -> None:
         self._params = params
@@ -76,14 +76,19 @@ class GradientLedger:
         """Compare the present gradients with those noted under ``slot``.
 
         Returns:
-            0 if none changed (absent ones do not count), 1 if one was written to, 2 if one is another tensor.
+            2 if one is another tensor, else 1 if one was written to, else -1 if one is gone, else 0.
         """
         marks = self._marks.get(slot)
         worst = self.SAME
         for i, param in enumerate(self._params):
             grad = param.grad
+            mark = None if marks is None else marks[i]
             if grad is not None:
-                worst = max(worst, _compare(grad, None if marks is None else marks[i]))
+                worst = (
+                    max(worst, _compare(grad, mark)) if worst != self.GONE else _compare(grad, mark) or worst
+                )
+            elif mark is not None and worst == self.SAME:
+                worst = self.GONE
         return worst
 
 

@@ -55,10 +55,8 @@ def check(
         for loss_scale in record.losses:
             loss_scale.record(found)
     if write and record.clip is not None:
-        clip, record.clip = record.clip, None
-        for one in record.sets:
-            one.multiply_(clip)
-        norm = norm * clip
+        norm = norm * record.clip
+        folding.write_clip(record)
     return norm, found
 
 

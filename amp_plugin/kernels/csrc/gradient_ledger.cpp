@@ -18,7 +18,7 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-enum Change : int64_t { kSame = 0, kChanged = 1, kNew = 2 };
+enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
 // A gradient as it was seen. The weak reference keeps its address from being used again.
 struct Mark {
@@ -81,6 +81,8 @@ class GradientLedger : public torch::CustomClassHolder {
     for (size_t i = 0; i < params_.size(); ++i) {
       const at::Tensor& grad = grad_of(params_[i]);
       if (!grad.defined()) {
+        const bool gone = found != marks_.end() && found->second[i].address != nullptr;
+        worst = gone && worst == kSame ? static_cast<int64_t>(kGone) : worst;
         continue;
       }
       c10::TensorImpl* address = grad.unsafeGetTensorImpl();

@@ -1,0 +1,180 @@
+"""Random sequences of calls agree with a float64 model that knows no scaling.
+
+Gradients are small integers and scales powers of two, so float32 is exact and "agree" means equal.
+"""
+
+import math
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+import torch
+
+from amp_plugin import GradScaler
+
+ACTIONS = [
+    "backward",
+    "unscale",
+    "ensure",
+    "clip",
+    "fold",
+    "value",
+    "step",
+    "update",
+    "end",
+    "zero",
+    "zero_",
+    "set",
+]
+
+
+class Model:
+    """What the gradients and parameters would be without a loss scale."""
+
+    def __init__(self, optimizers, shared):
+        self.grads = [None] * (optimizers + 1)
+        self.params = [0.0] * (optimizers + 1)
+        self.shared = shared
+
+    def owned(self, index):
+        """The parameters of one optimizer: its own, and the shared one."""
+        return [index, len(self.params) - 1] if self.shared else [index]
+
+    def backward(self, indices, gradient):
+        for index in indices:
+            for i in self.owned(index):
+                self.grads[i] = (self.grads[i] or 0.0) + gradient
+
+    def finite(self, index):
+        return all(math.isfinite(self.grads[i]) for i in self.owned(index) if self.grads[i] is not None)
+
+    def step(self, index):
+        if self.finite(index):
+            for i in self.owned(index):
+                if self.grads[i] is not None:
+                    self.params[i] -= self.grads[i]
+
+
+class World:
+    """The same, with real optimizers and a scaler."""
+
+    def __init__(self, optimizers, shared, fused, options):
+        self.model = Model(optimizers, shared)
+        self.params = [torch.nn.Parameter(torch.zeros(2)) for _ in range(optimizers + 1)]
+        self.optimizers = [
+            torch.optim.SGD([self.params[i] for i in self.model.owned(index)], lr=1.0, fused=fused)
+            for index in range(optimizers)
+        ]
+        self.scaler = GradScaler("cpu", init_scale=2.0**10, **options)
+        self.scaler.register(*self.optimizers)
+        self.scaler.scale(torch.ones(()))
+
+    def backward(self, index, gradient):
+        """A loss over one optimizer's parameters, or over all of them."""
+        indices = range(len(self.optimizers)) if gradient % 2 == 0 else [index]
+        used = [i for one in indices for i in self.model.owned(one)]
+        loss = sum((self.params[i] * gradient).sum() for i in used)
+        self.scaler.scale(loss).backward()
+        self.model.backward(indices, gradient)
+
+    def overflow(self, index):
+        self.scaler.scale((self.params[index] * math.inf).sum()).backward()
+        self.model.grads[index] = math.inf
+
+    def clip(self, index, fold):
+        norm = self.scaler.clip_grad_norm_(self.optimizers[index], 1e30, fold=fold)
+        owned = [self.model.grads[i] for i in self.model.owned(index) if self.model.grads[i] is not None]
+        right = math.sqrt(sum(2 * g * g for g in owned))
+        if math.isfinite(right):
+            assert math.isclose(norm.item(), right, rel_tol=1e-6), (norm, right)
+        else:
+            assert not norm.isfinite()
+
+    def value(self, index):
+        self.scaler.clip_grad_value_(self.optimizers[index], 1e30)
+
+    def zero(self, index, set_to_none):
+        self.optimizers[index].zero_grad(set_to_none=set_to_none)
+        for i in self.model.owned(index):
+            if self.model.grads[i] is not None:
+                self.model.grads[i] = None if set_to_none else 0.0
+
+    def step(self, index):
+        try:
+            self.scaler.step(self.optimizers[index])
+        except RuntimeError as error:
+            refused = "gradients were changed between clip_grad_norm_" in str(error)
+            assert refused or "step() has already been called" in str(error)
+            if refused:
+                self.scaler.ensure_unscaled(self.optimizers[index])
+            return
+        assert self.scaler.last_step(self.optimizers[index]).skipped == (not self.model.finite(index))
+        self.model.step(index)
+
+    def unscale(self, index):
+        try:
+            self.scaler.unscale_(self.optimizers[index])
+        except RuntimeError as error:
+            assert "unscale_()" in str(error)
+
+    def check(self):
+        for param, right in zip(self.params, self.model.params, strict=True):
+            assert param.tolist() == [right, right], (param, right)
+
+
+def act(world, action, index, gradient):
+    calls = {
+        "backward": lambda: world.backward(index, gradient),
+        "unscale": lambda: world.unscale(index),
+        "ensure": lambda: world.scaler.ensure_unscaled(world.optimizers[index]),
+        "clip": lambda: world.clip(index, False),
+        "fold": lambda: world.clip(index, True),
+        "value": lambda: world.value(index),
+        "step": lambda: world.step(index),
+        "update": world.scaler.update,
+        "end": world.scaler.end_iteration,
+        "zero": lambda: world.zero(index, True),
+        "zero_": lambda: world.zero(index, False),
+        "set": lambda: world.scaler.update(2.0 ** (gradient + 8)),
+    }
+    calls[action]()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    optimizers=st.integers(1, 3),
+    shared=st.booleans(),
+    fused=st.booleans(),
+    interval=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 2), st.integers(1, 5)), max_size=25),
+)
+def test_any_sequence_of_calls(optimizers, shared, fused, interval, steps):
+    world = World(optimizers, shared, fused, {"growth_interval": interval})
+    for action, index, gradient in steps:
+        act(world, action, index % optimizers, gradient)
+        world.check()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    optimizers=st.integers(1, 3),
+    fused=st.booleans(),
+    hysteresis=st.integers(1, 3),
+    rounds=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans(), st.booleans()), max_size=12),
+)
+def test_overflows_skip_only_their_optimizer(optimizers, fused, hysteresis, rounds):
+    """Each round: one joint backward, perhaps an overflow in one optimizer, all step."""
+    world = World(optimizers, False, fused, {"growth_interval": 2, "hysteresis": hysteresis})
+    for target, overflow, clip, update_each in rounds:
+        for index in range(optimizers):
+            world.zero(index, clip)
+        world.backward(0, 2)
+        if overflow:
+            world.overflow(target % optimizers)
+        for index in range(optimizers):
+            if clip:
+                world.clip(index, update_each)
+            world.step(index)
+            if update_each:
+                world.scaler.update()
+        world.scaler.update()
+        world.check()
