@@ -1,0 +1,141 @@
+"""What each of two processes does in test_accelerate_distributed.py; prints one JSON line a rank.
+
+python -m torch.distributed.run --nproc-per-node 2 accelerate_ranks.py FOLDER
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from tests.adapters.accelerate_pair import Weights, reset
+
+OVERFLOW = 1e38
+
+
+def distributed_data_parallel():
+    """A step, a window clipped without a guard, an overflow on rank 1 alone."""
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision="fp16",
+        gradient_accumulation_steps=2,
+        kwargs_handlers=[AmpKwargs(init_scale=8.0, growth_interval=1)],
+    )
+    rank = accelerator.process_index
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    report = {"kind": str(accelerator.distributed_type), "device": accelerator.device.type}
+    norms = []
+    for factor in (2.0, 6.0):  # the mean over two ranks and two micro-batches of factor + rank
+        with accelerator.accumulate(model):
+            accelerator.backward(model(factor + rank))
+            norms.append(accelerator.clip_grad_norm_(model.parameters(), 1.0).item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    report |= {"norm": norms[-1], "weight": model.module.weight.tolist(), "scale": scale(accelerator)}
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(OVERFLOW if rank == 1 else 1.0))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    report |= {"skipped": accelerator.optimizer_step_was_skipped, "scale_after": scale(accelerator)}
+    report |= {"weight_after": model.module.weight.tolist(), "rate": schedule.get_last_lr()[0]}
+    return report
+
+
+class Layers(torch.nn.Module):
+    """Two layers whose output dtype inside the region is noted."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 8)
+        self.second = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        hidden = torch.nn.functional.gelu(self.first(x))
+        self.inside = hidden.dtype, torch.is_autocast_enabled("cpu")
+        return self.second(hidden)
+
+
+def fully_sharded(folder, precision):
+    """Three steps with clipping, a checkpoint before the first, an overflow on rank 1 alone."""
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision=precision,
+        fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False
+        ),
+        kwargs_handlers=[AmpKwargs(init_scale=8.0, growth_interval=2)],
+    )
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    reference = Layers()
+    reference.load_state_dict(model.state_dict())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    report = {"kind": str(accelerator.distributed_type), "scaled": accelerator.scaler is not None}
+    accelerator.save_state(folder)
+    accelerator.load_state(folder)  # both step to make optimizer state: no step of ours (accelerate#4289)
+    optimizer.optimizer.state.clear()
+    report["tracker"] = accelerator.scaler.state_dict()["_growth_tracker"] if accelerator.scaler else 0
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    share = inputs.chunk(2)[accelerator.process_index]
+    norms, wanted = [], []
+    plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        output = model(share)
+        accelerator.backward(output.square().mean())
+        norms.append(local(accelerator.clip_grad_norm_(model.parameters(), 0.5)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        reference(inputs).square().mean().backward()
+        wanted.append(torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5).item())
+        plain.step()
+    report |= {"norms": norms, "wanted": wanted, "output": str(output.dtype), "inside": str(model.inside)}
+    if accelerator.scaler is not None:
+        before = [local(p).clone() for p in model.parameters()]
+        accelerator.backward(model(share).sum() * (OVERFLOW if accelerator.process_index == 1 else 1.0))
+        optimizer.step()
+        unchanged = all(torch.equal(local(p), b) for p, b in zip(model.parameters(), before, strict=True))
+        report |= {"skipped": accelerator.optimizer_step_was_skipped, "unchanged": unchanged}
+        report["overflowed"] = sorted(accelerator.last_step(optimizer).overflow_report().inf)
+    return report
+
+
+def local(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def scale(accelerator):
+    return accelerator.scaler.get_scale()
+
+
+def on_cpu_as_on_gpus(state, *_args, **_kwargs):
+    """Accelerate knows FSDP on GPUs only: let it take two CPU processes for two GPU ones."""
+    return "gloo", DistributedType.MULTI_GPU
+
+
+def main():
+    folder = Path(sys.argv[1])
+    report = {"ddp": distributed_data_parallel()}
+    PartialState._prepare_backend = on_cpu_as_on_gpus
+    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+    torch.accelerator.is_available = lambda: True
+    for precision in ("fp16", "bf16"):
+        report[precision] = fully_sharded(str(folder / precision), precision)
+    rank = torch.distributed.get_rank()
+    (folder / f"rank{rank}.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

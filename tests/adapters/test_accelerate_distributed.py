@@ -1,0 +1,74 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What two gloo processes report."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(ROOT / "tests" / "adapters" / "accelerate_ranks.py"), str(folder)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.dist
+class TestDistributedDataParallel:
+    def test_processes_without_a_gpu_form_one_group(self, ranks):
+        for report in ranks:
+            assert report["ddp"]["kind"] == "DistributedType.MULTI_CPU"
+            assert report["ddp"]["device"] == "cpu"
+
+    def test_gradients_are_averaged_unscaled_and_clipped_once_a_window(self, ranks):
+        for report in ranks:
+            assert report["ddp"]["norm"] == pytest.approx(9.0)  # ((2 + 6) / 2 + 0.5) four times
+            assert report["ddp"]["weight"] == pytest.approx([-0.5] * 4)
+            assert report["ddp"]["scale"] == 16.0
+
+    def test_an_overflow_on_one_rank_skips_the_step_on_both(self, ranks):
+        for report in ranks:
+            assert report["ddp"]["skipped"]
+            assert report["ddp"]["scale_after"] == 8.0
+            assert report["ddp"]["weight_after"] == report["ddp"]["weight"]
+            assert report["ddp"]["rate"] == 0.25  # once for each process, and not for the skipped step
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+class TestFullyShardedDataParallel2:
+    def test_the_region_is_open_and_outputs_are_fp32(self, ranks, precision):
+        dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+        for report in ranks:
+            assert report[precision]["kind"] == "DistributedType.FSDP"
+            assert report[precision]["inside"] == str((dtype, True))
+            assert report[precision]["output"] == "torch.float32"
+
+    def test_norms_are_those_of_one_process(self, ranks, precision):
+        for report in ranks:
+            assert report[precision]["norms"] == pytest.approx(report[precision]["wanted"], rel=0.05)
+
+    def test_saving_and_loading_count_as_no_step(self, ranks, precision):
+        for report in ranks:
+            assert report[precision]["tracker"] == 0
+
+    def test_an_overflow_on_one_rank_skips_the_step_on_both(self, ranks, precision):
+        if precision == "bf16":
+            assert not ranks[0]["bf16"]["scaled"]
+            return
+        for report in ranks:
+            assert report["fp16"]["skipped"]
+            assert report["fp16"]["unchanged"]
+        named = {name for report in ranks for name in report["fp16"]["overflowed"]}
+        assert "second.weight" in named
