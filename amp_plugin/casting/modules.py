@@ -21,7 +21,7 @@ from amp_plugin.casting.rules import nearest
 Target = TypeVar("Target")
 
 # Devices that have autocast, without those whose state says which rules are in force.
-_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "xla")
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
 
 def run_in(dtype: torch.dtype, *, keep: Iterable[str] = (), cast_back: bool = False) -> RunIn:
