@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_plugin.kernels.cuda.catalogue import (
@@ -26,11 +28,12 @@ from amp_plugin.kernels.cuda.catalogue import (
     UPDATE_SCALE,
     Kernel,
 )
-from amp_plugin.kernels.cuda.tensor_table import DTYPE_CODES, TableCache, TensorTable, Uploader, is_dense
+from amp_plugin.kernels.cuda.description import ALIKE, DENSE, DTYPE_CODES, describe, increment_versions
+from amp_plugin.kernels.cuda.tensor_table import TableCache, TensorTable, Uploader
 
 PARTIAL_BYTES: Final = 16  # struct Partial in norms.cuh
 _NORM_OF_P: Final = {2.0: "Squares", 1.0: "Magnitudes", math.inf: "Maximum", -math.inf: "Minimum"}
-_CASTABLE: Final = frozenset(dtype for dtype in DTYPE_CODES if not dtype.is_complex)
+_LAST_CASTABLE: Final = DTYPE_CODES[torch.float64]  # complex dtypes come behind it
 
 
 class DeviceScalar(ctypes.Structure):
@@ -62,14 +65,13 @@ class Operations:
         """Measure gradients; see ``reference.norm_check``. B bytes read, 2 launches, no sync."""
         scalar = self._scalar(inv_scale, "inv_scale")
         norm = _NORM_OF_P.get(norm_type, "Power")
-        dense = [
-            _readable(grad) for grad in grads
-        ]  # alive until the launch: what is allocated next may not be theirs
-        table = self._table(dense)
+        dense, described = _dense(grads)
+        table = self._table(described)
         partials = self._empty(table.blocks * PARTIAL_BYTES, torch.uint8)
         if table.blocks:
             arguments = (*_table_arguments(table), ctypes.c_double(norm_type), _pointer(partials))
             self._launcher.launch(NORM_CHECK[norm], table.blocks, arguments)
+        del dense  # not before: its memory could have become that of the partial results
         return self._finalise(norm, norm_type, table, partials, scalar)
 
     def unscale_(
@@ -78,8 +80,8 @@ class Operations:
         """Multiply and measure gradients; see ``reference.unscale_``. 2B bytes, 2 launches, no sync."""
         scalar = self._scalar(inv_scale, "inv_scale")
         norm = _NORM_OF_P.get(norm_type, "Power")
-        with _written(grads) as dense:
-            table = self._table(dense)
+        with _written(grads) as described:
+            table = self._table(described)
             partials = self._empty(table.blocks * PARTIAL_BYTES, torch.uint8)
             if table.blocks:
                 arguments = (*_table_arguments(table), ctypes.c_double(norm_type), scalar, _pointer(partials))
@@ -90,8 +92,8 @@ class Operations:
         """Multiply gradients; see ``reference.multiply_``. 2B bytes, none if the factor is 1; no sync."""
         scalar = self._scalar(factor, "factor")
         found_inf = torch.zeros((), dtype=torch.float32, device=self._launcher.device)
-        with _written(grads) as dense:
-            table = self._table(dense)
+        with _written(grads) as described:
+            table = self._table(described)
             if table.blocks:
                 arguments = (*_table_arguments(table), scalar, _pointer(found_inf))
                 self._launcher.launch(MULTIPLY, table.blocks, arguments)
@@ -105,17 +107,19 @@ class Operations:
         if len(src) != len(out):
             msg = f"cast: {len(src)} tensors to copy and {len(out)} to write; give one output for each input"
             raise ValueError(msg)
-        pairs = list(zip(src, out, strict=True))
-        alike = [pair for pair in pairs if _same_layout(*pair)]
-        table = self._table([one for one, _ in alike], [other for _, other in alike])
+        described = describe(src, out)
+        alike = _castable(described)
+        table = self._table(described[alike], cast=True)
         if table.blocks:
             self._launcher.launch(CAST, table.blocks, _table_arguments(table))
-        _increment_versions([other for _, other in alike])
-        if len(alike) < len(pairs):
-            with torch.no_grad():
-                for one, other in pairs:
-                    if not _same_layout(one, other):
-                        other.copy_(one)
+        if alike.all():
+            increment_versions(out)
+            return
+        increment_versions([other for other, fits in zip(out, alike, strict=True) if fits])
+        with torch.no_grad():
+            for one, other, fits in zip(src, out, alike, strict=True):
+                if not fits:
+                    other.copy_(one)
 
     def update_scale_(
         self,
@@ -147,7 +151,7 @@ class Operations:
             ctypes.c_int(hysteresis_mode),
         )
         self._launcher.launch(UPDATE_SCALE, 1, arguments)
-        _increment_versions([scale, *integers])
+        increment_versions([scale, *integers])
 
     def clip_factor(self, norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
         """Find the factor of clipping; see ``reference.clip_factor``. One launch of one thread, no sync."""
@@ -177,8 +181,8 @@ class Operations:
         self._launcher.launch(FINALISE[norm], 1, arguments)
         return total, found_inf, flags
 
-    def _table(self, tensors: Sequence[Tensor], out: Sequence[Tensor] = ()) -> TensorTable:
-        return self._tables.of(tensors, out, keep=not self._launcher.capturing())
+    def _table(self, described: NDArray[Any], *, cast: bool = False) -> TensorTable:
+        return self._tables.of(described, cast=cast, keep=not self._launcher.capturing())
 
     def _empty(self, size: int | tuple[()], dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=self._launcher.device)
@@ -207,29 +211,33 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    return tensor if is_dense(tensor) else tensor.detach().contiguous()
+def _dense(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], NDArray[Any]]:
+    """The tensors and their description; in place of one with gaps, a dense copy."""
+    described = describe(tensors)
+    if (described["flags"] & DENSE).all():
+        return tensors, described
+    flags = described["flags"] & DENSE
+    dense = [t if flag else t.detach().contiguous() for t, flag in zip(tensors, flags, strict=True)]
+    return dense, describe(dense)
 
 
 @contextlib.contextmanager
-def _written(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Give the tensors to write; those with gaps are written through a dense copy."""
-    dense = [_readable(tensor) for tensor in tensors]
-    yield dense
-    _increment_versions([tensor for tensor, copy in zip(tensors, dense, strict=True) if tensor is copy])
+def _written(tensors: Sequence[Tensor]) -> Iterator[NDArray[Any]]:
+    """Describe tensors to write; those with gaps are written through a dense copy."""
+    dense, described = _dense(tensors)
+    yield described
+    if dense is tensors:
+        increment_versions(tensors)
+        return
+    pairs = list(zip(tensors, dense, strict=True))
+    increment_versions([tensor for tensor, copy in pairs if tensor is copy])
     with torch.no_grad():
-        for tensor, copy in zip(tensors, dense, strict=True):
+        for tensor, copy in pairs:
             if tensor is not copy:
                 tensor.copy_(copy)
 
 
-def _increment_versions(tensors: Iterable[Tensor]) -> None:
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
-
-
-def _same_layout(src: Tensor, out: Tensor) -> bool:
-    if src.shape != out.shape or src.dtype not in _CASTABLE or out.dtype not in _CASTABLE:
-        return False
-    if src.is_contiguous() and out.is_contiguous():
-        return True
-    return src.stride() == out.stride() and is_dense(src)
+def _castable(described: NDArray[Any]) -> NDArray[np.bool_]:
+    flags, dtypes = described["flags"], (described["dtype"], described["out_dtype"])
+    fits = (flags & (DENSE | ALIKE)) == (DENSE | ALIKE)
+    return np.asarray(fits & (dtypes[0] <= _LAST_CASTABLE) & (dtypes[1] <= _LAST_CASTABLE))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from amp_plugin.kernels.cuda.description import DTYPE_CODES, UNKNOWN_DTYPE, device_number
 
 ROW: Final = np.dtype(
     [
@@ -32,14 +33,6 @@ ROW: Final = np.dtype(
     ]
 )
 ROWS_BY_VALUE: Final = 120  # kRowsByValue in write_table.cu
-DTYPE_CODES: Final = {
-    torch.float16: 0,
-    torch.bfloat16: 1,
-    torch.float32: 2,
-    torch.float64: 3,
-    torch.complex64: 4,
-    torch.complex128: 5,
-}
 _SIZES: Final = np.array([2, 2, 4, 8, 8, 16], dtype=np.uint64)
 
 FIRST_CHUNK: Final = 32 * 1024
@@ -86,31 +79,27 @@ class TableCache:
         self._tables: OrderedDict[tuple[object, ...], TensorTable] = OrderedDict()
         self._lock = threading.Lock()
 
-    def of(self, tensors: Sequence[Tensor], out: Sequence[Tensor] = (), *, keep: bool = True) -> TensorTable:
-        """Return the table of these tensors.
+    def of(self, described: NDArray[Any], *, cast: bool = False, keep: bool = True) -> TensorTable:
+        """Return the table of described tensors.
 
         Args:
-            tensors: Dense tensors on the device.
-            out: For a cast, as many tensors of the same sizes.
+            described: `DESCRIPTION` records of dense tensors.
+            cast: Whether outputs are described too.
             keep: False if the table may not outlive the call, as in a graph capture.
 
         Raises:
             ValueError: A tensor is on another device or not aligned to its element size.
             TypeError: A tensor has another dtype than `DTYPE_CODES` has.
         """
-        every = [*tensors, *out]
-        key = (
-            self._uploader.stream(),
-            len(out),
-            tuple([t.data_ptr() for t in every]),
-            tuple([t.numel() for t in tensors]),
-            tuple([t.dtype for t in every]),
-        )
+        key = (self._uploader.stream(), cast, described.tobytes())
         with self._lock:
             if keep and (table := self._tables.get(key)):
                 self._tables.move_to_end(key)
                 return table
-        table = self._make(tensors, out)
+        _require_supported(described, self._uploader.device)
+        rows, blocks, chunk = layout(described, self._uploader.multiprocessors, cast=cast)
+        uploaded = self._uploader.upload(rows) if blocks else None
+        table = TensorTable(rows=uploaded, count=len(rows), blocks=blocks, chunk=chunk)
         if keep:
             with self._lock:
                 self._tables[key] = table
@@ -118,43 +107,32 @@ class TableCache:
                     self._tables.popitem(last=False)
         return table
 
-    def _make(self, tensors: Sequence[Tensor], out: Sequence[Tensor]) -> TensorTable:
-        for tensor in (*tensors, *out):
-            _require_supported(tensor, self._uploader.device)
-        rows, blocks, chunk = layout(tensors, out, self._uploader.multiprocessors)
-        uploaded = self._uploader.upload(rows) if blocks else None
-        return TensorTable(rows=uploaded, count=len(rows), blocks=blocks, chunk=chunk)
-
 
 def layout(
-    tensors: Sequence[Tensor], out: Sequence[Tensor], multiprocessors: int
+    described: NDArray[Any], multiprocessors: int, *, cast: bool = False
 ) -> tuple[NDArray[Any], int, int]:
     """Cut tensors into chunks.
 
     Chunks are as large as 32 KiB, as long as that gives every multiprocessor 4 blocks or more, and
-    larger where it would give more than 64. With ``out`` the chunk is counted in elements, a
-    quarter of that.
+    larger where it would give more than 64. For a cast the chunk is counted in elements, a quarter
+    of that.
 
     Args:
-        tensors: Dense tensors.
-        out: Their outputs in a cast, else empty.
+        described: `DESCRIPTION` records.
         multiprocessors: Of the device.
+        cast: Whether the chunk is counted in elements.
 
     Returns:
         The rows, the number of blocks and the size of a chunk.
     """
-    rows = np.zeros(len(tensors), dtype=ROW)
-    rows["address"] = [t.data_ptr() for t in tensors]
-    rows["numel"] = [t.numel() for t in tensors]
-    rows["dtype"] = [DTYPE_CODES[t.dtype] for t in tensors]
-    if out:
-        rows["out_address"] = [t.data_ptr() for t in out]
-        rows["out_dtype"] = [DTYPE_CODES[t.dtype] for t in out]
-        extents = rows["numel"].astype(np.uint64)
-    else:  # chunks begin at multiples of 16 bytes of the address
-        extents = rows["numel"] * _SIZES[rows["dtype"]] + rows["address"] % np.uint64(16)
+    rows = np.zeros(len(described), dtype=ROW)
+    for field in ("address", "out_address", "numel", "dtype", "out_dtype"):
+        rows[field] = described[field]
+    extents = rows["numel"].copy()
+    if not cast:  # chunks begin at multiples of 16 bytes of the address
+        extents = extents * _SIZES[rows["dtype"]] + rows["address"] % np.uint64(16)
         extents[rows["numel"] == 0] = 0
-    unit = 4 if out else 1
+    unit = 4 if cast else 1
     chunk, blocks_of = _choose_chunk(extents, multiprocessors, FIRST_CHUNK // unit, SMALLEST_CHUNK // unit)
     ends = np.cumsum(blocks_of, dtype=np.uint64)
     rows["first_block"] = ends - blocks_of
@@ -177,31 +155,23 @@ def _choose_chunk(
     return chunk, cut(chunk)
 
 
-def _require_supported(tensor: Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        msg = f"a tensor is on {tensor.device}, the scale on {device}; call the op once for each device"
+def _require_supported(described: NDArray[Any], device: torch.device) -> None:
+    elsewhere = np.flatnonzero(described["device"] != device_number(device))
+    if len(elsewhere):
+        which = f"tensor {elsewhere[0]} of {len(described)}"
+        msg = f"{which} is not on {device}, where the scale is; call the op once for each device"
         raise ValueError(msg)
-    if tensor.dtype not in DTYPE_CODES:
+    unknown = np.flatnonzero(described["dtype"] == UNKNOWN_DTYPE)
+    if len(unknown):
         allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPE_CODES)
-        msg = f"a tensor has dtype {tensor.dtype}; the CUDA kernels take {allowed}: convert it"
+        msg = f"tensor {unknown[0]} of {len(described)}: the CUDA kernels take {allowed}; convert it"
         raise TypeError(msg)
-    if tensor.numel() and tensor.data_ptr() % min(tensor.element_size(), 16):
-        msg = (
-            f"a tensor begins at address {tensor.data_ptr():#x}, no multiple of its element size of "
-            f"{tensor.element_size()} bytes; pass tensor.clone()"
-        )
-        raise ValueError(msg)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Return True if the elements fill one run of memory, in whatever order, without overlap."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    for address, dtype in (("address", "dtype"), ("out_address", "out_dtype")):
+        off = np.flatnonzero((described[address] % _SIZES[described[dtype]] != 0) & (described["numel"] > 0))
+        if len(off):
+            size = _SIZES[described[dtype][off[0]]]
+            msg = (
+                f"tensor {off[0]} of {len(described)} begins at address {described[address][off[0]]:#x}, "
+                f"no multiple of its element size of {size} bytes; pass tensor.clone()"
+            )
+            raise ValueError(msg)
