@@ -28,7 +28,7 @@ class GradientSet:
             step they are unscaled if it was taken and scaled if not. None means 1.
         overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if none was looked for.
         touched: Slots of the owners that have not stepped since the last scaled backward.
-        consumed: Whether an owner has stepped since gradients last changed unit.
+        consumed: Slots of the owners that have stepped since gradients last changed unit.
         parts: The last measurement, while it holds; None otherwise.
     """
 
@@ -39,7 +39,7 @@ class GradientSet:
         self.residue: Tensor | None = None
         self.overflow: Tensor | None = None
         self.touched: set[int] = set()
-        self.consumed = False
+        self.consumed: set[int] = set()
         self.parts: list[Part] | None = None
         self._norm_type = 2.0
         self._ledger = make_ledger(params)
@@ -78,7 +78,7 @@ class GradientSet:
 
     def unscale_(self, norm_type: float) -> list[Part]:
         """Divide the gradients by what they carry, once, and measure them."""
-        self.consumed = False
+        self.consumed.clear()
         if self.unit is None and self.residue is None:
             return self.measure(norm_type)
         self._keep_overflow()
@@ -144,7 +144,7 @@ class GradientSet:
             overflow = self.multiply_(factor)
             if self.unit is not None:
                 self.unit.record(overflow)
-        self.unit, self.residue, self.parts, self.consumed = unit, None, None, False
+        self.unit, self.residue, self.parts, self.consumed = unit, None, None, set()
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply the gradients by a device-side factor; returns whether a product is not finite."""
@@ -162,7 +162,7 @@ class GradientSet:
 
     def renewed(self, slot: int) -> bool:
         """Whether the gradients are others than those that were unscaled or stepped."""
-        if self.consumed:
+        if slot in self.consumed:
             return self._ledger.compare(slot) > GradientLedger.SAME
         return self._ledger.compare(_MEASURED) == GradientLedger.NEW
 
@@ -170,7 +170,7 @@ class GradientSet:
         """Note that the owner with ``slot`` has used the gradients."""
         self._ledger.remember(slot)
         self.touched.discard(slot)
-        self.consumed = True
+        self.consumed.add(slot)
         self.overflow = None
         self.parts = None
 
