@@ -27,11 +27,11 @@ def stock(*, steps=1, **scaling):
     return accelerator
 
 
-def ours(*, steps=1, precision="fp16", **options):
+def ours(*, steps=1, precision="fp16", cpu=True, **options):
     reset()
     return AmpAccelerator(
         mixed_precision=precision,
-        cpu=True,
+        cpu=cpu,
         gradient_accumulation_steps=steps,
         kwargs_handlers=[AmpKwargs(**options)],
     )
