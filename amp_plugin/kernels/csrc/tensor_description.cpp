@@ -40,7 +40,13 @@ uint8_t code_of(at::ScalarType type) {
 // Mutable: a lazily cloned tensor gets memory of its own before a kernel writes to it.
 uint64_t address_of(const at::Tensor& tensor) { return reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()); }
 
-at::Tensor describe(at::TensorList tensors, at::TensorList out) {
+void increment_versions(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+at::Tensor describe(at::TensorList tensors, at::TensorList out, bool writes) {
   TORCH_CHECK(out.empty() || out.size() == tensors.size(), "_describe: ", tensors.size(), " tensors and ", out.size(),
               " outputs; give one output for each tensor or none");
   at::Tensor result = at::empty({int64_t(tensors.size() * sizeof(Description))}, at::TensorOptions(at::kByte));
@@ -59,19 +65,14 @@ at::Tensor describe(at::TensorList tensors, at::TensorList out) {
       row->flags |= kAlike;
     }
   }
+  if (writes) increment_versions(out.empty() ? tensors : out);
   return result;
-}
-
-void increment_versions(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_describe(Tensor[] tensors, Tensor[] out) -> Tensor", &describe);
+  library.def("_describe(Tensor[] tensors, Tensor[] out, bool writes) -> Tensor", &describe);
   library.def("_increment_versions(Tensor[] tensors) -> ()", &increment_versions);
 }
 

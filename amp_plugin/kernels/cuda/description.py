@@ -6,7 +6,7 @@ of tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -41,19 +41,22 @@ DTYPE_CODES: Final = {
 _DEVICE_TYPES: Final = {"cpu": 0, "cuda": 1}
 
 
-def describe(tensors: Sequence[Tensor], out: Sequence[Tensor] = ()) -> NDArray[Any]:
+def describe(tensors: Sequence[Tensor], out: Sequence[Tensor] = (), *, writes: bool = False) -> NDArray[Any]:
     """Describe tensors.
 
     Args:
         tensors: Strided tensors.
         out: For a cast, the tensor each is written to; else empty.
+        writes: Tell autograd that ``out``, or without it ``tensors``, are being written.
 
     Returns:
         `DESCRIPTION` records, one per tensor.
     """
     if native_core().loaded:
-        rows: Tensor = torch.ops.amp_plugin._describe(list(tensors), list(out))
+        rows: Tensor = torch.ops.amp_plugin._describe(tensors, out, writes)
         return rows.numpy().view(DESCRIPTION)
+    if writes:
+        increment_versions(out or tensors)
     return describe_in_python(tensors, out)
 
 
@@ -74,10 +77,10 @@ def describe_in_python(tensors: Sequence[Tensor], out: Sequence[Tensor] = ()) ->
     return rows
 
 
-def increment_versions(tensors: Iterable[Tensor]) -> None:
+def increment_versions(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that tensors were written; inference tensors have no version."""
     if native_core().loaded:
-        torch.ops.amp_plugin._increment_versions(list(tensors))
+        torch.ops.amp_plugin._increment_versions(tensors)
     else:
         torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
 

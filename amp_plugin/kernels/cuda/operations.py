@@ -107,19 +107,16 @@ class Operations:
         if len(src) != len(out):
             msg = f"cast: {len(src)} tensors to copy and {len(out)} to write; give one output for each input"
             raise ValueError(msg)
-        described = describe(src, out)
+        described = describe(src, out, writes=True)
         alike = _castable(described)
         table = self._table(described[alike], cast=True)
         if table.blocks:
             self._launcher.launch(CAST, table.blocks, _table_arguments(table))
-        if alike.all():
-            increment_versions(out)
-            return
-        increment_versions([other for other, fits in zip(out, alike, strict=True) if fits])
-        with torch.no_grad():
-            for one, other, fits in zip(src, out, alike, strict=True):
-                if not fits:
-                    other.copy_(one)
+        if not alike.all():
+            with torch.no_grad():
+                for one, other, fits in zip(src, out, alike, strict=True):
+                    if not fits:
+                        other.copy_(one)
 
     def update_scale_(
         self,
@@ -211,9 +208,9 @@ def _pointer(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 
-def _dense(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], NDArray[Any]]:
+def _dense(tensors: Sequence[Tensor], *, writes: bool = False) -> tuple[Sequence[Tensor], NDArray[Any]]:
     """The tensors and their description; in place of one with gaps, a dense copy."""
-    described = describe(tensors)
+    described = describe(tensors, writes=writes)
     if (described["flags"] & DENSE).all():
         return tensors, described
     flags = described["flags"] & DENSE
@@ -224,17 +221,13 @@ def _dense(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], NDArray[Any]]:
 @contextlib.contextmanager
 def _written(tensors: Sequence[Tensor]) -> Iterator[NDArray[Any]]:
     """Describe tensors to write; those with gaps are written through a dense copy."""
-    dense, described = _dense(tensors)
+    dense, described = _dense(tensors, writes=True)
     yield described
-    if dense is tensors:
-        increment_versions(tensors)
-        return
-    pairs = list(zip(tensors, dense, strict=True))
-    increment_versions([tensor for tensor, copy in pairs if tensor is copy])
-    with torch.no_grad():
-        for tensor, copy in pairs:
-            if tensor is not copy:
-                tensor.copy_(copy)
+    if dense is not tensors:
+        with torch.no_grad():
+            for tensor, copy in zip(tensors, dense, strict=True):
+                if tensor is not copy:
+                    tensor.copy_(copy)
 
 
 def _castable(described: NDArray[Any]) -> NDArray[np.bool_]:
