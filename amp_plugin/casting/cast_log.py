@@ -21,6 +21,8 @@ from amp_plugin.kernels.build import require_native
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+Kind = Literal["weight", "input", "activation"]
+
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 8  # argument, elements, bytes, cached, is leaf, requires grad, scope, identity
 
@@ -48,7 +50,7 @@ class Cast:
     module: str
     op: str
     argument: str
-    kind: Literal["weight", "input", "activation"]
+    kind: Kind
     parameter: str
     device: str
     before: torch.dtype
@@ -94,7 +96,8 @@ class CastLog:
         require_native("log_casts")
         active.install()
         self._scopes = ModuleScopes(model, when_done=self._collect)
-        self._records: list[Cast] = []
+        self._collected: list[Cast] = []
+        self._is_open = False
 
     def __enter__(self) -> Self:
         """Start logging; one log can be open in a process.
@@ -107,30 +110,34 @@ class CastLog:
             raise RuntimeError(msg)
         torch.ops.amp_plugin._take_cast_log()
         self._scopes.open()
+        self._is_open = True
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._scopes.close()
         torch.ops.amp_plugin._log_casts(False)
         self._collect()
+        self._is_open = False
 
     def _collect(self) -> None:
         """Take what the native log holds, while the tensors it names are still alive."""
         texts, numbers = torch.ops.amp_plugin._take_cast_log()
         for start in range(len(texts) // _TEXTS):
             text = texts[start * _TEXTS : (start + 1) * _TEXTS]
-            self._records.append(self._cast(text, numbers[start * _NUMBERS : (start + 1) * _NUMBERS]))
+            self._collected.append(self._cast(text, numbers[start * _NUMBERS : (start + 1) * _NUMBERS]))
 
     def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
         op, device, before, after = texts
         argument, elements, size, cached, is_leaf, requires_grad, scope, identity = numbers
         parameter = self._scopes.parameter(identity)
-        is_weight = bool(parameter) or (is_leaf and requires_grad)
+        kind: Kind = "weight" if parameter or (is_leaf and requires_grad) else "activation"
+        if not parameter and self._scopes.is_input(identity):
+            kind = "input"
         return Cast(
             module=self._scopes.path(scope),
             op=op,
             argument=argument_names(op)[argument],
-            kind="weight" if is_weight else "input" if self._scopes.is_input(identity) else "activation",
+            kind=kind,
             parameter=parameter,
             device=device,
             before=getattr(torch, before.lower()),
@@ -142,15 +149,17 @@ class CastLog:
 
     def records(self) -> list[Cast]:
         """Return the casts in the order they happened."""
-        return list(self._records)
+        if self._is_open:
+            self._collect()
+        return list(self._collected)
 
     def __len__(self) -> int:
         """Return the number of records, cached ones included."""
-        return len(self._records)
+        return len(self.records())
 
     def totals(self) -> CastTotals:
         """Add up all casts."""
-        return CastTotals.of(self._records)
+        return CastTotals.of(self.records())
 
     def by_module(self) -> dict[str, CastTotals]:
         """Add up per module that ran the op, most bytes first."""
@@ -162,7 +171,7 @@ class CastLog:
 
     def _grouped(self, key: Callable[[Cast], Any]) -> dict[Any, CastTotals]:
         groups: dict[Any, list[Cast]] = {}
-        for cast in self._records:
+        for cast in self.records():
             groups.setdefault(key(cast), []).append(cast)
         totals = {name: CastTotals.of(casts) for name, casts in groups.items()}
         return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
@@ -179,7 +188,7 @@ class CastLog:
             raise ValueError(msg)
         groups = self._grouped(lambda cast: tuple(_SHOWN[name](cast) for name in columns[by]))
         total = self.totals()
-        table = Table(title="Casts", show_footer=True, caption=_NOTHING if not self._records else None)
+        table = Table(title="Casts", show_footer=True, caption=_NOTHING if not self.records() else None)
         for column in columns[by]:
             table.add_column(column, overflow="fold", footer="total" if column == columns[by][0] else "")
         for column, footer in zip(("casts", "cached", "elements", "moved"), _counts(total), strict=True):
@@ -199,7 +208,7 @@ class CastLog:
         except ImportError as error:
             msg = "to_pandas() needs pandas: pip install pandas; records() gives the same as dataclasses"
             raise ImportError(msg) from error
-        rows = [asdict(cast) for cast in self._records]
+        rows = [asdict(cast) for cast in self.records()]
         frame = pandas.DataFrame(rows, columns=[field.name for field in fields(Cast)])
         return frame.assign(before=frame["before"].map(short_name), after=frame["after"].map(short_name))
 
@@ -211,10 +220,11 @@ class CastLog:
 def log_casts(model: nn.Module | None = None) -> CastLog:
     """Record every cast of inputs, weights and activations that autocast makes.
 
-    Covers the regions of this package, and ``torch.autocast`` blocks where ``set_default_rules`` is
-    in force: elsewhere those run on torch's own kernels. Casts of compiled code are part of its
-    graph and are not seen; neither are conversions that an op makes inside its kernel (``softmax``
-    with ``dtype=``). Costs nothing while no log is open; an open one follows modules by hooks.
+    Covers the regions of this package, and ``torch.autocast`` blocks (checkpoint opens one to recompute)
+    where ``set_default_rules`` is in force: elsewhere those run on torch's own kernels.
+    Casts of compiled code are part of its graph and are not seen; neither are conversions that an
+    op makes inside its kernel (``softmax`` with ``dtype=``). Costs nothing while no log is open; an
+    open one follows modules by hooks.
 
     Args:
         model: gives the module and parameter names; default: whatever module is called.

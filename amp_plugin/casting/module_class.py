@@ -87,7 +87,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     """Reduce as the original class does, then say how to change the class again."""
     kind = type(self)
     original, changes = _changes_of(kind)
-    build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)
+    build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)  # type: ignore[arg-type]
     if not changes:  # a class the user derived from a made one
         return (build, arguments, *rest)
     plain = tuple(original if each is kind else each for each in arguments)

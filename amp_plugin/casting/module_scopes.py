@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -70,6 +71,8 @@ class ModuleScopes:
         self._enter_with(module, args, {})
 
     def _enter_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():  # Dynamo would trace the book-keeping
+            return
         calls = self._open_calls()
         with self._lock:
             if not calls:
@@ -83,6 +86,8 @@ class ModuleScopes:
         calls.append((module, torch.ops.amp_plugin._cast_log_scope(number), inputs))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
+        if is_compiling():
+            return
         calls = self._open_calls()
         if not any(each[0] is module for each in calls):
             return  # it was entered before the hooks were placed

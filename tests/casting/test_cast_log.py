@@ -1,0 +1,309 @@
+"""log_casts: every cast, where it happens and what it moves; dtype_report; the command `casts`."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import threading
+
+import pytest
+import rich.console
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from amp_plugin import CastCache, OpRules, autocast, dtype_report, log_casts, set_default_rules
+from amp_plugin.casting.cast_log import CastTotals, casts_of
+from amp_plugin.casting.checkpointing import checkpoint_contexts
+from amp_plugin.kernels.build import native_core
+
+BF16, FP32 = torch.bfloat16, torch.float32
+native = pytest.mark.native
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 8)
+        self.back = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x, *, offset):
+        return self.back(torch.relu(self.linear(x + offset)).float())
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(4, 2)
+        self.head.requires_grad_(False)
+        self.register_buffer("mix", torch.eye(2))
+
+    def forward(self, x):
+        x = x @ torch.eye(4)
+        return self.head(self.block(x, offset=1.0)) @ self.mix
+
+
+def brief(log):
+    return [
+        (c.module, c.op.removeprefix("aten::"), c.argument, c.kind, c.parameter, c.cached)
+        for c in log.records()
+    ]
+
+
+EXPECTED = [
+    ("Net", "matmul.default", "self", "input", "", False),
+    ("Net", "matmul.default", "other", "activation", "", False),
+    ("Net.block.linear", "linear.default", "weight", "weight", "block.linear.weight", False),
+    ("Net.block.linear", "linear.default", "bias", "weight", "block.linear.bias", False),
+    ("Net.block.back", "linear.default", "input", "activation", "", False),
+    ("Net.block.back", "linear.default", "weight", "weight", "block.back.weight", False),
+    ("Net.head", "linear.default", "weight", "weight", "head.weight", False),
+    ("Net.head", "linear.default", "bias", "weight", "head.bias", False),
+    ("Net", "matmul.default", "other", "weight", "mix", False),
+]
+
+
+@native
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("grad", [True, False])
+def test_each_cast_of_a_model_with_its_place(named, grad):
+    net, x = Net(), torch.ones(3, 4)
+    with log_casts(net if named else None) as log, autocast("cpu", dtype=BF16), torch.set_grad_enabled(grad):
+        net(x)
+    assert brief(log) == EXPECTED
+    first, weight = log.records()[0], log.records()[2]
+    assert (first.before, first.after, first.elements, first.bytes) == (FP32, BF16, 12, 12 * (4 + 2))
+    assert (weight.elements, weight.bytes, weight.device) == (32, 32 * 6, "cpu")
+    assert not net._forward_hooks
+    assert not net._forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+@native
+def test_all_dtypes_match_what_ops_were_given():
+    """The log against torch's own view below autocast: each logged cast is one _to_copy, no more."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Copies(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten._to_copy.default:
+                Copies.seen += args[0].numel()
+            return func(*args, **(kwargs or {}))
+
+    net = nn.Sequential(nn.Conv1d(2, 4, 3), nn.LSTM(6, 8, batch_first=True))
+    with Copies(), log_casts(net) as log, autocast("cpu", dtype=BF16):
+        nn.functional.mse_loss(net(torch.ones(3, 2, 8))[0], torch.ones(3, 4, 8, dtype=BF16))
+    assert log.totals().elements == Copies.seen > 0
+
+
+@native
+def test_cached_casts_move_nothing():
+    linear = nn.Linear(4, 4)
+    with log_casts(linear) as log, autocast("cpu", dtype=BF16):
+        linear(linear(torch.ones(1, 4)))
+    assert [cast.cached for cast in log.records()] == [False, False, False, True, True]
+    assert log.records()[3].bytes == 0
+    assert log.totals() == CastTotals(casts=3, cached=2, elements=24, bytes=24 * 6)
+    assert log.by_op() == {"aten::linear.default": log.totals()}
+    assert log.by_module() == {"Linear": log.totals()}
+    assert len(log) == 5
+
+
+@native
+def test_the_casts_of_a_window_are_counted_once():
+    net, cache = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), CastCache()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with log_casts(net) as log:
+        for _ in range(2):
+            for _ in range(3):
+                with autocast("cpu", dtype=BF16, cache=cache):
+                    loss = net(torch.ones(1, 4)).sum()
+                loss.backward()
+            optimizer.step()
+    made = [cast for cast in log.records() if cast.kind == "weight" and not cast.cached]
+    assert {cast.op for cast in made} == {"amp_plugin::cast.default"}
+    assert len(made) == 2 * 4 == cache.casts
+    assert {cast.parameter for cast in made} == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+@native
+def test_promotion_fp32_rules_and_lists():
+    weight = torch.ones(2, requires_grad=True)
+    with log_casts() as log, autocast("cpu", dtype=BF16):
+        torch.stack([torch.ones(2, dtype=BF16), weight])
+        torch.nn.functional.mse_loss(torch.ones(2, dtype=BF16), torch.ones(2))
+    rows = [(cast.op, cast.argument, cast.before, cast.after, cast.kind) for cast in log.records()]
+    assert rows == [
+        ("aten::stack.default", "tensors", BF16, FP32, "activation"),
+        ("aten::mse_loss.default", "self", BF16, FP32, "activation"),
+    ]
+    assert {cast.module for cast in log.records()} == {""}
+
+
+@native
+def test_own_rules_and_default_rules_are_followed():
+    rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+    x = torch.ones(2, dtype=BF16)
+    with log_casts() as log, autocast("cpu", dtype=BF16, rules=rules):
+        x.softmax(-1)
+        assert len(log) == 1  # seen while it is open
+    assert [cast.op for cast in log.records()] == ["aten::softmax.int"]
+    with log_casts() as log, torch.autocast("cpu", dtype=BF16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert len(log) == 0
+    set_default_rules(OpRules.default("cpu"))
+    try:
+        with log_casts() as log, torch.autocast("cpu", dtype=BF16):
+            torch.ones(2, 2) @ torch.ones(2, 2)
+    finally:
+        set_default_rules(None)
+    assert len(log) == 2
+
+
+@native
+def test_threads_and_recomputation_know_their_module():
+    net, x = Net(), torch.ones(3, 4, requires_grad=True)
+
+    def run():
+        with autocast("cpu", dtype=BF16):
+            net(x)
+
+    with log_casts(net) as log:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert brief(log) == EXPECTED
+    with log_casts(net) as log:
+        with autocast("cpu", dtype=BF16):
+            output = checkpoint(net, x, use_reentrant=False, context_fn=checkpoint_contexts)
+        forward = len(log.records())
+        output.sum().backward()
+    assert forward == 9
+    assert brief(log) == EXPECTED * 2
+
+
+@native
+def test_an_error_in_a_module_leaves_the_others_in_place():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.broken, self.linear = nn.Sequential(Broken()), nn.Linear(4, 4, bias=False)
+
+        def forward(self, x):
+            with pytest.raises(ZeroDivisionError):
+                self.broken(x)
+            return self.linear(x)
+
+    for given in (True, False):
+        net = Tries()
+        with log_casts(net if given else None) as log, autocast("cpu", dtype=BF16):
+            net(torch.ones(1, 4))
+            torch.ones(2, 2) @ torch.ones(2, 2)
+        assert [cast.module for cast in log.records()] == ["Tries.linear"] * 2 + [""] * 2
+
+
+@native
+def test_compiled_code_logs_nothing_and_its_trace_neither():
+    torch.compiler.reset()
+    linear = torch.compile(nn.Linear(4, 4), backend="aot_eager")
+    with log_casts(linear) as log, autocast("cpu", dtype=BF16):
+        assert linear(torch.ones(1, 4)).dtype is BF16
+    assert len(log) == 0
+    torch.compiler.reset()
+
+
+@native
+def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
+    with (
+        log_casts() as log,
+        pytest.raises(RuntimeError, match="another log is open in this process"),
+        log_casts(),
+    ):
+        pass
+    with autocast("cpu", dtype=BF16):
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert len(log) == 0
+    assert torch.ops.amp_plugin._take_cast_log() == ([], [])
+    with pytest.raises(ZeroDivisionError), log_casts():
+        raise ZeroDivisionError
+    with log_casts():
+        pass  # the one above was closed
+
+
+@native
+def test_tables():
+    log = casts_of(Net(), torch.ones(3, 4), dtype=BF16)
+    text = shown(log.table())
+    for part in ("Net.block.linear", "aten::linear", "bias (weight)", "fp32 → bf16", "192 bytes", "total"):
+        assert part in text
+    assert "weight (weight)" not in text
+    assert shown(log.table("module")).count("Net") == 4
+    assert "aten::matmul" in shown(log.table("op"))
+    with pytest.raises(ValueError, match=r"table\(by='kind'\): allowed are cast, module, op"):
+        log.table("kind")
+    with log_casts() as empty:
+        pass
+    assert "no casts: was the code in an amp_plugin.autocast region" in shown(empty.table())
+    assert repr(empty) == "CastLog(0 casts, 0 cached, 0 bytes moved)"
+
+
+def shown(table):
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    console.print(table)
+    return console.file.getvalue()
+
+
+@native
+def test_pandas():
+    log = casts_of(nn.Linear(2, 2), torch.ones(1, 2))
+    if importlib.util.find_spec("pandas") is None:
+        with pytest.raises(ImportError, match="pip install pandas; records\\(\\) gives the same"):
+            log.to_pandas()
+    else:
+        frame = log.to_pandas()
+        assert list(frame["after"]) == ["bf16"] * 3
+        assert frame["bytes"].sum() == log.totals().bytes
+
+
+@native
+def test_a_whole_forward_in_a_region_of_the_models_device():
+    log = casts_of(nn.Linear(2, 2), torch.ones(1, 2), dtype=torch.float16)
+    assert {cast.after for cast in log.records()} == {torch.float16}
+
+
+@pytest.mark.skipif(native_core().loaded, reason="the native core is loaded")
+def test_without_the_native_core_it_says_how_to_get_it():
+    with pytest.raises(RuntimeError, match="log_casts needs the native core, which is not loaded"):
+        log_casts()
+
+
+def test_dtype_report():
+    net = Net().train()
+    with autocast("cpu", dtype=BF16):
+        report = dtype_report(net, torch.ones(3, 4))
+    rows = [(row.module, row.kind, row.inputs, row.outputs, row.weights) for row in report.rows()]
+    assert rows == [
+        ("", "Net", (FP32,), (BF16,), ()),
+        ("block", "Block", (BF16,), (BF16,), ()),
+        ("block.linear", "Linear", (BF16,), (BF16,), (FP32,)),
+        ("block.back", "Linear", (FP32,), (BF16,), (FP32,)),
+        ("head", "Linear", (BF16,), (BF16,), (FP32,)),
+    ]
+    words = " ".join(shown(report.table()).replace("│", " ").split())
+    assert "block.back Linear fp32 bf16 fp32" in words
+    assert net.training
+    assert not net._forward_hooks
+
+
+def test_dtype_report_leaves_no_hook_after_an_error():
+    net = Net()
+    with pytest.raises(RuntimeError):
+        dtype_report(net, torch.ones(3, 5))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())

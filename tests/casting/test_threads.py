@@ -1,0 +1,256 @@
+"""autocast_module: threads run a module with the full autocast state."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from amp_plugin import OpRules, autocast, autocast_module, run_in
+from amp_plugin.casting.threads import RegionState, current_state
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Net(nn.Module):
+    """Tells the dtypes of two ops: a product, and a softmax that only own rules run in fp32."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        y = self.linear(x)
+        return y.dtype, y.softmax(-1).dtype
+
+
+def in_thread(call, *args):
+    answers = []
+
+    def run():
+        try:
+            answers.append(call(*args))
+        except BaseException as error:  # noqa: BLE001 - raised in the caller
+            answers.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(answers[0], BaseException):
+        raise answers[0]
+    return answers[0]
+
+
+def as_data_parallel(module, x, copies=3):
+    """What nn.DataParallel does, on the CPU: replicas made here, run in threads in torch's block."""
+    replicas = []
+    for _ in range(copies):
+        replica = module._replicate_for_data_parallel()
+        for name, child in module.named_children():
+            setattr(replica, name, child)
+        replicas.append(replica)
+    enabled = torch.is_autocast_enabled("cpu")
+
+    def worker(replica):
+        with torch.autocast("cpu", enabled=enabled):
+            return replica(x)
+
+    return [in_thread(worker, replica) for replica in replicas]
+
+
+X = torch.ones(2, 3)
+
+
+def test_torch_loses_the_dtype_of_replicas():
+    with torch.autocast("cpu", dtype=FP16):
+        assert as_data_parallel(Net(), X) == [(BF16, BF16)] * 3  # the default dtype, not fp16
+
+
+def test_replicas_run_in_the_state_of_the_caller():
+    net = autocast_module(Net())
+    with autocast("cpu", dtype=FP16):
+        assert as_data_parallel(net, X) == [(FP16, FP16)] * 3
+        assert net(X) == (FP16, FP16)
+    with autocast("cpu", dtype=BF16):
+        assert as_data_parallel(net, X) == [(BF16, BF16)] * 3
+    with torch.autocast("cpu", dtype=FP16):
+        assert as_data_parallel(net, X) == [(FP16, FP16)] * 3
+    assert as_data_parallel(net, X) == [(FP32, FP32)] * 3
+    with autocast("cpu", dtype=FP16), autocast("cpu", enabled=False):
+        assert as_data_parallel(net, X) == [(FP32, FP32)] * 3
+
+
+@pytest.mark.native
+def test_rules_and_the_cache_flag_go_along():
+    rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+    net = autocast_module(Net())
+    with autocast("cpu", FP16, cache_enabled=False, rules=rules):
+        (state,) = current_state()
+        assert as_data_parallel(net, X) == [(FP16, FP32)] * 3
+    assert state == RegionState(device_type="cpu", dtype=FP16, cache_enabled=False, rules=rules)
+    assert pickle.loads(pickle.dumps(state)) == state
+    with state.region():
+        assert current_state() == (state,)
+    assert in_thread(autocast_module(Net(), state), X) == (FP16, FP32)
+
+
+@pytest.mark.native
+def test_the_cache_flag_is_followed_in_the_thread():
+    casts = torch.ops.amp_plugin._kept_cast_count
+    for flag, kept in ((True, 2), (False, 0)):
+        with autocast("cpu", BF16, cache_enabled=flag):
+            net = autocast_module(Net())
+        counted = []
+        hook = net.register_forward_hook(lambda *_: counted.append(casts()))
+        in_thread(net, X)
+        hook.remove()
+        assert counted == [kept]
+
+
+def test_any_thread_runs_in_the_state_of_where_it_was_made():
+    with autocast("cpu", dtype=FP16):
+        net = autocast_module(Net())
+    assert in_thread(net, X) == (FP16, FP16)
+    assert net(X) == (FP16, FP16)  # no block of its own either
+
+
+def test_a_block_of_its_own_wins():
+    with autocast("cpu", dtype=FP16):
+        net = autocast_module(Net())
+
+    def inside(block):
+        with block:
+            return net(X)
+
+    for make in (torch.autocast, autocast):
+        assert in_thread(inside, make("cpu", dtype=BF16)) == (BF16, BF16)
+        assert in_thread(inside, make("cpu", enabled=False)) == (FP32, FP32)
+    with autocast("cpu", dtype=FP16):
+        replica = net._replicate_for_data_parallel()
+    replica.linear = net.linear
+    net = replica
+    assert in_thread(inside, autocast("cpu", dtype=BF16)) == (BF16, BF16)
+
+
+def test_a_child_stays_as_its_parent_left_it():
+    class Parent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.child = autocast_module(Net())
+
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                return self.child(x)
+
+    parent = autocast_module(Parent())
+    with autocast("cpu", dtype=FP16):
+        assert as_data_parallel(parent, X) == [(FP32, FP32)] * 3
+
+
+def test_the_state_of_the_thread_is_put_back_after_an_error():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ZeroDivisionError
+
+    with autocast("cpu", dtype=FP16):
+        net = autocast_module(Broken())
+
+    def twice():
+        with pytest.raises(ZeroDivisionError):
+            net(X)
+        good = autocast_module(Net(), RegionState(device_type="cpu", dtype=BF16))
+        return torch.is_autocast_enabled("cpu"), good(X)
+
+    assert in_thread(twice) == (False, (BF16, BF16))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_survives_copies(copied):
+    with autocast("cpu", dtype=FP16):
+        net = run_in(FP32)(autocast_module(Net()))
+    other = copied(net)
+    assert isinstance(other, Net)
+    assert list(other.state_dict()) == ["linear.weight", "linear.bias"]
+    assert in_thread(other, X) == (FP32, FP32)  # both changes: run_in turns off what was opened
+    again = copied(autocast_module(Net(), RegionState(device_type="cpu", dtype=FP16)))
+    assert in_thread(again, X) == (FP16, FP16)
+
+
+def test_gradients_of_threads_are_exact():
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    x = torch.randn(16, 8)
+    with autocast("cpu", dtype=BF16):
+        expected = net(x)
+    (wanted,) = torch.autograd.grad(expected.sum(), net.weight)
+    threaded = autocast_module(copy.deepcopy(net), RegionState(device_type="cpu", dtype=BF16))
+    output = in_thread(threaded, x)
+    assert output.equal(expected)
+    assert torch.autograd.grad(output.sum(), threaded.weight)[0].equal(wanted)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    state = RegionState(device_type="cpu", dtype=FP16)
+    linear = nn.Linear(3, 3)
+    expected = in_thread(autocast_module(copy.deepcopy(linear), state), X)
+    inside = torch.compile(autocast_module(copy.deepcopy(linear), state), fullgraph=True, backend="aot_eager")
+    outside = autocast_module(
+        torch.compile(copy.deepcopy(linear), fullgraph=True, backend="aot_eager"), state
+    )
+    for compiled in (inside, outside):
+        assert in_thread(compiled, X).equal(expected)
+        with autocast("cpu", dtype=BF16):
+            assert compiled(X).dtype is BF16
+    torch.compiler.reset()
+
+
+@pytest.mark.native
+def test_rules_reach_compiled_code_from_outside_only():
+    torch.compiler.reset()
+    rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+    state = RegionState(device_type="cpu", dtype=FP16, rules=rules)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Softmax(-1))
+    outside = autocast_module(torch.compile(module, backend="aot_eager"), state)
+    assert in_thread(outside, X).dtype is FP32
+    inside = torch.compile(autocast_module(copy.deepcopy(module), state), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"autocast\(rules=...\) was opened inside compiled code"):
+        in_thread(inside, X)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_torchscript_is_refused():
+    scripted = torch.jit.trace(nn.Linear(3, 3), X)
+    with pytest.raises(TypeError, match="is TorchScript and cannot be changed; apply this before scripting"):
+        autocast_module(scripted)
+
+
+@pytest.mark.gpu
+def test_data_parallel_over_one_device_twice():
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.dtypes = []
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.dtypes.append(y.dtype)  # the list is shared by the replicas
+            return y
+
+    def dtypes(change, block):
+        net = Product().cuda()
+        parallel = change(nn.DataParallel(net, device_ids=[0, 0]))
+        with block:
+            parallel(torch.ones(4, 4, device="cuda"))
+        return net.dtypes
+
+    assert dtypes(lambda each: each, torch.autocast("cuda", dtype=BF16)) == [FP16, FP16]  # torch loses it
+    assert dtypes(autocast_module, torch.autocast("cuda", dtype=BF16)) == [BF16, BF16]
+    rules = OpRules.default("cuda").with_rule("aten::linear", "fp32")
+    assert dtypes(autocast_module, autocast("cuda", dtype=BF16, rules=rules)) == [FP32, FP32]
