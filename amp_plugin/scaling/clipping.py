@@ -73,13 +73,13 @@ def clip_norm(
             "With a loss scale this happens now and then, and the step is skipped: leave error_if_nonfinite=False."
         )
         raise RuntimeError(msg)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    factor = torch.where(torch.isfinite(norm), factor, torch.ones_like(factor))
+    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
     if record is not None and folded:
         record.clip = factor if record.clip is None else record.clip * factor
-    else:
-        for one in sets:
-            one.clip_(factor, norm_type)
+        return norm
+    factor = torch.where(norm.isfinite(), factor, 1.0)
+    for one in sets:
+        one.clip_(factor, norm_type)
     return norm
 
 

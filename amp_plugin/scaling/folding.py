@@ -30,10 +30,10 @@ def foldable(record: OptimizerRecord) -> LossScale | None:
     Not if another optimizer steps some of the parameters too: it would not know whether they
     have been unscaled.
     """
-    units = {one.unit for one in record.sets}
-    unit = units.pop() if len(units) == 1 else None
-    supported = getattr(record.optimizer, "_step_supports_amp_scaling", False)
-    return unit if supported and not record.shared else None
+    if record.shared or not getattr(record.optimizer, "_step_supports_amp_scaling", False):
+        return None
+    unit = record.sets[0].unit if record.sets else None
+    return unit if all(one.unit is unit for one in record.sets) else None
 
 
 def step(
@@ -87,6 +87,7 @@ def write_clip(record: OptimizerRecord) -> None:
     """Write a folded clip into the gradients after all, since more will be added to them."""
     clip, record.clip = record.clip, None
     if clip is not None:
+        clip = torch.where(clip > 0, clip, 1.0)  # 0 and nan come from overflowed gradients
         for one in record.sets:
             one.multiply_(clip)
 

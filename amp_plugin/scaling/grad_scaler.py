@@ -183,7 +183,9 @@ class GradScaler(ScalerState, TorchInterface):
         return self._loss_scales[name]
 
     def _first_materialized(self) -> LossScale | None:
-        return next((one for one in self._all_loss_scales() if one.value is not None), None)
+        if self._loss_scale.value is not None:
+            return self._loss_scale
+        return next((one for one in self._loss_scales.values() if one.value is not None), None)
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
         record = self._record(optimizer)

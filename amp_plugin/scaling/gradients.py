@@ -116,10 +116,10 @@ def native_group(ledger: Any) -> Group | None:
     """Return all gradients of a native ledger as one group, if they are plain and on one device."""
     if isinstance(ledger, GradientLedger):
         return None
-    device = ledger.plain_device()
+    device, positions = ledger.survey()
     if device is None:
         return None
-    return Group(device, None, ledger.positions(), ledger.norm_check, ledger.unscale_, ledger.multiply_)
+    return Group(device, None, positions, ledger.norm_check, ledger.unscale_, ledger.multiply_)
 
 
 def group_gradients(params: Sequence[Tensor]) -> list[Group]:

@@ -6,6 +6,7 @@
 #include <torch/custom_class.h>
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 #include <tuple>
 #include <unordered_map>
@@ -96,34 +97,31 @@ class GradientLedger : public torch::CustomClassHolder {
     return worst;
   }
 
-  // The one device of all gradients if one kernel can take them all; nothing if there are none.
-  std::optional<at::Device> plain_device() const {
+  // The one device of all gradients if one kernel can take them all, and which parameters have one
+  // (nothing if all have). No device if there are none, or if they need to be looked at one by one.
+  std::tuple<std::optional<at::Device>, std::optional<std::vector<int64_t>>> survey() const {
     std::optional<at::Device> device;
-    for (const at::Tensor& param : params_) {
-      const at::Tensor& grad = grad_of(param);
+    std::vector<int64_t> present;
+    bool all = true;
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const at::Tensor& grad = grad_of(params_[i]);
       if (!grad.defined()) {
+        if (all) {
+          all = false;
+          present.resize(i);
+          std::iota(present.begin(), present.end(), 0);
+        }
         continue;
       }
       if (!is_plain(grad) || (device && *device != grad.device())) {
-        return std::nullopt;
+        return {std::nullopt, std::nullopt};
       }
       device = grad.device();
-    }
-    return device;
-  }
-
-  // Which parameters have a gradient; nothing if all have.
-  std::optional<std::vector<int64_t>> positions() const {
-    std::vector<int64_t> present;
-    for (size_t i = 0; i < params_.size(); ++i) {
-      if (grad_of(params_[i]).defined()) {
+      if (!all) {
         present.push_back(static_cast<int64_t>(i));
       }
     }
-    if (present.size() == params_.size()) {
-      return std::nullopt;
-    }
-    return present;
+    return {device, all ? std::nullopt : std::make_optional(std::move(present))};
   }
 
   int64_t first_half() const {
@@ -184,8 +182,7 @@ TORCH_LIBRARY_FRAGMENT(amp_plugin, m) {
       .def("remember", &amp_plugin::GradientLedger::remember)
       .def("forget", &amp_plugin::GradientLedger::forget)
       .def("compare", &amp_plugin::GradientLedger::compare)
-      .def("plain_device", &amp_plugin::GradientLedger::plain_device)
-      .def("positions", &amp_plugin::GradientLedger::positions)
+      .def("survey", &amp_plugin::GradientLedger::survey)
       .def("first_half", &amp_plugin::GradientLedger::first_half)
       .def("norm_check", &amp_plugin::GradientLedger::norm_check)
       .def("unscale_", &amp_plugin::GradientLedger::unscale_)
