@@ -1,0 +1,45 @@
+"""Every example in a docstring gives what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import amp_plugin
+
+pytestmark = pytest.mark.native  # some show what needs the native core
+
+
+def modules() -> Iterator[str]:
+    for module in pkgutil.walk_packages(amp_plugin.__path__, "amp_plugin."):
+        if not module.name.endswith("__main__"):
+            yield module.name
+
+
+def examples(module_name: str) -> list[doctest.DocTest]:
+    """The examples of a module; they see what its reader has: torch, its names and the public ones."""
+    module = importlib.import_module(module_name)
+    public = {name: getattr(amp_plugin, name) for name in amp_plugin.__all__}
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found = finder.find(module, module_name, globs={"torch": torch, **public, **vars(module)})
+    return [each for each in found if each.examples]
+
+
+@pytest.mark.parametrize("module_name", ["amp_plugin", *modules()])
+def test_the_examples_of_a_module(module_name: str) -> None:
+    report: list[str] = []
+    for each in examples(module_name):
+        torch.manual_seed(0)
+        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(each, out=report.append)
+    assert not report, "".join(report)
+
+
+def test_examples_are_found() -> None:
+    assert [each.name for each in examples("amp_plugin.casting.region")] == [
+        "amp_plugin.casting.region.autocast"
+    ]
