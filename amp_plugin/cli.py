@@ -96,6 +96,12 @@ def doctor(
 @app.command()
 def build(
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even what the cache has.")] = False,
+    cuda: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cuda", metavar="ARCH", help="Compile the CUDA kernels too, for sm_90 and so on; repeatable."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compile the native core ahead of its first use, for instance into a machine image."""
@@ -104,6 +110,7 @@ def build(
     try:
         library = build_library(SOURCES, rebuild=rebuild)
         region = build_region(library, SOURCES, rebuild=rebuild)
+        cubins = _build_cuda(cuda) if cuda else 0
     except (OSError, RuntimeError, ValueError) as error:
         if as_json:
             print(json.dumps({"built": False, "reason": str(error)}))
@@ -111,10 +118,22 @@ def build(
     seconds = library.seconds + region.seconds
     if as_json:
         paths = {"library": str(library.path), "region": str(region.path)}
-        print(json.dumps({"built": True, **paths, "seconds": round(seconds, 1)}))
+        count = {"cubins": cubins} if cuda else {}
+        print(json.dumps({"built": True, **paths, **count, "seconds": round(seconds, 1)}))
     else:
         state = f"compiled in {seconds:.1f} s" if seconds else "already compiled"
         print(f"{state}: {library.path}\n{' ' * len(state)}  {region.path}")
+        if cuda:
+            print(f"{cubins} CUDA kernels for {', '.join(cuda)} are in the cache")
+
+
+def _build_cuda(architectures: list[str]) -> int:
+    try:
+        from amp_plugin.kernels.cuda.compile import build_ahead  # noqa: PLC0415 - needs cuda-core
+    except ImportError as error:
+        msg = f"the CUDA kernels cannot be compiled: {error}; run: pip install 'amp-plugin[cuda]'"
+        raise RuntimeError(msg) from error
+    return build_ahead(architectures)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -6,7 +6,6 @@ as JSON. Collecting it compiles and loads the native core as a first use would.
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import platform
@@ -22,6 +21,7 @@ import amp_plugin
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
+from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -126,13 +126,14 @@ def native_core_state() -> Part:
 
 
 def cuda_kernels_state() -> Part:
-    """Return whether the CUDA kernels can be compiled here; no GPU needs none."""
+    """Return whether the CUDA kernels serve the current GPU, trying one of them; no GPU needs none."""
     if not torch.cuda.is_available():
         return {"usable": False, "reason": "", "note": "no CUDA device"}
-    if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.core") is None:
-        reason = "the package cuda-core is not installed; run: pip install 'amp-plugin[cuda]'"
-        return {"usable": False, "reason": reason, "note": "plain torch ops are used"}
-    return {"usable": True, "reason": "", "note": "compiled at first use"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report says it
+        core = cuda_core()
+    note = "compiled at first use" if core.loaded else "plain torch ops are used"
+    return {"usable": core.loaded, "reason": core.reason, "note": note}
 
 
 def cache_state() -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import stat
+import sys
 import warnings
 
 import pytest
@@ -104,6 +105,41 @@ def test_build_ahead_fills_the_cache(cache, monkeypatch):
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
     count = len(list(all_kernels()))
     assert build_ahead(["sm_80", "sm_90"]) == 2 * count == len(list(cache.glob("*/kernel.cubin")))
+
+
+@pytest.fixture
+def amp(monkeypatch):
+    """The command line, with a native core that is there already."""
+    from types import SimpleNamespace
+
+    from typer.testing import CliRunner
+
+    from amp_plugin.cli import app
+    from amp_plugin.kernels import build
+
+    ready = SimpleNamespace(path="ready.so", seconds=0.0)
+    monkeypatch.setattr(build, "build_library", lambda *_, **__: ready)
+    monkeypatch.setattr(build, "build_region", lambda *_, **__: ready)
+    return lambda *arguments: CliRunner().invoke(app, arguments)
+
+
+def test_the_command_line_builds_ahead(amp, cache, monkeypatch):
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
+    result = amp("build", "--cuda", "sm_80", "--cuda", "sm_90")
+    count = 2 * len(list(all_kernels()))
+    assert result.exit_code == 0, result.output
+    assert f"{count} CUDA kernels for sm_80, sm_90 are in the cache" in result.output
+    assert len(list(cache.glob("*/kernel.cubin"))) == count
+
+
+def test_the_command_line_refuses_what_it_cannot_build(amp, cache, monkeypatch):
+    result = amp("build", "--cuda", "sm_12")
+    assert result.exit_code == 1
+    assert "NVRTC cannot compile norm_check.cu for sm_12" in result.output
+    monkeypatch.setitem(sys.modules, "amp_plugin.kernels.cuda.compile", None)
+    result = amp("build", "--cuda", "sm_90")
+    assert result.exit_code == 1
+    assert "pip install 'amp-plugin[cuda]'" in result.output
 
 
 def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
