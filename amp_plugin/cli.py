@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from enum import Enum
 from pathlib import Path
@@ -93,13 +94,26 @@ def doctor(
     raise typer.Exit(0 if report["healthy"] else 1)
 
 
+def _check_architectures(given: list[str] | None) -> list[str] | None:
+    for name in given or []:
+        if not re.fullmatch(r"sm_\d+[af]?", name):
+            msg = (
+                f"{name!r} is no GPU architecture; give it as sm_90, `amp-plugin doctor` shows this machine's"
+            )
+            raise typer.BadParameter(msg)
+    return given
+
+
 @app.command()
 def build(
     rebuild: Annotated[bool, typer.Option("--rebuild", help="Compile even what the cache has.")] = False,
     cuda: Annotated[
         list[str] | None,
         typer.Option(
-            "--cuda", metavar="ARCH", help="Compile the CUDA kernels too, for sm_90 and so on; repeatable."
+            "--cuda",
+            metavar="ARCH",
+            callback=_check_architectures,
+            help="Compile the CUDA kernels too, for sm_90 and so on; repeatable.",
         ),
     ] = None,
     as_json: AsJson = False,

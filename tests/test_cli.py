@@ -18,6 +18,7 @@ from amp_plugin import doctor
 from amp_plugin.cli import app
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
+from amp_plugin.kernels.cuda import compile as compile_
 from amp_plugin.kernels.shared_object import Built
 
 
@@ -64,6 +65,7 @@ def test_help_names_every_command() -> None:
         (["doctor", "--device", "gpu"], r"--device.*'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'"),
         (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
         (["casts", "--by", "modul", __file__], r"--by.*'modul' is not one of 'cast', 'module', 'op'"),
+        (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is no GPU architecture; give it as sm_90"),
         (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
     ],
 )
@@ -174,6 +176,16 @@ def test_rebuild_as_json(built: list[bool]) -> None:
         "seconds": 23.8,
     }
     assert built == [True, True]
+
+
+def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+    monkeypatch.setattr(compile_, "build_ahead", lambda architectures: compiled.extend(architectures) or 20)
+    result = amp("build", "--cuda", "sm_80", "--cuda", "sm_90a")
+    assert result.exit_code == 0
+    assert compiled == ["sm_80", "sm_90a"]
+    assert result.output.endswith("20 CUDA kernels for sm_80, sm_90a are in the cache\n")
+    assert json.loads(amp("build", "--cuda", "sm_80", "--json").stdout)["cubins"] == 20
 
 
 def test_a_build_that_fails(no_core: None) -> None:
