@@ -1,18 +1,19 @@
-"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
+r"""The ops of ``torch.ops.amp_plugin``: schemas, fake kernels and their cost.
 
 Every op takes all gradients of one optimizer on one device, dtypes mixed
 (float16, bfloat16, float32, float64, complex64, complex128), any strides, any
-sizes, empty ones included; no lazily conjugated or negated ones. Sparse gradients enter through their values, DTensors
-through their local tensors; the callers see to that.
+sizes, empty ones included; no lazily conjugated or negated ones. Sparse gradients
+enter through their values, DTensors through their local tensors; the callers see
+to that.
 
 ======================  ==========================  ===============  ==========
 op                      bytes (B = all gradients)   launches (CUDA)  host syncs
 ======================  ==========================  ===============  ==========
 norm_check              read B                      2                0
-unscale\\_               read B, write B             2                0
-multiply\\_              read B, write B; 0 if 1     1                0
+unscale\_               read B, write B             2                0
+multiply\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
-update_scale\\_          a few scalars               1                0
+update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 ======================  ==========================  ===============  ==========
 
@@ -37,7 +38,8 @@ which nothing faster is registered.
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch.library import Library, register_fake
@@ -50,7 +52,8 @@ HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
 
 SCHEMAS: Final = {
     "norm_check": (
-        "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0) -> (Tensor norm, Tensor found_inf, Tensor flags)"
+        "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0)"
+        " -> (Tensor norm, Tensor found_inf, Tensor flags)"
     ),
     "unscale_": (
         "(Tensor(a!)[] grads, Tensor inv_scale, float norm_type=2.0)"
@@ -66,49 +69,44 @@ SCHEMAS: Final = {
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
 }
 
-LIBRARY: Final = Library("amp_plugin", "FRAGMENT")
+LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _define() -> None:
-    for name, schema in SCHEMAS.items():
-        LIBRARY.define(name + schema)
-        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")
-
-
-_define()
-register_cuda_kernels(LIBRARY)
-
-
-@register_fake("amp_plugin::norm_check", lib=LIBRARY)
-def _norm_check_fake(
-    grads: list[torch.Tensor], inv_scale: torch.Tensor, norm_type: float = 2.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _measured_fake(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> Measured:
     norm = inv_scale.new_empty((), dtype=torch.float32)
     return norm, torch.empty_like(norm), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
 
 
-@register_fake("amp_plugin::unscale_", lib=LIBRARY)
-def _unscale_fake(
-    grads: list[torch.Tensor], inv_scale: torch.Tensor, norm_type: float = 2.0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return _norm_check_fake(grads, inv_scale, norm_type)
-
-
-@register_fake("amp_plugin::multiply_", lib=LIBRARY)
-def _multiply_fake(grads: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
+def _found_fake(_: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
     return factor.new_empty((), dtype=torch.float32)
 
 
-@register_fake("amp_plugin::cast", lib=LIBRARY)
-def _cast_fake(src: list[torch.Tensor], out: list[torch.Tensor]) -> None:
-    return None
-
-
-@register_fake("amp_plugin::update_scale_", lib=LIBRARY)
-def _update_scale_fake(*args: object) -> None:
-    return None
-
-
-@register_fake("amp_plugin::clip_factor", lib=LIBRARY)
-def _clip_factor_fake(norm: torch.Tensor, max_norm: float, scale: torch.Tensor | None = None) -> torch.Tensor:
+def _factor_fake(norm: torch.Tensor, *_: object) -> torch.Tensor:
     return norm.new_empty((), dtype=torch.float32)
+
+
+def _nothing_fake(*_: object) -> None:
+    return None
+
+
+FAKES: Final[dict[str, Callable[..., Any]]] = {
+    "norm_check": _measured_fake,
+    "unscale_": _measured_fake,
+    "multiply_": _found_fake,
+    "cast": _nothing_fake,
+    "update_scale_": _nothing_fake,
+    "clip_factor": _factor_fake,
+}
+
+
+def _define() -> None:
+    for name, schema in SCHEMAS.items():
+        LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
+        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
+
+
+_define()
+register_cuda_kernels(LIBRARY)

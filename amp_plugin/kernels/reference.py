@@ -29,7 +29,8 @@ def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) 
     if norm_type == 0:  # a count: torch's total norm counts tensors here, a flat vector counts elements
         return torch.stack([(g != 0).sum() for g in parts]).sum().to(dtype)
     norms = [torch.linalg.vector_norm(g.abs().to(dtype), norm_type) for g in parts]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _flags(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -20,7 +20,7 @@ _HOME = {
     "gradient_penalty": "amp_plugin.scaling.penalty",
 }
 
-__all__ = ["GradScaler", "OverflowReport", "StepResult", "grad", "gradient_penalty"]  # noqa: F822 -- lazy
+__all__ = ["GradScaler", "OverflowReport", "StepResult", "grad", "gradient_penalty"]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,7 +37,7 @@ def watch(output: Tensor, scaler: GradScaler, loss_scale: LossScale) -> None:
         generation=loss_scale.generation,
         snapshot=loss_scale.snapshot(),
     )
-    output.register_hook(hook)
+    output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _begin(
@@ -51,7 +51,7 @@ def _begin(
     """Tell the scaler; if the scale has changed since ``scale()``, correct what comes in."""
     owner = scaler()
     if owner is not None:
-        owner._begin_backward(loss_scale)  # noqa: SLF001 -- the scaler's own hook
+        owner._begin_backward(loss_scale)
     if loss_scale.generation == generation:
         return None
     change = loss_scale.require() / snapshot

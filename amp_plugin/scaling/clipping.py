@@ -17,13 +17,13 @@ from amp_plugin.scaling.registry import OptimizerRecord
 from amp_plugin.scaling.spread import parameter_spreads
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.grad_scaler import GradScaler
+    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 Target = Optimizer | Tensor | Iterable[Tensor]
 
 
 def clip_norm(
-    scaler: GradScaler,
+    scaler: OptimizerCalls,
     target: Target,
     max_norm: float,
     norm_type: float = 2.0,
@@ -70,26 +70,25 @@ def clip_norm(
     if error_if_nonfinite and not torch.isfinite(norm).item():
         msg = (
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
-            "With a loss scale this happens now and then, and the step is skipped: leave error_if_nonfinite=False."
+            "With a loss scale this happens now and then, the step is skipped: leave error_if_nonfinite=False."
         )
         raise RuntimeError(msg)
-    factor = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
     if record is not None and folded:
         record.clip = factor if record.clip is None else record.clip * factor
         return norm
-    factor = torch.where(norm.isfinite(), factor, 1.0)
     for one in sets:
         one.clip_(factor, norm_type)
     return norm
 
 
-def clip_value(scaler: GradScaler, target: Target, clip_value: float) -> None:
+def clip_value(scaler: OptimizerCalls, target: Target, clip_value: float) -> None:
     """Clip every element of unscaled gradients, as ``torch.nn.utils.clip_grad_value_`` does.
 
     Args:
         scaler: The scaler.
         target: An optimizer, or parameters of optimizers the scaler knows.
-        clip_value: Largest absolute value; infinite elements are clipped too, the step is skipped all the same.
+        clip_value: Largest absolute value; infinities are clipped too, the step is skipped all the same.
     """
     params = _params_of(target)
     if scaler.is_enabled():
@@ -100,7 +99,7 @@ def clip_value(scaler: GradScaler, target: Target, clip_value: float) -> None:
 
 
 def _norm_of_record(
-    scaler: GradScaler, record: OptimizerRecord, norm_type: float, fold: bool
+    scaler: OptimizerCalls, record: OptimizerRecord, norm_type: float, fold: bool
 ) -> tuple[Tensor, bool]:
     scaler._check_scale_growth_tracker("clip_grad_norm_")
     folded = fold and folding.foldable(record) is not None
@@ -110,14 +109,14 @@ def _norm_of_record(
     return (norm if record.clip is None else norm * record.clip), True
 
 
-def _unscale(scaler: GradScaler, record: OptimizerRecord, norm_type: float = 2.0) -> Tensor:
+def _unscale(scaler: OptimizerCalls, record: OptimizerRecord, norm_type: float = 2.0) -> Tensor:
     scaler._check_scale_growth_tracker("clip")
     norm, _ = stepping.check(scaler, record, write=True, norm_type=norm_type)
     record.stage = OptState.UNSCALED
     return norm
 
 
-def _own_set(scaler: GradScaler, target: Tensor | Iterable[Tensor]) -> GradientSet:
+def _own_set(scaler: OptimizerCalls, target: Tensor | Iterable[Tensor]) -> GradientSet:
     """The given parameters as a set, their optimizers' gradients unscaled."""
     params = _params_of(target)
     for record in _records_of(scaler, params):
@@ -125,7 +124,7 @@ def _own_set(scaler: GradScaler, target: Tensor | Iterable[Tensor]) -> GradientS
     return GradientSet(params, frozenset())
 
 
-def _norm_of_sets(scaler: GradScaler, sets: list[GradientSet], norm_type: float) -> Tensor:
+def _norm_of_sets(scaler: OptimizerCalls, sets: list[GradientSet], norm_type: float) -> Tensor:
     parts = [part for one in sets for part in one.measure(norm_type)]
     spreads = parameter_spreads([param for one in sets for param in one.params])
     device = scaler._check_scale_growth_tracker("clip_grad_norm_")[0].device
@@ -138,7 +137,7 @@ def _params_of(target: Target) -> list[Tensor]:
     return [target] if isinstance(target, Tensor) else list(target)
 
 
-def _records_of(scaler: GradScaler, target: Optimizer | list[Tensor]) -> list[OptimizerRecord]:
+def _records_of(scaler: OptimizerCalls, target: Optimizer | list[Tensor]) -> list[OptimizerRecord]:
     """The records of the optimizers that step the given parameters."""
     if isinstance(target, Optimizer):
         return [scaler._record(target)]
@@ -152,8 +151,8 @@ def _records_of(scaler: GradScaler, target: Optimizer | list[Tensor]) -> list[Op
         wanted -= own
     if wanted:
         msg = (
-            f"clip: {len(wanted)} of the parameters belong to no optimizer this scaler knows, so the scale of "
-            "their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
+            f"clip: {len(wanted)} of the parameters belong to no optimizer this scaler knows, so the scale "
+            "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
         )
         raise RuntimeError(msg)
     return records

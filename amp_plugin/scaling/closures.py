@@ -28,7 +28,7 @@ from amp_plugin.scaling import stepping
 from amp_plugin.scaling.registry import OptimizerRecord
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.grad_scaler import GradScaler
+    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 Closure = Callable[[], Any]
 
@@ -48,7 +48,7 @@ def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure
 
 
 def step(
-    scaler: GradScaler,
+    scaler: OptimizerCalls,
     record: OptimizerRecord,
     optimizer: Optimizer,
     closure: Closure,
@@ -80,7 +80,7 @@ def step(
 class _ClosureStep:
     """The closure of one step, with what its calls found."""
 
-    def __init__(self, scaler: GradScaler, record: OptimizerRecord, closure: Closure) -> None:
+    def __init__(self, scaler: OptimizerCalls, record: OptimizerRecord, closure: Closure) -> None:
         self._scaler = scaler
         self._record = record
         self._closure = closure

@@ -21,7 +21,7 @@ from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.registry import OptimizerRecord
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.grad_scaler import GradScaler
+    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 
 def foldable(record: OptimizerRecord) -> LossScale | None:
@@ -37,7 +37,7 @@ def foldable(record: OptimizerRecord) -> LossScale | None:
 
 
 def step(
-    scaler: GradScaler, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    scaler: OptimizerCalls, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Step an optimizer with AMP support; no host sync."""
     if record.takes_scaler is None:
@@ -87,7 +87,6 @@ def write_clip(record: OptimizerRecord) -> None:
     """Write a folded clip into the gradients after all, since more will be added to them."""
     clip, record.clip = record.clip, None
     if clip is not None:
-        clip = torch.where(clip > 0, clip, 1.0)  # 0 and nan come from overflowed gradients
         for one in record.sets:
             one.multiply_(clip)
 
@@ -95,8 +94,8 @@ def write_clip(record: OptimizerRecord) -> None:
 def _refuse_changed_after_clip(record: OptimizerRecord) -> None:
     if record.clip is not None and any(one.parts and one.changed_since_measured() for one in record.sets):
         msg = (
-            "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still scaled "
-            "then. Call it with fold=False, or change them before."
+            "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
+            "scaled then. Call it with fold=False, or change them before."
         )
         raise RuntimeError(msg)
 
@@ -116,7 +115,7 @@ def _starts_momentum(optimizer: Optimizer) -> bool:
 
 
 def _hand_over_scaler(
-    scaler: GradScaler, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    scaler: OptimizerCalls, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """The older contract: ``step(grad_scaler=...)`` does everything itself."""
     warnings.warn(

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
-from torch.optim import Optimizer
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, folding, stepping, updating
+from amp_plugin.scaling import folding, stepping, updating
 from amp_plugin.scaling.backward_events import after_backward, watch
 from amp_plugin.scaling.distributed import Groups
 from amp_plugin.scaling.loss_scale import ConstantLossScale, DynamicLossScale, HysteresisMode, LossScale
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.registry import OptimizerRecord, Registry
 from amp_plugin.scaling.state import ScalerState
-from amp_plugin.scaling.step_result import HostFlag, StepResult
-from amp_plugin.scaling.torch_interface import TorchInterface
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GradScaler(ScalerState, TorchInterface):
+class GradScaler(ScalerState):
     """Scale losses, unscale gradients, skip steps that overflow.
 
     A drop-in for :class:`torch.amp.GradScaler`: same methods, same numbers. Beyond it, a gradient
@@ -125,7 +122,6 @@ class GradScaler(ScalerState, TorchInterface):
         self._loss_scale = new_scale()
         self._loss_scales = {name: new_scale() for name in losses}
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
-        self._core_agreed = False
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
         self._start()
@@ -134,16 +130,15 @@ class GradScaler(ScalerState, TorchInterface):
         """Set what a copy or a pickled scaler starts without."""
         self._registry = Registry(self._loss_scale)
         self._requested = False
-        self._skipped: Tensor | None = None
-        self._floor: list[HostFlag] = []
-        self._open_results: list[tuple[StepResult, LossScale]] = []
-        self._last_backward: tuple[LossScale, int, Tensor] | None = None
+        self._core_agreed = False
+        self._skipped = None
+        self._floor = []
+        self._open_results = []
+        self._last_backward = None
         if self._enabled:
             native_core()
 
-    # -- scaling ---------------------------------------------------------------------------------
-
-    def scale(self, outputs: T, *, name: str | None = None) -> T:  # type: ignore[override]
+    def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
 
         Applies an update that is still requested. No host sync.
@@ -173,28 +168,6 @@ class GradScaler(ScalerState, TorchInterface):
 
         return cast("T", scale_outputs(outputs, apply))
 
-    def _loss_scale_of(self, name: str | None) -> LossScale:
-        if name is None:
-            return self._loss_scale
-        if name not in self._loss_scales:
-            known = ", ".join(self._loss_scales) or "none"
-            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
-            raise ValueError(msg)
-        return self._loss_scales[name]
-
-    def _first_materialized(self) -> LossScale | None:
-        if self._loss_scale.value is not None:
-            return self._loss_scale
-        return next((one for one in self._loss_scales.values() if one.value is not None), None)
-
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        record = self._record(optimizer)
-        stepping.check(self, record, write=False)
-        return record.found_inf_per_device
-
-    def _all_loss_scales(self) -> list[LossScale]:
-        return [self._loss_scale, *self._loss_scales.values()]
-
     def _begin_backward(self, loss_scale: LossScale) -> None:
         """Called before a backward from an output scaled by ``loss_scale`` makes gradients."""
         self._last_backward = (loss_scale, loss_scale.generation, loss_scale.snapshot())
@@ -213,170 +186,6 @@ class GradScaler(ScalerState, TorchInterface):
         for record in records:
             if record.stage is OptState.UNSCALED:
                 stepping.check(self, record, write=True)
-
-    # -- optimizers ------------------------------------------------------------------------------
-
-    def register(self, *optimizers: Optimizer, names: Any = None) -> None:
-        """Make optimizers known before their first step.
-
-        A plain loop with one optimizer need not; with several, ``update()`` can only wait for the
-        gradients of those it knows.
-
-        Args:
-            *optimizers: The optimizers.
-            names: Their parameters' names for :meth:`last_step`'s ``overflow_report()``: a module, the
-                pairs of ``module.named_parameters()``, or a mapping of names to parameters.
-        """
-        if not self._enabled:
-            return
-        named = dict(names.named_parameters() if isinstance(names, torch.nn.Module) else names or {})
-        by_id = {id(param): name for name, param in named.items()}
-        for optimizer in optimizers:
-            record = self._record(optimizer)
-            if named:
-                defaults = OptimizerRecord.all_names(record)
-                record.names = [by_id.get(id(p), d) for p, d in zip(record.params, defaults, strict=True)]
-
-    def _record(self, optimizer: Optimizer) -> OptimizerRecord:
-        record = self._registry.find(optimizer)
-        if record is not None:
-            if self._registry.refresh(record):
-                record.names = None
-            return record
-        if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
-            msg = f"expected an optimizer with param_groups, got {type(optimizer).__name__}; pass the torch.optim one"
-            raise TypeError(msg)
-        record = self._registry.add(optimizer)
-        if self._last_backward is not None:
-            stepping.catch_up(record, *self._last_backward)
-        return record
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the optimizer's gradients by their scale, in place.
-
-        One pass: also measures their norm and finds overflows. No host sync. Gradients that a
-        later backward adds are unscaled as well. :meth:`ensure_unscaled` may be called again.
-
-        Args:
-            optimizer: The optimizer.
-
-        Raises:
-            RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
-            ValueError: A gradient is float16.
-        """
-        if not self._enabled:
-            return
-        self._check_scale_growth_tracker("unscale_")
-        record = self._record(optimizer)
-        new = any(record.slot in one.touched for one in record.sets)
-        if record.stage is OptState.UNSCALED and not new:
-            msg = (
-                "unscale_() has already been called on this optimizer since the last update(). "
-                "Call it once, or use ensure_unscaled(), which may be repeated."
-            )
-            raise RuntimeError(msg)
-        if record.stage is OptState.STEPPED and not new:
-            msg = "unscale_() is being called after step(). Call it between backward() and step()."
-            raise RuntimeError(msg)
-        self._unscale(record)
-
-    def _unscale(self, record: OptimizerRecord) -> tuple[Tensor, Tensor]:
-        result = stepping.check(self, record, write=True)
-        record.stage = OptState.UNSCALED
-        for one in record.sets:
-            one.touched.discard(record.slot)
-        return result
-
-    def ensure_unscaled(self, optimizer: Optimizer) -> None:
-        """Unscale the optimizer's gradients if they are not; may be called any number of times.
-
-        Args:
-            optimizer: The optimizer.
-
-        Raises:
-            RuntimeError: Called before ``scale()``.
-            ValueError: A gradient is float16.
-        """
-        if self._enabled:
-            self._check_scale_growth_tracker("ensure_unscaled")
-            self._unscale(self._record(optimizer))
-
-    def clip_grad_norm_(
-        self,
-        optimizer_or_params: Optimizer | Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *,
-        fold: bool = False,
-    ) -> Tensor:
-        """Clip the norm of the unscaled gradients; see :func:`amp_plugin.scaling.clipping.clip_norm`."""
-        return clipping.clip_norm(
-            self, optimizer_or_params, max_norm, norm_type, error_if_nonfinite, fold=fold
-        )
-
-    def clip_grad_value_(
-        self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
-    ) -> None:
-        """Clip every element of the unscaled gradients to [-clip_value, clip_value]."""
-        clipping.clip_value(self, optimizer_or_params, clip_value)
-
-    # -- stepping --------------------------------------------------------------------------------
-
-    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, and call ``optimizer.step`` unless a gradient is not finite.
-
-        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
-        ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
-
-        Args:
-            optimizer: The optimizer.
-            *args: For ``optimizer.step``; a callable first one is a closure.
-            **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
-
-        Returns:
-            What ``optimizer.step`` returns, None if it was skipped; :meth:`last_step` tells more.
-
-        Raises:
-            RuntimeError: Called twice without new gradients, or before ``scale()``.
-        """
-        if not self._enabled:
-            return optimizer.step(*args, **kwargs)
-        closure, args, kwargs = closures.take_closure(args, kwargs)
-        if closure is not None:
-            return closures.step(self, self._record(optimizer), optimizer, closure, args, kwargs)
-        self._check_scale_growth_tracker("step")
-        record = self._record(optimizer)
-        if record.stage is OptState.STEPPED and not any(record.slot in one.touched for one in record.sets):
-            msg = "step() has already been called since the last update(). Run backward() or update() in between."
-            raise RuntimeError(msg)
-        return stepping.step(self, record, optimizer, args, kwargs)
-
-    def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of the optimizer's last step.
-
-        Args:
-            optimizer: The optimizer.
-
-        Raises:
-            RuntimeError: It has not stepped yet.
-        """
-        record = self._registry.find(optimizer) if self._enabled else None
-        if record is None or record.result is None:
-            msg = "last_step(): this optimizer has not stepped under this scaler; call scaler.step(optimizer) first"
-            raise RuntimeError(msg)
-        return record.result
-
-    def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps were skipped, of one optimizer or of all: a host sync.
-
-        Args:
-            optimizer: The optimizer; None for all.
-        """
-        if optimizer is None:
-            return self._skipped_before + (0 if self._skipped is None else int(self._skipped.item()))
-        record = self._registry.find(optimizer)
-        return 0 if record is None or record.skipped is None else int(record.skipped.item())
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
@@ -406,7 +215,8 @@ class GradScaler(ScalerState, TorchInterface):
 def _usable(device: str) -> bool:
     if device.startswith("cuda") and not torch.cuda.is_available():
         warnings.warn(
-            "GradScaler(device='cuda') is disabled: CUDA is not available. Pass device='cpu' to scale on the CPU.",
+            "GradScaler(device='cuda') is disabled: CUDA is not available. "
+            "Pass device='cpu' to scale on the CPU.",
             UserWarning,
             stacklevel=3,
         )

@@ -26,7 +26,7 @@ class GradientSet:
         unit: The loss scale the gradients are multiplied by; None if they are unscaled.
         residue: A factor they still carry although ``unit`` is None, float32, 0-dim: after a folded
             step they are unscaled if it was taken and scaled if not. None means 1.
-        overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if none was looked for.
+        overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if nobody looked.
         touched: Slots of the owners that have not stepped since the last scaled backward.
         consumed: Slots of the owners that have stepped since gradients last changed unit.
         parts: The last measurement, while it holds; None otherwise.
@@ -42,12 +42,12 @@ class GradientSet:
         self.consumed: set[int] = set()
         self.parts: list[Part] | None = None
         self._norm_type = 2.0
-        self._ledger = make_ledger(params)
+        self._ledger: GradientLedger = make_ledger(params)
 
     @property
     def ledger(self) -> GradientLedger:
         """The record of which gradients were seen when."""
-        return self._ledger  # type: ignore[no-any-return]
+        return self._ledger
 
     def groups(self) -> list[Group]:
         """Return the present gradients, ready for the kernels."""

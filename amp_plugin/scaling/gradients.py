@@ -54,7 +54,7 @@ class GradientLedger:
 
     def __init__(self, params: list[Tensor]) -> None:
         self._params = params
-        self._marks: dict[int, list[tuple[Any, int] | None]] = {}
+        self._marks: dict[int, list[tuple[Any, int, int] | None]] = {}
 
     def count(self) -> int:
         """Return how many parameters have a gradient."""
@@ -63,10 +63,7 @@ class GradientLedger:
     def remember(self, slot: int) -> None:
         """Note the present gradients under ``slot``."""
         grads = (p.grad for p in self._params)
-        self._marks[slot] = [
-            None if g is None else (torch._C._WeakTensorRef(g), id(g), _version(g))
-            for g in grads  # type: ignore[misc]
-        ]
+        self._marks[slot] = [None if g is None else (_weak_reference(g), id(g), _version(g)) for g in grads]
 
     def forget(self, slot: int) -> None:
         """Drop what was noted under ``slot``: every gradient is new again."""
@@ -99,6 +96,10 @@ def _compare(grad: Tensor, mark: Any) -> int:
     if reference.expired() or id(grad) != identity:
         return GradientLedger.NEW
     return GradientLedger.CHANGED if _version(grad) != version else GradientLedger.SAME
+
+
+def _weak_reference(grad: Tensor) -> Any:
+    return torch._C._WeakTensorRef(grad)  # type: ignore[attr-defined]
 
 
 def _version(grad: Tensor) -> int:

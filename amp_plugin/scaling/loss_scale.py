@@ -215,7 +215,8 @@ class DynamicLossScale(LossScale):
         )
         self.hysteresis = self.init_hysteresis_tracker = whole("hysteresis", hysteresis)
         if hysteresis_mode not in ops.HYSTERESIS_MODES:
-            msg = f"hysteresis_mode={hysteresis_mode!r} is not known; use one of {', '.join(ops.HYSTERESIS_MODES)}"
+            known = ", ".join(ops.HYSTERESIS_MODES)
+            msg = f"hysteresis_mode={hysteresis_mode!r} is not known; use one of {known}"
             raise ValueError(msg)
         self.hysteresis_mode: HysteresisMode = hysteresis_mode
         self.watch_floor = watch_floor
@@ -274,7 +275,7 @@ def whole(name: str, value: int) -> int:
 def checked_growth_factor(value: float) -> float:
     """Return the growth factor, or raise ValueError if it would not grow the scale."""
     if not (math.isfinite(value) and value > 1.0):
-        msg = f"The growth factor must be > 1.0. Got growth_factor={value!r}; torch's default is 2.0"
+        msg = f"The growth factor must be > 1.0. Got growth_factor={value!r}; the default is 2.0"
         raise ValueError(msg)
     return float(value)
 
@@ -282,6 +283,6 @@ def checked_growth_factor(value: float) -> float:
 def checked_backoff_factor(value: float) -> float:
     """Return the backoff factor, or raise ValueError if it would not lower the scale."""
     if not 0.0 < value < 1.0:
-        msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; torch's default is 0.5"
+        msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; the default is 0.5"
         raise ValueError(msg)
     return float(value)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -69,7 +69,9 @@ def grad(
             retain_graph=retain_graph,
             allow_unused=allow_unused,
         )
-        return _unscaled(grads, scaler) if scaling and scaler is not None else tuple(map(_wide, grads))
+        if scaling and scaler is not None:
+            return _unscaled(grads, scaler)
+        return tuple(None if g is None else _wide(g) for g in grads)
 
 
 def gradient_penalty(
@@ -109,14 +111,16 @@ def gradient_penalty(
         if kind == "l2":
             return torch.stack([g.square().sum() for g in grads]).sum()
         norms = torch.linalg.vector_norm(torch.cat([g.flatten(1) for g in grads], dim=1), dim=1)
-        return (norms - target).square().mean()
+        penalty: Tensor = (norms - target).square().mean()
+        return penalty
 
 
 def _scaled(target: Tensor, scaler: GradScaler) -> Tensor:
     """Multiply by the scale, unseen by the scaler: this backward adds to no ``.grad``."""
     scaler._loss_scale.materialize(target.device)
     wide = target.float() if target.dtype is torch.float16 else target
-    return wide * scaler._loss_scale.snapshot_on(target.device)
+    scaled: Tensor = wide * scaler._loss_scale.snapshot_on(target.device)
+    return scaled
 
 
 def _unscaled(grads: Sequence[Tensor | None], scaler: GradScaler) -> tuple[Tensor | None, ...]:
@@ -128,9 +132,8 @@ def _unscaled(grads: Sequence[Tensor | None], scaler: GradScaler) -> tuple[Tenso
     return tuple(None if g is None else _wide(g) * loss_scale.inverse(g.device) for g in grads)
 
 
-def _wide(grad: Tensor | None) -> Tensor | None:
-    half = grad is not None and grad.dtype in {torch.float16, torch.bfloat16}
-    return grad.float() if half and grad is not None else grad
+def _wide(grad: Tensor) -> Tensor:
+    return grad.float() if grad.dtype in {torch.float16, torch.bfloat16} else grad
 
 
 @contextmanager
@@ -142,7 +145,7 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
 @contextmanager
 def _fabric_allows_it() -> Iterator[None]:
     """Lightning Fabric refuses autograd.grad on its modules' outputs unless told it is a backward."""
-    wrappers = sys.modules.get("lightning.fabric.wrappers")
+    wrappers: Any = sys.modules.get("lightning.fabric.wrappers")
     if wrappers is None or not hasattr(wrappers, "_in_fabric_backward"):
         yield
         return

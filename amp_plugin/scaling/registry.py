@@ -137,7 +137,7 @@ class Registry:
         """Make a record of an optimizer met for the first time."""
         record = OptimizerRecord(optimizer, next(self._slots))
         key, records = id(optimizer), self._records
-        record._optimizer = weakref.ref(optimizer, lambda _: records.pop(key, None))  # noqa: SLF001 -- its own record
+        record._optimizer = weakref.ref(optimizer, lambda _: records.pop(key, None))
         records[key] = record
         self.refresh(record)
         return record
@@ -192,7 +192,7 @@ def _unique(params: Iterable[Tensor]) -> Iterator[Tensor]:
 
 def default_names(optimizer: Optimizer) -> list[str]:
     """Name parameters by what the optimizer knows: their names, else group and index."""
-    names = []
+    names: list[str] = []
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names")
         label = group.get("name", f"group {number}")

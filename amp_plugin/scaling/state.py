@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.amp.grad_scaler import OptState
 
 from amp_plugin.scaling.distributed import Groups
 from amp_plugin.scaling.loss_scale import DynamicLossScale, LossScale
-
-if TYPE_CHECKING:
-    from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _OUR_KEY = "amp_plugin"
 
 
-class ScalerState:
+class ScalerState(OptimizerCalls):
     """Saving, loading, pickling and copying of a scaler."""
-
-    _enabled: bool
-    _loss_scale: LossScale
-    _loss_scales: dict[str, LossScale]
-    _registry: Registry
-    _skipped_before: int = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
@@ -77,8 +69,8 @@ class ScalerState:
             busy = any(one.pending(record.slot) for one in record.sets)
             if self._enabled and (busy or record.stage is not OptState.READY):
                 msg = (
-                    "A GradScaler instance may only be pickled at the beginning of an iteration, or at the end "
-                    "after scaler.update(): the units of gradients that wait for a step cannot be saved."
+                    "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+                    "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
                 )
                 raise RuntimeError(msg)
         state = dict(self.__dict__)
@@ -106,10 +98,6 @@ class ScalerState:
 
     def end_iteration(self) -> None:
         """Apply a requested update."""
-        raise NotImplementedError
-
-    def skipped_steps(self) -> int:
-        """Return how many steps were skipped."""
         raise NotImplementedError
 
 

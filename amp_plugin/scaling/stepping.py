@@ -18,11 +18,11 @@ from amp_plugin.scaling.registry import OptimizerRecord
 from amp_plugin.scaling.step_result import StepResult
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.grad_scaler import GradScaler
+    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 
 def check(
-    scaler: GradScaler, record: OptimizerRecord, *, write: bool, norm_type: float = 2.0
+    scaler: OptimizerCalls, record: OptimizerRecord, *, write: bool, norm_type: float = 2.0
 ) -> tuple[Tensor, Tensor]:
     """Measure an optimizer's gradients, over all ranks; note an overflow for the next update.
 
@@ -60,17 +60,17 @@ def check(
     return norm, found
 
 
-def _device(scaler: GradScaler) -> torch.device:
+def _device(scaler: OptimizerCalls) -> torch.device:
     return scaler._check_scale_growth_tracker("step")[0].device
 
 
-def _agree(scaler: GradScaler, device: torch.device) -> None:
+def _agree(scaler: OptimizerCalls, device: torch.device) -> None:
     if not scaler._core_agreed:
         agree_on_core(scaler._groups, device)
         scaler._core_agreed = True
 
 
-def assume(scaler: GradScaler, record: OptimizerRecord, one: GradientSet) -> None:
+def assume(scaler: OptimizerCalls, record: OptimizerRecord, one: GradientSet) -> None:
     """Follow torch where no scaled backward was seen: after update(), new gradients are scaled ones.
 
     So it is under torch.compile, or when a loss was multiplied by get_scale() by hand.
@@ -80,7 +80,7 @@ def assume(scaler: GradScaler, record: OptimizerRecord, one: GradientSet) -> Non
         one.unit, one.residue = scaler._loss_scale, None
 
 
-def _refuse_fp16(scaler: GradScaler, record: OptimizerRecord, one: GradientSet) -> None:
+def _refuse_fp16(scaler: OptimizerCalls, record: OptimizerRecord, one: GradientSet) -> None:
     if scaler._fp16_gradients:
         return
     position = one.first_of_dtype(torch.float16)
@@ -105,7 +105,7 @@ def catch_up(record: OptimizerRecord, loss_scale: LossScale, generation: int, sn
 
 
 def step(
-    scaler: GradScaler, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    scaler: OptimizerCalls, record: OptimizerRecord, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Step one optimizer, or skip; the ways differ in who finds out about the overflow."""
     if getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -122,7 +122,7 @@ def step(
 
 
 def finish(
-    scaler: GradScaler, record: OptimizerRecord, norm: Tensor, found: Tensor, *, known: bool | None
+    scaler: OptimizerCalls, record: OptimizerRecord, norm: Tensor, found: Tensor, *, known: bool | None
 ) -> None:
     """Close an optimizer's window: its result, its counters, its marks."""
     scales = record.losses or [scaler._loss_scale]

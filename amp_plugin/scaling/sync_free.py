@@ -44,8 +44,8 @@ def _require_selectable(optimizer: Optimizer, state: dict[str, Any], device: tor
             continue
         where = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         msg = (
-            f"sync_free=True: the state {name!r} of {type(optimizer).__name__} is {where}, which cannot be put "
-            f"back on {device} without a sync; pass capturable=True to the optimizer, or sync_free=False."
+            f"sync_free=True: the state {name!r} of {type(optimizer).__name__} is {where}, which cannot be "
+            f"put back on {device} without a sync; pass capturable=True to the optimizer, or sync_free=False."
         )
         raise RuntimeError(msg)
 

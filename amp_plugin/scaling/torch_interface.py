@@ -50,6 +50,7 @@ class TorchInterface(torch.amp.GradScaler):
     """torch's getters, setters and private names over a :class:`LossScale`."""
 
     _loss_scale: LossScale
+    _loss_scales: dict[str, LossScale]
     _registry: Registry
 
     def is_enabled(self) -> bool:
@@ -65,7 +66,13 @@ class TorchInterface(torch.amp.GradScaler):
         return self._loss_scale_of(name).item() if self._enabled else 1.0
 
     def _loss_scale_of(self, name: str | None) -> LossScale:
-        raise NotImplementedError
+        if name is None:
+            return self._loss_scale
+        if name not in self._loss_scales:
+            known = ", ".join(self._loss_scales) or "none"
+            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
+            raise ValueError(msg)
+        return self._loss_scales[name]
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a constant scale."""
@@ -115,27 +122,27 @@ class TorchInterface(torch.amp.GradScaler):
         self._loss_scale.growth_tracker = value
 
     @property
-    def _init_scale(self) -> float:
+    def _init_scale(self) -> float:  # type: ignore[override]
         return self._loss_scale.init_scale
 
     @property
-    def _init_growth_tracker(self) -> int:
+    def _init_growth_tracker(self) -> int:  # type: ignore[override]
         return self._loss_scale.init_growth_tracker
 
     @property
-    def _growth_factor(self) -> float:
+    def _growth_factor(self) -> float:  # type: ignore[override]
         return self.get_growth_factor()
 
     @property
-    def _backoff_factor(self) -> float:
+    def _backoff_factor(self) -> float:  # type: ignore[override]
         return self.get_backoff_factor()
 
     @property
-    def _growth_interval(self) -> int:
+    def _growth_interval(self) -> int:  # type: ignore[override]
         return self.get_growth_interval()
 
     @property
-    def _per_optimizer_states(self) -> OptimizerStates:
+    def _per_optimizer_states(self) -> OptimizerStates:  # type: ignore[override]
         return OptimizerStates(self._registry)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
@@ -160,11 +167,13 @@ class TorchInterface(torch.amp.GradScaler):
         return loss_scale.require(), loss_scale.growth_tracker
 
     def _first_materialized(self) -> LossScale | None:
-        raise NotImplementedError
+        if self._loss_scale.value is not None:
+            return self._loss_scale
+        return next((one for one in self._loss_scales.values() if one.value is not None), None)
 
-    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        raise NotImplementedError
+    def _all_loss_scales(self) -> list[LossScale]:
+        return [self._loss_scale, *self._loss_scales.values()]
 
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         return found

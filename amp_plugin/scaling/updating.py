@@ -13,10 +13,10 @@ from amp_plugin.scaling.step_result import HostFlag
 
 if TYPE_CHECKING:
     from amp_plugin.scaling.gradient_set import GradientSet
-    from amp_plugin.scaling.grad_scaler import GradScaler
+    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 
-def request(scaler: GradScaler, new_scale: float | Tensor | None) -> None:
+def request(scaler: OptimizerCalls, new_scale: float | Tensor | None) -> None:
     """Ask for an update, or set the scale at once."""
     _raise_at_floor(scaler)
     for record in scaler._registry:
@@ -35,7 +35,7 @@ def request(scaler: GradScaler, new_scale: float | Tensor | None) -> None:
             _convert(scaler, loss_scale, old)
 
 
-def settle(scaler: GradScaler, *, force: bool) -> None:
+def settle(scaler: OptimizerCalls, *, force: bool) -> None:
     """Apply a requested update, unless gradients wait that depend on the scale.
 
     Args:
@@ -61,7 +61,7 @@ def settle(scaler: GradScaler, *, force: bool) -> None:
     _raise_at_floor(scaler)
 
 
-def _convert(scaler: GradScaler, loss_scale: LossScale, old: Tensor) -> None:
+def _convert(scaler: OptimizerCalls, loss_scale: LossScale, old: Tensor) -> None:
     """Multiply the gradients that carry the old scale by new/old."""
     carriers: list[GradientSet] = [
         one for one in scaler._registry.sets() if one.unit is loss_scale and one.ledger.count()
@@ -88,7 +88,7 @@ def _checked(new_scale: float | Tensor) -> float | Tensor:
     return value
 
 
-def _raise_at_floor(scaler: GradScaler) -> None:
+def _raise_at_floor(scaler: OptimizerCalls) -> None:
     """Raise if the host knows by now of an overflow at the floor."""
     for flag in list(scaler._floor):
         known = flag.known()
@@ -96,7 +96,7 @@ def _raise_at_floor(scaler: GradScaler) -> None:
             scaler._floor.remove(flag)
         if known:
             msg = (
-                "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. "
-                "Look at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+                "gradients overflowed although the loss scale is at min_scale: lowering it further does "
+                "not help. Look at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
             )
             raise FloatingPointError(msg)

@@ -1,11 +1,13 @@
-// update_scale_ on the CPU; the rule is told in kernels/reference.py.
+// update_scale_ and clip_factor on the CPU: a few scalars; the rules are told in kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <optional>
 
 namespace amp_plugin {
 namespace {
@@ -49,9 +51,18 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, co
   }
 }
 
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale) {
+  const float value = *norm.const_data_ptr<float>();
+  const float factor = std::isfinite(value) ? std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F)) : 1.0F;
+  at::Tensor result = at::empty({}, at::kFloat);
+  *result.mutable_data_ptr<float>() = scale ? *scale->const_data_ptr<float>() / factor : factor;
+  return result;
+}
+
 }  // namespace
 }  // namespace amp_plugin
 
 TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
+  m.impl("clip_factor", amp_plugin::clip_factor);
   m.impl("update_scale_", amp_plugin::update_scale_);
 }
