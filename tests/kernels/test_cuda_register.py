@@ -11,7 +11,9 @@ import torch
 
 from amp_plugin.kernels import ops, reference
 from amp_plugin.kernels.cuda import register
+from amp_plugin.kernels.cuda.operations import Operations
 from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
+from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
 
 
 @pytest.fixture
@@ -87,6 +89,34 @@ def test_the_kernels_of_a_device_are_loaded_once(monkeypatch):
     for name in ("norm_check", "norm_check", "multiply_"):
         register._kernel(name)([torch.ones(2)], torch.tensor(0.5))
     assert loads == [0]
+
+
+@pytest.mark.skipif(compiler() is None, reason="the emulation needs g++")
+def test_the_dispatcher_calls_the_kernels_with_what_they_take(monkeypatch):
+    """The same functions behind the same schemas, for CPU tensors and the emulated device."""
+    served = Operations(EmulatedDevice(object_folder()))
+    monkeypatch.setattr(register, "_device_of", lambda _: 0)
+    monkeypatch.setattr(register, "_operations_of", lambda _: served)
+    library = torch.library.Library("amp_plugin_emulated", "DEF")
+    for name, schema in ops.SCHEMAS.items():
+        library.define(name + schema)
+        library.impl(name, register._kernel(name), "CPU")
+    emulated, half = torch.ops.amp_plugin_emulated, torch.tensor(0.5)
+    for norm_type in ((), (2.0,), (1.0,)):  # defaults may or may not reach the kernel
+        grads = [torch.randn(5), torch.randn(3, dtype=torch.float64)]
+        want = reference.norm_check(grads, half, *norm_type)
+        for got, expected in zip(emulated.norm_check(grads, half, *norm_type), want, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-6, atol=0.0)
+    utils = {"test_utils": ("test_schema",)}  # what is written is what the schema says
+    torch.library.opcheck(emulated.norm_check, (grads, half), **utils)
+    torch.library.opcheck(emulated.unscale_, (grads, half, 1.0), **utils)
+    torch.library.opcheck(emulated.multiply_, (grads, half), **utils)
+    torch.library.opcheck(emulated.cast, (grads, [grad.half() for grad in grads]), **utils)
+    torch.library.opcheck(emulated.clip_factor, (half, 1.0), **utils)
+    torch.library.opcheck(emulated.clip_factor, (half, 1.0, half), **utils)
+    state = (torch.tensor(4.0), torch.zeros((), dtype=torch.int32), torch.ones((), dtype=torch.int32))
+    rule = (torch.tensor(1.0), 2.0, 0.5, 2000, 0.0, 8.0, 1, 0)
+    torch.library.opcheck(emulated.update_scale_, (*state, *rule), **utils)
 
 
 def test_the_device_is_that_of_the_scale_or_of_the_outputs():
