@@ -9,7 +9,7 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype
 from torch import nn
 
-from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision
+from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
 from tests.adapters.lightning_models import QUIET
 
 pytestmark = QUIET
@@ -173,6 +173,17 @@ def test_gradient_penalty_through_the_guard():
     assert plugin.guard._in_fabric_backward is False
     optimizer.step()
     assert (model.a.item(), model.b.item()) == (-7.0, -7.0)  # twice d/da (a + b)^2 = 4
+
+
+def test_gradient_penalty_through_the_guard_of_the_other_package():
+    import lightning_fabric
+
+    plugin = classes_for("pytorch_lightning").FabricAmpPrecision(init_scale=1024.0)
+    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model = fabric.setup(Weights())
+    x = X.clone().requires_grad_()
+    assert plugin.grad(model(x), x)[0].item() == 2.0
+    assert plugin.gradient_penalty(model(x), x).item() == 4.0
 
 
 def test_the_loss_scale_is_saved_with_fabric(tmp_path):

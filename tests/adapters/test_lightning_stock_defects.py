@@ -295,6 +295,38 @@ def test_lbfgs(manual):
     torch.testing.assert_close(results["fp16"][:3], results["fp32"][:3], rtol=0.01, atol=0.0)
 
 
+class Lookback(torch.optim.SGD):
+    """Takes half a step, looks at the gradient there, and steps from where it started, as SAM does."""
+
+    calls_closure_again = True
+
+    def step(self, closure=None):
+        loss = closure()
+        (param,) = self.param_groups[0]["params"]
+        with torch.no_grad():
+            start = param.clone()
+            param -= 0.5 * self.param_groups[0]["lr"] * param.grad
+            closure()
+            param.copy_(start - self.param_groups[0]["lr"] * param.grad)
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_an_optimizer_that_calls_its_closure_again(precision):
+    class Module(OneWeight):
+        def training_step(self, batch, batch_idx):
+            return 0.5 * self.w**2
+
+        def configure_optimizers(self):
+            return Lookback(self.parameters(), lr=0.5)
+
+    module = Module()
+    trainer = fit(module, AmpPrecision(precision, init_scale=4.0), steps=2)
+    # w - 0.5 (w - 0.25 w) = 0.625 w
+    assert module.w.item() == pytest.approx(0.625**2)
+    assert trainer.precision_plugin.optimizer_steps == 2
+
+
 # -- schedulers and steps -----------------------------------------------------------------------
 
 

@@ -293,6 +293,41 @@ def test_kept_casts_change_no_bit(precision):
     assert losses(True) == losses(False)
 
 
+@pytest.mark.native
+def test_weights_swapped_for_validation_are_seen():
+    """As averaged weights are: through ``.data``, which moves no version, and back."""
+
+    class Swap(Callback):
+        def on_validation_start(self, trainer, module):
+            self.kept = module.net[2].bias.data.clone()
+            module.net[2].bias.data.fill_(100.0)
+
+        def on_validation_end(self, trainer, module):
+            module.net[2].bias.data.copy_(self.kept)
+
+    class Module(Linear):
+        def validation_step(self, batch, batch_idx):
+            self.outputs = self.net(batch[0]).mean().item()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            with torch.no_grad():
+                self.expected = nn.functional.mse_loss(self.net(batch[0]), batch[1]).item()
+
+        def on_train_batch_end(self, *_):
+            assert self.losses[-1] == pytest.approx(self.expected, rel=0.05)
+
+    module = Module()
+    trainer = make_trainer(
+        AmpPrecision("bf16", cast_cache=True),
+        steps=6,
+        callbacks=[Swap()],
+        val_check_interval=2,
+        limit_val_batches=1,
+    )
+    trainer.fit(module, regression(6), regression(1))
+    assert module.outputs == pytest.approx(100.0, rel=0.05)
+
+
 def test_a_cast_cache_without_the_native_core_is_refused(monkeypatch):
     if amp_plugin.kernels.build.native_core().loaded:
         pytest.skip("the native core is loaded")

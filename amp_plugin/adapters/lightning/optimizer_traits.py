@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
 
-def evaluates_closure_again(optimizer: Optimizer) -> bool:
+def calls_closure_again(optimizer: Optimizer) -> bool:
     """Say whether an optimizer may call its closure several times, or change weights before it.
 
-    torch's own call it once, before anything else, LBFGS apart: for them the closure may as
-    well run before ``step()``. Others are assumed to need it, if they take one.
+    LBFGS does, and what cannot step without a closure. Others call it once, before anything
+    else, so it may as well run before ``step()``; one that does not (SAM) says so by an attribute
+    ``calls_closure_again = True``, and is stepped with a copy of its weights kept at hand.
     """
-    if type(optimizer).__module__.startswith("torch.optim"):
-        return isinstance(optimizer, LBFGS)
-    return "closure" in inspect.signature(type(optimizer).step).parameters
+    declared = getattr(optimizer, "calls_closure_again", None)
+    kind: Any = type(optimizer)
+    return bool(_needs_closure(kind) if declared is None else declared)
+
+
+@functools.cache
+def _needs_closure(kind: Any) -> bool:
+    closure = inspect.signature(kind.step).parameters.get("closure")
+    return issubclass(kind, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)

@@ -198,7 +198,10 @@ class PrecisionCore:
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps taken so far, of all optimizers, skipped ones not counted: a host sync."""
+        """Optimizer steps taken so far, of all optimizers, skipped ones not counted: a host sync.
+
+        Goes on counting in a resumed fp16 run; without a loss scale nothing is saved.
+        """
         return self._attempted_steps - self.skipped_steps
 
     # -- checkpoints --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin import GradScaler
-from amp_plugin.adapters.lightning.optimizer_traits import evaluates_closure_again
+from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
@@ -172,7 +172,7 @@ class TrainerPrecision(TrainerCheckpoints):
             self._attempted_steps += 1
             if self.scaler is None:
                 return self.plain.optimizer_step(self, optimizer, model, closure, **kwargs)
-            if evaluates_closure_again(optimizer):
+            if calls_closure_again(optimizer):
                 again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
                 output = self.scaler.step(optimizer, closure=again, **kwargs)
             elif self._closure_and_hooks(self.scaler, optimizer, model, closure) is _NOTHING_SCALED:
