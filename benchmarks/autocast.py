@@ -194,7 +194,7 @@ def op_gates() -> list[Gate]:
         around_ours=installed,
         around_theirs=uninstalled,
         limit=1.01,
-        repeat=2000,
+        repeat=10000,
     )
     foreign = Gate(
         name="linear, in torch.autocast, core loaded",
@@ -205,7 +205,7 @@ def op_gates() -> list[Gate]:
         value=lambda ours, theirs: ours - theirs,
         limit=0.2,
         says="{:+.3f} us",
-        repeat=2000,
+        repeat=10000,
     )
     return [*gates, no_region, foreign]
 
