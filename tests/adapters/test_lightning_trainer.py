@@ -212,7 +212,7 @@ def test_a_module_that_is_not_there():
 
 @pytest.mark.native
 def test_rules_hold_for_the_whole_run(tmp_path):
-    """In the plugin's regions, and in blocks of torch's own inside the model."""
+    """In the plugin's regions, in blocks of torch's own inside them, and elsewhere in the run."""
     rules = amp_plugin.OpRules.default("cpu").with_rule("aten::linear", "fp32")
     path = tmp_path / "rules.yaml"
     path.write_text(rules.to_yaml())
@@ -226,10 +226,14 @@ def test_rules_hold_for_the_whole_run(tmp_path):
                 seen.append(nn.functional.linear(x, x).dtype)
             return super().training_step(batch, batch_idx)
 
+        def on_before_optimizer_step(self, optimizer):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                seen.append(nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+
     for given in (rules, str(path)):
         seen.clear()
         fit(Module(), AmpPrecision("bf16", rules=given))
-        assert seen == [torch.float32, torch.float32]
+        assert seen == [torch.float32] * 3
     with torch.autocast("cpu", dtype=torch.bfloat16):  # and not after it
         assert nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.bfloat16
 
