@@ -89,7 +89,8 @@ static void run_warp(unsigned begin, unsigned end, bool descending) {
     unsigned at_exchange = 0, alive = 0;
     for (unsigned i = 0; i < end - begin; ++i) {
       const unsigned thread = descending ? end - 1 - i : begin + i;
-      if (fibers[thread].waits != Waits::kReturned && fibers[thread].waits != Waits::kForBlock) resume(thread);
+      if (fibers[thread].waits != Waits::kReturned && fibers[thread].waits != Waits::kForBlock)
+        resume(thread);
     }
     for (unsigned thread = begin; thread < end; ++thread) {
       at_exchange += fibers[thread].waits == Waits::kForWarp;
@@ -127,15 +128,16 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<k
 }
 
 template <typename... Parameters>
-const char* launch(void (*kernel)(Parameters...), unsigned blocks, unsigned threads, void** arguments,
-                   bool descending) {
+const char* launch(
+    void (*kernel)(Parameters...), unsigned blocks, unsigned threads, void** arguments, bool descending) {
   struct Call {
     void (*kernel)(Parameters...);
     void** arguments;
   } call_data{kernel, arguments};
   if (stacks == nullptr) {
-    void* memory = mmap(nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void* memory = mmap(
+        nullptr, kStackBytes * kMostThreads, PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     stacks = static_cast<char*>(memory);
   }
   error = nullptr;

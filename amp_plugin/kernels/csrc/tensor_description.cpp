@@ -38,7 +38,9 @@ uint8_t code_of(at::ScalarType type) {
 }
 
 // Mutable: a lazily cloned tensor gets memory of its own before a kernel writes to it.
-uint64_t address_of(const at::Tensor& tensor) { return reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()); }
+uint64_t address_of(const at::Tensor& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
+}
 
 void increment_versions(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
@@ -47,9 +49,11 @@ void increment_versions(at::TensorList tensors) {
 }
 
 at::Tensor describe(at::TensorList tensors, at::TensorList out, bool writes) {
-  TORCH_CHECK(out.empty() || out.size() == tensors.size(), "_describe: ", tensors.size(), " tensors and ", out.size(),
-              " outputs; give one output for each tensor or none");
-  at::Tensor result = at::empty({int64_t(tensors.size() * sizeof(Description))}, at::TensorOptions(at::kByte));
+  TORCH_CHECK(
+      out.empty() || out.size() == tensors.size(), "_describe: ", tensors.size(), " tensors and ", out.size(),
+      " outputs; give one output for each tensor or none");
+  at::Tensor result =
+      at::empty({int64_t(tensors.size() * sizeof(Description))}, at::TensorOptions(at::kByte));
   auto* row = reinterpret_cast<Description*>(result.mutable_data_ptr());
   for (size_t i = 0; i < tensors.size(); ++i, ++row) {
     const at::Tensor& tensor = tensors[i];

@@ -64,7 +64,7 @@ __device__ void cast_chunk_from(const Row& row, u64 chunk, u32 chunk_elements) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-cast(const Row* rows, u32 count, u32 chunk_elements) {
+    cast(const Row* rows, u32 count, u32 chunk_elements) {
   const Row row = rows[row_of_block(rows, count, blockIdx.x)];
   const u64 chunk = blockIdx.x - row.first_block;
   switch (row.dtype) {

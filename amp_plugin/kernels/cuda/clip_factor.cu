@@ -5,8 +5,7 @@
 
 using namespace amp_plugin;
 
-extern "C" __global__ void
-clip_factor(const float* norm, float max_norm, const float* scale, float* out) {
+extern "C" __global__ void clip_factor(const float* norm, float max_norm, const float* scale, float* out) {
   const float factor = max_norm / (*norm + 1e-6f);
   const float clipped = is_finite(*norm) && !(factor > 1) ? factor : 1.0f;
   *out = scale == nullptr ? clipped : *scale / clipped;

@@ -71,13 +71,21 @@ struct alignas(sizeof(T) * kCount) Packet {
 template <int kBytes>
 struct WordOf;
 template <>
-struct WordOf<2> { using Type = u16; };
+struct WordOf<2> {
+  using Type = u16;
+};
 template <>
-struct WordOf<4> { using Type = u32; };
+struct WordOf<4> {
+  using Type = u32;
+};
 template <>
-struct WordOf<8> { using Type = uint2; };
+struct WordOf<8> {
+  using Type = uint2;
+};
 template <>
-struct WordOf<16> { using Type = uint4; };
+struct WordOf<16> {
+  using Type = uint4;
+};
 
 // An address out of a table could be of any memory space to the compiler; these say it is global.
 template <typename P>

@@ -9,9 +9,9 @@ using namespace amp_plugin;
 
 constexpr u32 kFinalThreads = 1024;
 
-extern "C" __global__ void __launch_bounds__(kFinalThreads)
-finalise(const Partial* partials, u32 blocks, u32 tensors, double p, DeviceScalar inv_scale, float* norm_out,
-         float* found_inf, u8* flags) {
+extern "C" __global__ void __launch_bounds__(kFinalThreads) finalise(
+    const Partial* partials, u32 blocks, u32 tensors, double p, DeviceScalar inv_scale, float* norm_out,
+    float* found_inf, u8* flags) {
   const NORM norm = NORM::of(p);
   for (u32 i = threadIdx.x; i < tensors; i += kFinalThreads) flags[i] = 0;
   Measured mine{NORM::identity(), 0};

@@ -115,8 +115,8 @@ struct MeasureVisit {
 };
 
 template <typename T, int kComponents, typename Norm, bool kWrites>
-__device__ Measured measure_components(const Row& row, u32 per_element, u64 chunk, u32 chunk_bytes,
-                                       const Norm& norm, double factor) {
+__device__ Measured measure_components(
+    const Row& row, u32 per_element, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
   const bool shrinks = fabs(factor) <= 1 && factor != 0;
   MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {Norm::identity(), 0}};
   const Span span = span_of_chunk(row.address, row.numel * per_element * sizeof(T), chunk, chunk_bytes);
@@ -125,16 +125,22 @@ __device__ Measured measure_components(const Row& row, u32 per_element, u64 chun
 }
 
 template <typename Norm, bool kWrites>
-__device__ Measured measure_chunk(const Row& row, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
+__device__ Measured
+measure_chunk(const Row& row, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
   constexpr int kPair = Norm::kOfComponents ? 1 : 2;
   switch (row.dtype) {
-    case kFloat16: return measure_components<Float16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kBFloat16: return measure_components<BFloat16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kFloat32: return measure_components<Float32, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kFloat64: return measure_components<Float64, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat16:
+      return measure_components<Float16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kBFloat16:
+      return measure_components<BFloat16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat32:
+      return measure_components<Float32, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat64:
+      return measure_components<Float64, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
     case kComplex64:
       return measure_components<Float32, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
-    default: return measure_components<Float64, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
+    default:
+      return measure_components<Float64, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
   }
 }
 
@@ -159,8 +165,8 @@ __device__ Measured reduce_block(const Norm& norm, Measured mine) {
 }
 
 template <typename Norm, bool kWrites>
-__device__ void measure_block(const Row* rows, u32 count, u32 chunk_bytes, const Norm& norm, double factor,
-                              Partial* partials) {
+__device__ void measure_block(
+    const Row* rows, u32 count, u32 chunk_bytes, const Norm& norm, double factor, Partial* partials) {
   const u32 tensor = row_of_block(rows, count, blockIdx.x);
   const Row row = rows[tensor];
   Measured measured =

@@ -41,7 +41,7 @@ __device__ bool multiply_chunk(const Row& row, u32 per_element, u64 chunk, u32 c
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-multiply(const Row* rows, u32 count, u32 chunk_bytes, DeviceScalar factor_scalar, float* found_inf) {
+    multiply(const Row* rows, u32 count, u32 chunk_bytes, DeviceScalar factor_scalar, float* found_inf) {
   const double factor = factor_scalar.read();
   if (factor == 1) return;
   const Row row = rows[row_of_block(rows, count, blockIdx.x)];

@@ -7,6 +7,6 @@
 using namespace amp_plugin;
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-norm_check(const Row* rows, u32 count, u32 chunk_bytes, double p, Partial* partials) {
+    norm_check(const Row* rows, u32 count, u32 chunk_bytes, double p, Partial* partials) {
   measure_block<NORM, false>(rows, count, chunk_bytes, NORM::of(p), 1, partials);
 }

@@ -26,9 +26,13 @@ struct Squares {  // p = 2
   __device__ bool counts() const { return false; }
   __device__ static double identity() { return 0; }
   template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const { return a + b; }
+  __device__ Wide join(Wide a, Wide b) const {
+    return a + b;
+  }
   template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const { return fma(magnitude, magnitude, total); }
+  __device__ Wide add(Wide total, Wide magnitude) const {
+    return fma(magnitude, magnitude, total);
+  }
   // Below 2^-100 squares of small elements may have been lost.
   __device__ bool trusted(float total) const { return total >= 7.88860905e-31f && total <= largest(total); }
   __device__ bool trusted(double total) const { return total <= largest(total); }
@@ -41,11 +45,17 @@ struct Magnitudes {  // p = 1
   __device__ bool counts() const { return false; }
   __device__ static double identity() { return 0; }
   template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const { return a + b; }
+  __device__ Wide join(Wide a, Wide b) const {
+    return a + b;
+  }
   template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const { return total + magnitude; }
+  __device__ Wide add(Wide total, Wide magnitude) const {
+    return total + magnitude;
+  }
   template <typename Wide>
-  __device__ bool trusted(Wide total) const { return total <= largest(total); }
+  __device__ bool trusted(Wide total) const {
+    return total <= largest(total);
+  }
   __device__ double root(double total) const { return total; }
 };
 
@@ -55,11 +65,17 @@ struct Maximum {  // p = inf
   __device__ bool counts() const { return false; }
   __device__ static double identity() { return 0; }
   template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const { return join_max(a, b); }
+  __device__ Wide join(Wide a, Wide b) const {
+    return join_max(a, b);
+  }
   template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const { return join_max(total, magnitude); }
+  __device__ Wide add(Wide total, Wide magnitude) const {
+    return join_max(total, magnitude);
+  }
   template <typename Wide>
-  __device__ bool trusted(Wide total) const { return total <= largest(total); }
+  __device__ bool trusted(Wide total) const {
+    return total <= largest(total);
+  }
   __device__ double root(double total) const { return total; }
 };
 
@@ -69,11 +85,17 @@ struct Minimum {  // p = -inf
   __device__ bool counts() const { return false; }
   __device__ static double identity() { return largest(0.0) * 2; }
   template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const { return join_min(a, b); }
+  __device__ Wide join(Wide a, Wide b) const {
+    return join_min(a, b);
+  }
   template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const { return join_min(total, magnitude); }
+  __device__ Wide add(Wide total, Wide magnitude) const {
+    return join_min(total, magnitude);
+  }
   template <typename Wide>
-  __device__ bool trusted(Wide) const { return false; }  // a minimum hides inf
+  __device__ bool trusted(Wide) const {
+    return false;
+  }  // a minimum hides inf
   __device__ double root(double total) const { return total; }
 };
 
@@ -84,13 +106,17 @@ struct Power {  // any other p; p = 0 counts the elements that are not zero
   __device__ bool counts() const { return p == 0; }
   __device__ static double identity() { return 0; }
   template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const { return a + b; }
+  __device__ Wide join(Wide a, Wide b) const {
+    return a + b;
+  }
   template <typename Wide>
   __device__ Wide add(Wide total, Wide magnitude) const {
     return total + (counts() ? Wide(magnitude != 0) : Wide(pow(double(magnitude), p)));
   }
   template <typename Wide>
-  __device__ bool trusted(Wide) const { return false; }  // powers leave the range of fp32
+  __device__ bool trusted(Wide) const {
+    return false;
+  }  // powers leave the range of fp32
   __device__ double root(double total) const { return counts() ? total : pow(total, 1 / p); }
 };
 

@@ -6,7 +6,7 @@
 
 using namespace amp_plugin;
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
-unscale(const Row* rows, u32 count, u32 chunk_bytes, double p, DeviceScalar inv_scale, Partial* partials) {
+extern "C" __global__ void __launch_bounds__(kThreads, 4) unscale(
+    const Row* rows, u32 count, u32 chunk_bytes, double p, DeviceScalar inv_scale, Partial* partials) {
   measure_block<NORM, true>(rows, count, chunk_bytes, NORM::of(p), inv_scale.read(), partials);
 }

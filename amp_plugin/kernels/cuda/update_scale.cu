@@ -5,10 +5,10 @@ using namespace amp_plugin;
 
 constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // of hysteresis_mode
 
-extern "C" __global__ void
-update_scale(float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf,
-             float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale,
-             int hysteresis, int hysteresis_mode) {
+extern "C" __global__ void update_scale(
+    float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf, float growth_factor,
+    float backoff_factor, int growth_interval, float min_scale, float max_scale, int hysteresis,
+    int hysteresis_mode) {
   if (*found_inf > 0) {
     const int left = *hysteresis_tracker;
     const bool spent = left <= 1;

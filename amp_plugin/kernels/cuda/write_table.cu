@@ -13,6 +13,6 @@ struct RowsByValue {
 };
 
 extern "C" __global__ void __launch_bounds__(128)
-write_table(const __grid_constant__ RowsByValue rows, u32 count, Row* table) {
+    write_table(const __grid_constant__ RowsByValue rows, u32 count, Row* table) {
   for (u32 i = threadIdx.x; i < count; i += blockDim.x) table[i] = rows.row[i];
 }
