@@ -13,7 +13,7 @@ JOBS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
 PARALLEL := -n $(JOBS) --dist worksteal
 
 .PHONY: demo test lint format test-native test-fallback docs bench clean

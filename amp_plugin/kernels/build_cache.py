@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import sys
@@ -27,6 +28,7 @@ from filelock import FileLock, Timeout
 
 MANIFEST = "manifest.json"
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_OURS = re.compile(r"[\w-]+(-[0-9a-f]{16}){1,2}(\.o|\.log|\.tmp-\w+)?")
 _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 _ABANDONED_AFTER = 30 * 24 * 3600.0  # seconds
 
@@ -159,11 +161,13 @@ def scratch_folder(entry: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Delete what nobody used for a month: entries, objects and logs in ``folder``."""
+    """Delete what nobody used for a month: entries, objects and logs in ``folder``.
+
+    Only names that this package gives: a user may have named a folder that holds other files.
+    Locks stay, because unlinking one that is held would let two processes in.
+    """
     oldest = time.time() - _ABANDONED_AFTER
-    for path in folder.iterdir():
-        if path.suffix == ".lock":  # unlinking a held lock would let two processes in
-            continue
+    for path in (each for each in folder.iterdir() if _OURS.fullmatch(each.name)):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

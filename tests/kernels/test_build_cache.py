@@ -116,12 +116,29 @@ def test_digest_depends_on_every_part_and_not_on_order() -> None:
 
 def test_what_nobody_used_for_a_month_goes(tmp_path: Path) -> None:
     old = build_cache.time.time() - 31 * 24 * 3600
-    for name in ("old-entry", "new-entry"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "library.so").touch()
-    for name in ("old.log", "old.lock", "new.log"):
-        (tmp_path / name).touch()
-    for name in ("old-entry", "old.log", "old.lock"):
-        os.utime(tmp_path / name, (old, old))
+    one, two = "0123456789abcdef", "fedcba9876543210"
+    kept = [
+        f"new-{one}-{two}",
+        f"new-{one}.log",
+        f"old-{one}.lock",
+        "thesis.log",
+        "photos",
+        f"photos-{one[:8]}",
+    ]
+    gone = [
+        f"old-sm_90-{two}",
+        f"old-{one}-{two}",
+        f"old-{one}.log",
+        f"old-{one}.o",
+        f"old-{one}-{two}.tmp-a1_b2",
+    ]
+    for name in kept + gone:
+        if "." in name and ".tmp-" not in name:
+            (tmp_path / name).touch()
+        else:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "library.so").touch()
+        if not name.startswith("new"):
+            os.utime(tmp_path / name, (old, old))
     remove_abandoned(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"new-entry", "new.log", "old.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept}
