@@ -1,9 +1,8 @@
 """Time the scaling core beside torch.amp in one process.
 
 Each line is a ratio with a limit: ours over theirs, or theirs over ours (a speed-up). Variants
-run in turn, round by round; the ratio of a round is taken within the round, the median over the
-rounds counts, and rounds in which a calibration loop ran slow are dropped, so that a busy machine
-disturbs little.
+run in turn, round by round. Of each the median of its fastest third counts: what else runs on the
+machine only adds time, and the rounds it disturbed are dropped.
 
     python benchmarks/scaling.py                  # the table
     python benchmarks/scaling.py --check          # exit 1 if a limit is missed
@@ -13,7 +12,7 @@ disturbs little.
 from __future__ import annotations
 
 import argparse
-import datetime
+import datetime as dt
 import math
 import platform
 import statistics
@@ -113,8 +112,8 @@ class Bench:
         unit = self.ours._loss_scale
         for one in self.ours._registry.sets():
             one.unit, one.parts = unit, None
-        record = self.ours._record(self.optimizer)
-        record.clip = None
+        for record in self.ours._registry:
+            record.clip = None
         self.ours.clip_grad_norm_(self.optimizer, 1e9, fold=fold)
 
     def clip_theirs(self) -> None:
@@ -146,7 +145,7 @@ def kernel_lines() -> list[Line]:
         Line(
             name="norm_check of 100 MB / torch.sum",
             ours=lambda: OP.norm_check(bench.grads, factor),
-            theirs=lambda: grad.sum(),
+            theirs=grad.sum,
             limit=1.15,
         ),
         Line(
@@ -176,32 +175,25 @@ def kernel_lines() -> list[Line]:
     ]
 
 
+def clip_line(name: str, limit: float, *, fold: bool) -> Line:
+    """Unscale and clip one set of shapes through GradScaler."""
+    bench = Bench(SHAPES[name])
+    bench.new_window()
+    return Line(
+        name=f"unscale + clip through GradScaler, {'folded' if fold else 'in place'}, {name}",
+        ours=lambda: bench.clip_ours(fold=fold),
+        theirs=bench.clip_theirs,
+        limit=limit,
+        speedup=True,
+        repeat=10 if name == "1000 x 1 KB" else 1,
+    )
+
+
 def clip_lines() -> list[Line]:
     """Unscale and clip against torch.amp, and whole steps."""
     lines = []
     for name, limit in (("ResNet-50", 3.0), ("1000 x 100 KB", 5.0), ("1000 x 1 KB", 25.0)):
-        bench = Bench(SHAPES[name])
-        bench.new_window()
-        lines.append(
-            Line(
-                name=f"unscale + clip through GradScaler, folded, {name}",
-                ours=lambda b=bench: b.clip_ours(fold=True),
-                theirs=bench.clip_theirs,
-                limit=limit,
-                speedup=True,
-                repeat=10 if name == "1000 x 1 KB" else 1,
-            )
-        )
-        lines.append(
-            Line(
-                name=f"unscale + clip through GradScaler, in place, {name}",
-                ours=lambda b=bench: b.clip_ours(fold=False),
-                theirs=bench.clip_theirs,
-                limit=1.0,
-                speedup=True,
-                repeat=10 if name == "1000 x 1 KB" else 1,
-            )
-        )
+        lines += [clip_line(name, limit, fold=True), clip_line(name, 1.0, fold=False)]
     small = Bench(SHAPES["1000 x 1 KB"])
     small.new_window()
     factor = torch.tensor(1.0000001)
@@ -229,13 +221,6 @@ def clip_lines() -> list[Line]:
     return lines
 
 
-def calibrate() -> float:
-    """Time a loop whose work is known: slow rounds are disturbed ones."""
-    start = time.perf_counter()
-    sum(range(20_000))
-    return time.perf_counter() - start
-
-
 def timed(call: Call, repeat: int) -> float:
     """Microseconds for one call."""
     start = time.perf_counter()
@@ -244,22 +229,19 @@ def timed(call: Call, repeat: int) -> float:
     return (time.perf_counter() - start) / repeat * 1e6
 
 
+def calm(times: list[float]) -> float:
+    """The median of the undisturbed rounds: a busy machine only adds time, so the fastest third."""
+    return statistics.median(sorted(times)[: max(3, len(times) // 3)])
+
+
 def measure(line: Line, rounds: int) -> Outcome:
-    """Run both calls in turn; keep the undisturbed half of the rounds."""
+    """Run both calls in turn and compare their undisturbed rounds."""
     timed(line.ours, 2)
     timed(line.theirs, 2)
-    samples = []
-    for _ in range(rounds):
-        before = calibrate()
-        ours, theirs = timed(line.ours, line.repeat), timed(line.theirs, line.repeat)
-        samples.append((before + calibrate() + (ours + theirs) * 1e-6, ours, theirs))
-    calm = sorted(samples)[: max(5, rounds // 2)]
-    ratio = statistics.median(t / o if line.speedup else o / t for _, o, t in calm)
+    pairs = [(timed(line.ours, line.repeat), timed(line.theirs, line.repeat)) for _ in range(rounds)]
+    ours, theirs = (calm(list(times)) for times in zip(*pairs, strict=True))
     return Outcome(
-        line=line,
-        ours=statistics.median(o for _, o, _ in calm),
-        theirs=statistics.median(t for _, _, t in calm),
-        ratio=ratio,
+        line=line, ours=ours, theirs=theirs, ratio=theirs / ours if line.speedup else ours / theirs
     )
 
 
@@ -268,8 +250,8 @@ def per_tensor(rounds: int) -> tuple[float, float]:
     bench = Bench(SHAPES["1000 x 1 KB"])
     factor = torch.tensor(1.0000001)
     calls = (lambda: bench.ledger.norm_check(factor, 2.0), lambda: bench.ledger.unscale_(factor, 2.0))
-    best = [sorted(timed(call, 10) for _ in range(rounds))[: rounds // 2] for call in calls]
-    return statistics.median(best[0]) / 1000, statistics.median(best[1]) / 1000
+    norm_check, unscale = (calm([timed(call, 10) for _ in range(rounds)]) / 1000 for call in calls)
+    return norm_check, unscale
 
 
 def norm_errors() -> tuple[float, float]:
@@ -279,6 +261,11 @@ def norm_errors() -> tuple[float, float]:
     ours = OP.norm_check([grad], torch.tensor(1.0))[0].item()
     theirs = torch.nn.utils.get_total_norm([grad]).item()
     return abs(ours / right - 1), abs(theirs / right - 1)
+
+
+def kept(limit: bool) -> str:
+    """Say whether a limit was kept."""
+    return "yes" if limit else "NO"
 
 
 def main() -> int:
@@ -293,7 +280,7 @@ def main() -> int:
     require_native("benchmarks/scaling.py")
     torch.set_num_threads(options.threads)
     console = Console(width=120)
-    stamp = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    stamp = dt.datetime.now(tz=dt.timezone.utc).date()
     console.print(f"{platform.machine()}, {options.threads} threads, torch {torch.__version__}, {stamp}")
     table = Table("measurement", "ours us", "theirs us", "ratio", "limit", "kept")
     missed = 0
@@ -308,23 +295,15 @@ def main() -> int:
                 f"{outcome.theirs:.1f}",
                 f"{outcome.ratio:.2f}",
                 f"{sign} {line.limit}",
-                "yes" if outcome.kept else "NO",
+                kept(outcome.kept),
             )
     for name, value in zip(("norm_check", "unscale_"), per_tensor(options.rounds), strict=True):
         missed += value > 0.1
-        table.add_row(
-            f"{name}, us a tensor of 1 KB", f"{value:.3f}", "", "", "<= 0.1", "yes" if value <= 0.1 else "NO"
-        )
+        table.add_row(f"{name}, us a tensor of 1 KB", f"{value:.3f}", "", "", "<= 0.1", kept(value <= 0.1))
     ours, theirs = norm_errors()
     missed += ours > 1e-6
-    table.add_row(
-        "norm of 1e8 elements, relative error",
-        f"{ours:.1e}",
-        f"{theirs:.1e}",
-        "",
-        "<= 1e-06",
-        "yes" if ours <= 1e-6 else "NO",
-    )
+    name = "norm of 1e8 elements, relative error"
+    table.add_row(name, f"{ours:.1e}", f"{theirs:.1e}", "", "<= 1e-06", kept(ours <= 1e-6))
     console.print(table)
     return int(options.check and missed > 0)
 

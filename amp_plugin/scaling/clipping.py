@@ -70,7 +70,7 @@ def clip_norm(
     if error_if_nonfinite and not torch.isfinite(norm).item():
         msg = (
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
-            "With a loss scale this happens now and then, the step is skipped: leave error_if_nonfinite=False."
+            "With a loss scale this happens at times, the step is skipped: leave error_if_nonfinite=False."
         )
         raise RuntimeError(msg)
     factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
