@@ -20,6 +20,8 @@ from amp_plugin.casting.rules import nearest
 
 Target = TypeVar("Target")
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 # Devices that have autocast, without those whose state says which rules are in force.
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla")
 
@@ -214,9 +216,10 @@ def _kept_positions(function: Callable[..., Any], keep: frozenset[str]) -> tuple
             near = nearest(unknown, names)
             msg = f"run_in(keep=...): {name} has no argument {unknown!r}{near}; it has {', '.join(names)}"
             raise ValueError(msg)
-    kept = frozenset(i for i, each in enumerate(parameters) if each.name in keep)
-    rest = [i for i in kept if parameters[i].kind is inspect.Parameter.VAR_POSITIONAL]
-    return kept, rest[0] if rest else None
+    by_position = [each for each in parameters if each.kind in _POSITIONAL]
+    kept = frozenset(i for i, each in enumerate(by_position) if each.name in keep)
+    rest = [each.name for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in keep]
+    return kept, len(by_position) if rest else None
 
 
 def _check_is_called(kind: type[nn.Module]) -> None:

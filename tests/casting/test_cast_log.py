@@ -210,6 +210,16 @@ def test_an_error_in_a_module_leaves_the_others_in_place():
 
 
 @native
+def test_an_input_is_one_only_while_its_module_runs():
+    x = torch.ones(1, 4)
+    with log_casts() as log, autocast("cpu", dtype=BF16):
+        nn.Linear(4, 4)(x)
+        x @ x.T
+    kinds = [cast.kind for cast in log.records()]
+    assert kinds == ["input", "weight", "weight", "activation", "activation"]
+
+
+@native
 def test_compiled_code_logs_nothing_and_its_trace_neither():
     torch.compiler.reset()
     linear = torch.compile(nn.Linear(4, 4), backend="aot_eager")

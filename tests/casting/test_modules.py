@@ -165,6 +165,14 @@ def test_functions_and_methods():
     answer = in_bf16(function, half, half, double, number, index=half)
     assert answer == (FP32, [FP32, torch.float64, torch.long], FP16, False)
 
+    assert in_bf16(function, half, half, half, index=half) == (FP32, [FP32, FP32], FP16, False)
+
+    @run_in(FP32, keep={"more"})
+    def keeps_the_rest(x, *more, flag):
+        return x.dtype, [each.dtype for each in more], flag.dtype
+
+    assert keeps_the_rest(half, half, half, flag=half) == (FP32, [FP16, FP16], FP32)
+
     net = Net()
     net.encode = run_in(FP32)(net.forward)
     assert in_bf16(net.encode, half.expand(2, 4)).dtype is FP32
