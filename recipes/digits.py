@@ -6,7 +6,10 @@ seed see the same batches and start from the same weights.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain, islice, repeat
 
 import torch
 from sklearn.datasets import load_digits
@@ -29,12 +32,13 @@ class DigitsLoaders:
     test: DataLoader[tuple[Tensor, ...]]
 
 
-def digits_loaders(*, batch_size: int, seed: int) -> DigitsLoaders:
+def digits_loaders(*, batch_size: int, seed: int, shift: bool = True) -> DigitsLoaders:
     """Load the digits; the order of the training batches depends on ``seed`` alone.
 
     Args:
         batch_size: images a batch; the last batch of an epoch may be smaller.
         seed: seed of the split and of the shuffling.
+        shift: move each training image by up to one pixel.
     """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div_(16).unsqueeze_(1)
@@ -46,14 +50,52 @@ def digits_loaders(*, batch_size: int, seed: int) -> DigitsLoaders:
         return TensorDataset(images[index], labels[index])
 
     order = torch.Generator().manual_seed(seed)
-    shift = ShiftImages(seed=seed)
+    collate = ShiftImages(seed=seed) if shift else None
     return DigitsLoaders(
         train=DataLoader(
-            subset(train), batch_size=batch_size, shuffle=True, generator=order, collate_fn=shift
+            subset(train), batch_size=batch_size, shuffle=True, generator=order, collate_fn=collate
         ),
         validation=DataLoader(subset(validation), batch_size=256),
         test=DataLoader(subset(test), batch_size=256),
     )
+
+
+def digits_batches(
+    loaders: DigitsLoaders, *, steps: int, device: str = "cpu"
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield that many training batches, epoch after epoch.
+
+    Args:
+        loaders: the data.
+        steps: batches in all.
+        device: where images and labels go.
+    """
+    epochs = chain.from_iterable(repeat(loaders.train))
+    for images, labels in islice(epochs, steps):
+        yield images.to(device), labels.to(device)
+
+
+@torch.no_grad()
+def accuracy(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, ...]],
+    *,
+    region: AbstractContextManager[object] | None = None,
+    device: str = "cpu",
+) -> float:
+    """Return the share of right answers, in [0, 1].
+
+    Args:
+        model: returns logits, ``[B, 10]``, of images ``[B, 1, 8, 8]``.
+        loader: the images and labels.
+        region: the autocast region to run the model in, one that may be entered again.
+        device: where the model is.
+    """
+    right = []
+    for images, labels in loader:
+        with region or nullcontext():
+            right.append(model(images.to(device)).argmax(dim=1) == labels.to(device))
+    return float(torch.cat(right).double().mean())
 
 
 class ShiftImages:

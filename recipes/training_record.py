@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+    from amp_plugin import GradScaler
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,8 +30,13 @@ class TrainingRecord:
         final_loss_scale: loss scale after the last update; None where nothing is scaled.
         skipped: the steps (from 0) that overflowed and changed nothing.
         accuracies: ``(steps done, validation accuracy in [0, 1])``.
-        test_accuracy: accuracy on the test images, in [0, 1].
+        test_accuracy: accuracy on the test images, in [0, 1]; None where nothing is classified.
         seconds: wall time of training and validation.
+        loss_label: what the loss is, with its unit.
+        log_loss: draw the loss on a logarithmic axis.
+        results: further rows of the table, ``{name: value}``.
+        curves: further plots, ``{name with its unit: one value a step}``.
+        pictures: grey images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
     """
 
     title: str
@@ -34,8 +45,13 @@ class TrainingRecord:
     final_loss_scale: float | None = None
     skipped: list[int] = field(default_factory=list)
     accuracies: list[tuple[int, float]] = field(default_factory=list)
-    test_accuracy: float = 0.0
+    test_accuracy: float | None = None
     seconds: float = 0.0
+    loss_label: str = "cross-entropy (nats)"
+    log_loss: bool = True
+    results: dict[str, float | int | str] = field(default_factory=dict)
+    curves: dict[str, list[float]] = field(default_factory=dict)
+    pictures: dict[str, Tensor] = field(default_factory=dict)
 
     def add_step(self, *, loss: float, loss_scale: float | None, skipped: bool) -> None:
         """Record one optimizer step, taken or skipped."""
@@ -45,6 +61,27 @@ class TrainingRecord:
         if loss_scale is not None:
             self.loss_scales.append(loss_scale)
 
+    def add_scaled_step(self, loss: Tensor, scaler: GradScaler, *optimizers: Optimizer) -> None:
+        """Record one step of a plain loop, after ``scaler.update()``.
+
+        Args:
+            loss: the unscaled loss, 0-dim.
+            scaler: what scaled it; a disabled one records no loss scale.
+            *optimizers: those that stepped; the step counts as skipped if one of them skipped it.
+        """
+        steps = [scaler.last_step(each) for each in optimizers] if scaler.is_enabled() else []
+        self.add_step(
+            loss=loss.item(),
+            loss_scale=steps[0].scale_before if steps else None,
+            skipped=any(step.skipped for step in steps),
+        )
+        if steps:
+            self.final_loss_scale = scaler.get_scale()
+
+    def add_to_curve(self, name: str, value: float | Tensor) -> None:
+        """Add a step's value to a further plot."""
+        self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
+
     def add_accuracy(self, accuracy: float) -> None:
         """Record a validation after the steps done so far."""
         self.accuracies.append((len(self.losses), accuracy))
@@ -52,7 +89,10 @@ class TrainingRecord:
     def print_table(self) -> None:
         """Print the result of the run."""
         table = Table(title=self.title, show_header=False)
-        table.add_row("test accuracy", f"{self.test_accuracy:.2%}")
+        if self.test_accuracy is not None:
+            table.add_row("test accuracy", f"{self.test_accuracy:.2%}")
+        for name, value in self.results.items():
+            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
         table.add_row("optimizer steps taken", str(len(self.losses) - len(self.skipped)))
         table.add_row("optimizer steps skipped", str(len(self.skipped)))
         final = "none needed" if self.final_loss_scale is None else f"{self.final_loss_scale:,.0f}"
@@ -60,40 +100,67 @@ class TrainingRecord:
         table.add_row("training time", f"{self.seconds:.1f} s")
         Console().print(table)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the numbers of the run, ready for JSON."""
+        return {
+            "title": self.title,
+            "test_accuracy": self.test_accuracy,
+            "results": self.results,
+            "losses": self.losses,
+            "loss_scales": self.loss_scales,
+            "final_loss_scale": self.final_loss_scale,
+            "skipped": self.skipped,
+            "curves": self.curves,
+            "seconds": self.seconds,
+        }
+
+    def save(self, folder: Path) -> list[Path]:
+        """Write ``result.json``, ``training.png`` and the pictures; return their paths.
+
+        Args:
+            folder: is made.
+        """
+        self.save_plot(folder / "training.png")
+        for name, images in self.pictures.items():
+            _save_grid(images, folder / f"{name}.png")
+        (folder / "result.json").write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        return [
+            folder / "result.json",
+            folder / "training.png",
+            *(folder / f"{name}.png" for name in self.pictures),
+        ]
+
     def save_plot(self, path: Path) -> None:
-        """Draw loss, accuracy and loss scale over the optimizer steps.
+        """Draw loss, accuracy, loss scale and further curves over the optimizer steps.
 
         Args:
             path: PNG file; its folder is made.
         """
-        import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed once at the end
-
-        mpl.use("Agg")
-        from matplotlib import pyplot as plt  # noqa: PLC0415
-
-        rows = 3 if self.loss_scales else 2
-        figure, axes = plt.subplots(
-            rows, 1, sharex=True, figsize=(8, 2.6 * rows), dpi=120, layout="constrained", squeeze=False
-        )
-        figure.suptitle(f"{self.title}: test accuracy {self.test_accuracy:.2%}")
-        self._draw_loss(axes[0, 0])
-        self._draw_accuracy(axes[1, 0])
-        if self.loss_scales:
-            self._draw_scale(axes[2, 0])
+        panels = [self._draw_loss]
+        panels += [self._draw_accuracy] if self.accuracies else []
+        panels += [self._draw_scale] if self.loss_scales else []
+        count = len(panels) + len(self.curves)
+        figure, axes = _figure(count, 1, sharex=True, figsize=(8, 2.6 * count), dpi=120, layout="constrained")
+        accuracy = "" if self.test_accuracy is None else f": test accuracy {self.test_accuracy:.2%}"
+        figure.suptitle(f"{self.title}{accuracy}")
+        for axis, draw in zip(axes[:, 0], panels, strict=False):
+            draw(axis)
+        for axis, (name, values) in zip(axes[len(panels) :, 0], self.curves.items(), strict=True):
+            axis.plot(values, linewidth=1, color="tab:purple")
+            axis.set_ylabel(name)
+            self._mark_skips(axis)
         axes[-1, 0].set_xlabel("optimizer steps")
         axes[-1, 0].set_xlim(0, len(self.losses))
         for axis in axes[:, 0]:
             axis.grid(visible=True, alpha=0.3)
             if axis.get_legend_handles_labels()[0]:
                 axis.legend(loc="best", fontsize=9)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        plt.close(figure)
+        _write(figure, path)
 
     def _draw_loss(self, axis: Axes) -> None:
         axis.plot(self.losses, linewidth=1, label="loss of the batch")
-        axis.set_yscale("log")
-        axis.set_ylabel("cross-entropy (nats)")
+        axis.set_yscale("log" if self.log_loss else "linear")
+        axis.set_ylabel(self.loss_label)
         self._mark_skips(axis)
 
     def _draw_accuracy(self, axis: Axes) -> None:
@@ -117,3 +184,29 @@ class TrainingRecord:
         for number, step in enumerate(self.skipped):
             label = "skipped step" if number == 0 else None
             axis.axvline(step, color="tab:red", linestyle="--", linewidth=1, alpha=0.7, label=label)
+
+
+def _save_grid(images: Tensor, path: Path) -> None:
+    rows, columns = images.shape[:2]
+    figure, axes = _figure(rows, columns, figsize=(0.6 * columns, 0.6 * rows), dpi=100, layout="constrained")
+    for axis, image in zip(axes.flat, images.flatten(0, 1), strict=True):
+        axis.imshow(image.cpu().numpy(), cmap="gray_r", vmin=0, vmax=1)
+        axis.set_axis_off()
+    _write(figure, path)
+
+
+def _figure(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+    import matplotlib as mpl  # noqa: PLC0415 - slow to import, needed once at the end
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    return plt.subplots(rows, columns, squeeze=False, **options)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    plt.close(figure)

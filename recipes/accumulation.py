@@ -1,0 +1,74 @@
+"""Accumulation: several micro-batches a step, one scale and one cast of the weights a window.
+
+    python -m recipes run accumulation [--config configs/accumulation/bf16.yaml] [key=value ...]
+
+The scale must stay as it is until the step: ``step`` and ``update`` are called once a window, after the
+last micro-batch. Each loss is divided by their number, so the gradients are those of one large batch. A
+``CastCache`` casts each weight once a window instead of once a micro-batch; it needs the native core.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+import torch
+from rich.progress import track
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import CastCache, GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    batch_size: int = 16
+    micro_batches: int = 4
+    cast_cache: bool = False
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"accumulation, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = DigitsNet(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    cache = CastCache() if config.cast_cache else None
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed, cache=cache)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps * config.micro_batches, device=config.device)
+    for _ in track(range(config.steps), "training"):
+        optimizer.zero_grad()
+        mean = torch.zeros((), device=config.device)
+        for images, labels in islice(batches, config.micro_batches):
+            with region:
+                loss = cross_entropy(model(images), labels) / config.micro_batches
+            scaler.scale(loss).backward()
+            mean += loss.detach()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(mean, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    if cache is not None:
+        record.results["weights cast"] = cache.casts
+    return record
+
+
+if __name__ == "__main__":
+    run("accumulation")

@@ -1,0 +1,68 @@
+"""The recipes by name: what there is, and running one."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from recipes.config import config_from_command_line
+
+FOLDER = Path(__file__).resolve().parent
+NAMES = (
+    "typical_training",
+    "clipping",
+    "accumulation",
+    "gradient_penalty",
+    "wgan_gp",
+)  # fmt: skip
+
+
+def about(name: str) -> str:
+    """Return a recipe's one line, without importing it.
+
+    Args:
+        name: one of ``NAMES``.
+    """
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    return str(ast.get_docstring(ast.parse(source))).splitlines()[0]
+
+
+def load(name: str) -> ModuleType:
+    """Import a recipe: a module with a ``Config`` and a ``train(config)``.
+
+    Args:
+        name: one of ``NAMES``.
+
+    Raises:
+        ValueError: there is no such recipe.
+    """
+    if name not in NAMES:
+        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]}? " if near else ""
+        msg = f"no recipe {name!r}; {hint}python -m recipes list shows all: {', '.join(NAMES)}"
+        raise ValueError(msg)
+    return importlib.import_module(f"recipes.{name}")
+
+
+def run(name: str, arguments: Sequence[str] | None = None) -> None:
+    """Run a recipe as a program: config, training, table, ``result.json`` and pictures.
+
+    Args:
+        name: one of ``NAMES``.
+        arguments: ``[--config FILE] [key=value ...]``; None: this process's.
+
+    Raises:
+        SystemExit: the config is wrong, or the recipe needs what this machine lacks.
+    """
+    recipe = load(name)
+    config = config_from_command_line(
+        recipe.Config, default=f"configs/{name}/fp16.yaml", about=about(name), arguments=arguments
+    )
+    record = recipe.train(config)
+    record.print_table()
+    for path in record.save(Path(config.output) / f"{name}_{config.precision.value}"):
+        print(path)

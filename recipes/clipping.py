@@ -1,0 +1,71 @@
+"""Clipping: bound the norm, or each element, of the unscaled gradients.
+
+    python -m recipes run clipping [--config configs/clipping/bf16.yaml] [key=value ...]
+
+``scaler.clip_grad_norm_`` may stand anywhere between ``backward()`` and ``step()``: it unscales what is not
+unscaled yet, with a fused optimizer too, and returns the norm before clipping. torch's own
+``clip_grad_norm_`` would bound gradients that are still multiplied by the loss scale.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    learning_rate: float = 0.3
+    max_norm: float = 1.0
+    max_value: float = 0.0
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"clipping, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = DigitsNet(config.width).to(config.device)
+    optimizer = torch.optim.SGD(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        norm = scaler.clip_grad_norm_(optimizer, config.max_norm)
+        if config.max_value:
+            scaler.clip_grad_value_(optimizer, config.max_value)
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+        record.add_to_curve("gradient norm before clipping", norm)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("clipping")

@@ -1,0 +1,69 @@
+"""Gradient penalty: add the squared norm of gradients to the loss, in true units.
+
+    python -m recipes run gradient_penalty [--config configs/gradient_penalty/bf16.yaml] [key=value ...]
+
+``gradient_penalty`` differentiates the scaled loss, so that small gradients survive, and divides by the
+scale before it squares; the sum of loss and penalty is then scaled as any loss is. Here the gradients are
+those with respect to the images (Drucker and LeCun 1992): the answer should not hang on a single pixel.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast
+from amp_plugin.scaling import gradient_penalty
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    weight: float = 0.1
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"gradient penalty, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = DigitsNet(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        images.requires_grad_()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        penalty = gradient_penalty(loss * len(images), images, scaler=scaler) / len(images)
+        scaler.scale(loss + config.weight * penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+        record.add_to_curve("penalty (squared norm)", penalty)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("gradient_penalty")

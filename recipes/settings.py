@@ -1,0 +1,61 @@
+"""What every recipe's config may set: precision, device, data order, learning rate, loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+
+class Precision(Enum):
+    """Precisions a config may name."""
+
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that matrix products run in."""
+        return {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[self.value]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether autocast is on."""
+        return self is not Precision.fp32
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the loss is scaled: fp16's range is too small for most gradients."""
+        return self is Precision.fp16
+
+
+@dataclass
+class LossScaleConfig:
+    """How the loss scale moves; fp16 only."""
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 40
+
+
+@dataclass
+class RecipeConfig:
+    """The keys all recipes share; a recipe's ``Config`` adds its own."""
+
+    precision: Precision = Precision.fp16
+    device: str = "cpu"
+    threads: int = 1
+    seed: int = 0
+    steps: int = 200
+    batch_size: int = 64
+    learning_rate: float = 3e-3
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+    def start(self) -> None:
+        """Set the number of CPU threads and the seed of weights and noise."""
+        torch.set_num_threads(self.threads)
+        torch.manual_seed(self.seed)

@@ -1,0 +1,110 @@
+"""Several losses over a shared trunk: one scale for their sum, or one scale for each loss.
+
+    python -m recipes run several_losses [scales=per_loss] [key=value ...]
+
+Losses of different size want different scales: the small one's gradients vanish under a scale that just
+fits the large one. Gradients made under different scales are added up in one unit by the scaler; each
+named scale grows and backs off on its own.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from enum import Enum
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+class Scales(Enum):
+    """How the losses are scaled."""
+
+    one = "one"
+    per_loss = "per_loss"
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    scales: Scales = Scales.per_loss
+    drawing_weight: float = 1e-3
+    width: int = 64
+
+
+class TwoHeads(nn.Module):
+    """Name a digit and draw it again from the same features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(
+            nn.Flatten(), nn.Linear(64, width), nn.GELU(), nn.Linear(width, width), nn.GELU()
+        )
+        self.name = nn.Linear(width, CLASSES)
+        self.draw = nn.Linear(width, 64)
+
+    def both(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, ``[B, 10]``, and drawings, ``[B, 64]``."""
+        features = self.trunk(images)
+        return self.name(features), self.draw(features)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, ``[B, 10]``."""
+        return self.both(images)[0]
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train on both losses, test the naming, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"several losses, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = TwoHeads(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    names = ("naming", "drawing") if config.scales is Scales.per_loss else ()
+    scaler = GradScaler(
+        config.device, **asdict(config.loss_scale), enabled=config.precision.scaled, losses=names
+    )
+    scaler.register(optimizer)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            logits, drawings = model.both(images)
+            naming = cross_entropy(logits, labels)
+            drawing = config.drawing_weight * mse_loss(drawings, images.flatten(1))
+        if config.scales is Scales.per_loss:
+            scaler.scale(naming, name="naming").backward(retain_graph=True)
+            scaler.scale(drawing, name="drawing").backward()
+        else:
+            scaler.scale(naming + drawing).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(naming, scaler, optimizer)
+        record.add_to_curve("drawing loss (squared ink)", drawing.detach() / config.drawing_weight)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    for name in names if scaler.is_enabled() else ():
+        record.results[f"loss scale of {name}"] = f"{scaler.get_scale(name):,.0f}"
+    record.results["drawing loss"] = record.curves["drawing loss (squared ink)"][-1]
+    return record
+
+
+if __name__ == "__main__":
+    run("several_losses")
