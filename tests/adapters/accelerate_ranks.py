@@ -61,7 +61,7 @@ class Layers(torch.nn.Module):
 
     def forward(self, x):
         hidden = torch.nn.functional.gelu(self.first(x))
-        self.inside = hidden.dtype, torch.is_autocast_enabled("cpu")
+        self.inside = hidden.dtype, torch.is_autocast_enabled(x.device.type)
         return self.second(hidden)
 
 
@@ -81,7 +81,7 @@ def fully_sharded(folder, precision, version=2):
     torch.manual_seed(0)
     model = Layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    reference = Layers()
+    reference = Layers().to(accelerator.device)
     reference.load_state_dict(model.state_dict())
     model, optimizer = accelerator.prepare(model, optimizer)
     report = {"kind": str(accelerator.distributed_type), "scaled": accelerator.scaler is not None}
@@ -90,7 +90,7 @@ def fully_sharded(folder, precision, version=2):
         accelerator.load_state(folder)  # both step to make optimizer state: no step of ours (accelerate#4289)
         optimizer.optimizer.state.clear()
     report["tracker"] = accelerator.scaler.state_dict()["_growth_tracker"] if accelerator.scaler else 0
-    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
     share = inputs.chunk(2)[accelerator.process_index]
     norms, wanted = [], []
     plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
@@ -131,9 +131,10 @@ def on_cpu_as_on_gpus(state, *_args, **_kwargs):
 def main():
     folder = Path(sys.argv[1])
     report = {"ddp": distributed_data_parallel()}
-    PartialState._prepare_backend = on_cpu_as_on_gpus
-    PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
-    torch.accelerator.is_available = lambda: True
+    if sys.argv[2] == "cpu":
+        PartialState._prepare_backend = on_cpu_as_on_gpus
+        PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
+        torch.accelerator.is_available = lambda: True
     for precision in ("fp16", "bf16"):
         report[precision] = fully_sharded(str(folder / precision), precision)
     report["fsdp1"] = fully_sharded(str(folder / "fsdp1"), "fp16", version=1)

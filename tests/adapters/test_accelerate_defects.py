@@ -109,7 +109,7 @@ class TestClipping:
     def test_by_value_within_accumulate_without_a_guard(self):
         def run(accelerator):
             (model,), (optimizer,) = prepared(accelerator)
-            for factor in (2.0, 6.0):
+            for factor in (2.0, -2.2):
                 with accelerator.accumulate(model):
                     accelerator.backward(model(factor))
                     accelerator.clip_grad_value_(model.parameters(), 0.25)
@@ -118,7 +118,7 @@ class TestClipping:
 
         with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called"):
             run(stock(init_scale=8.0, steps=2))
-        assert run(ours(init_scale=8.0, steps=2)) == 0.25
+        assert run(ours(init_scale=8.0, steps=2)) == pytest.approx(-0.1, rel=1e-3)  # not 0.25 - 1.1
 
     def test_value_then_norm(self):
         def run(accelerator):
@@ -162,6 +162,22 @@ class TestClipping:
         optimizer.step()
         assert optimizer.step_was_skipped
         assert optimizer.optimizer.seen == []
+
+    def test_parameters_of_no_optimizer_are_refused(self):
+        accelerator = ours(init_scale=8.0)
+        (model,), _ = prepared(accelerator)
+        stray = Weights()
+        accelerator.backward(model(3.0) + stray(1.0))
+        with pytest.raises(RuntimeError, match="belong to no optimizer this scaler knows"):
+            accelerator.clip_grad_norm_([*model.parameters(), *stray.parameters()], 1.0)
+
+    def test_a_float16_parameter_is_refused_by_name(self):
+        accelerator = ours(init_scale=8.0)
+        (model,), (optimizer,) = prepared(accelerator)
+        model.half()
+        accelerator.backward(model(3.0))
+        with pytest.raises(ValueError, match="Parameter 'weight' is float16"):
+            optimizer.step()
 
     def test_unscale_gradients_may_be_repeated(self):
         def run(accelerator):

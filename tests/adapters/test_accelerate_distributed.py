@@ -10,15 +10,20 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    """What two gloo processes report."""
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])])
+def ranks(request, tmp_path_factory):
+    """What two processes report: of a gloo group on the CPU, or of an NCCL group."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "tests" / "adapters" / "accelerate_ranks.py"), str(folder)),
+        *(str(ROOT / "tests" / "adapters" / "accelerate_ranks.py"), str(folder), request.param),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    if request.param == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
@@ -26,10 +31,12 @@ def ranks(tmp_path_factory):
 
 @pytest.mark.dist
 class TestDistributedDataParallel:
-    def test_processes_without_a_gpu_form_one_group(self, ranks):
-        for report in ranks:
-            assert report["ddp"]["kind"] == "DistributedType.MULTI_CPU"
-            assert report["ddp"]["device"] == "cpu"
+    def test_processes_form_one_group_without_a_gpu_too(self, ranks):
+        kinds = {(report["ddp"]["kind"], report["ddp"]["device"]) for report in ranks}
+        assert kinds in (
+            {("DistributedType.MULTI_CPU", "cpu")},
+            {("DistributedType.MULTI_GPU", "cuda")},
+        )
 
     def test_gradients_are_averaged_unscaled_and_clipped_once_a_window(self, ranks):
         for report in ranks:

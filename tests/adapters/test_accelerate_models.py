@@ -207,7 +207,7 @@ def test_backward_may_run_in_the_region():
     assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
 
 
-@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "fp8"])
 def test_other_engines_are_left_alone(kind, monkeypatch):
     from accelerate.utils import DistributedType
 
@@ -215,11 +215,42 @@ def test_other_engines_are_left_alone(kind, monkeypatch):
     from amp_plugin.adapters.accelerate.settings import resolve
 
     accelerator = ours()
-    monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    if kind == "fp8":
+        monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
+    else:
+        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
     with pytest.warns(UserWarning, match="casts and scales losses by itself"):
         assert not engagement.is_ours(accelerator, resolve([], {}), explicit=False)
     with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
         engagement.is_ours(accelerator, resolve([], {}), explicit=True)
+
+
+def test_left_alone_it_is_accelerate():
+    """With our part off, an AmpAccelerator does what Accelerate does, here on torch's scaler."""
+    accelerator = ours()
+    accelerator._engaged, accelerator.scaler = False, torch.amp.GradScaler("cpu", init_scale=8.0)
+    (model,), (optimizer,) = prepared(accelerator)
+    assert not isinstance(model.forward, MixedForward)
+    with accelerator.accumulate(model), accelerator.autocast():
+        accelerator.backward(model(3.0))
+        assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == 6.0
+        with pytest.raises(RuntimeError, match="already been called"):
+            accelerator.unscale_gradients()
+        optimizer.step()
+    assert optimizer.optimizer.seen[-1][0][0].item() == 3.0
+    assert type(optimizer).__name__ == "AcceleratedOptimizer"
+    assert accelerator.amp_metrics() == {}
+    assert accelerator.last_step(optimizer) is None
+
+
+@pytest.mark.native
+def test_freeing_memory_frees_the_cast_weights():
+    accelerator = ours(steps=2)
+    model = accelerator.prepare(torch.nn.Linear(4, 1))
+    model(torch.ones(1, 4))
+    assert accelerator._cast_cache.nbytes > 0
+    accelerator.free_memory()
+    assert accelerator._cast_cache is None
 
 
 def test_weights_helper_has_the_gradient_it_says():

@@ -200,6 +200,11 @@ class AmpAccelerator(Gradients):
         with checkpoints.optimizers_unscaled(self), checkpoints.loss_scale_apart(self):
             super().load_state(*args, **kwargs)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Free what Accelerator frees, and the cast weights of the accumulation window."""
+        self._cast_cache = None
+        return super().free_memory(*objects)
+
     def end_training(self) -> None:
         """End the run: torch.autocast blocks elsewhere in the process are torch's again."""
         super().end_training()
