@@ -287,3 +287,17 @@ def test_the_ops_compile():
     grads, others = some(torch.float32, (5,), (3,)), some(torch.float32, (5,), (3,))
     assert compiled(grads, torch.tensor(0.5)) == step(others, torch.tensor(0.5))
     assert all(map(torch.equal, grads, others))
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 4.0, math.inf, math.nan])
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_clip_factor(kernel, norm, scale):
+    given = None if scale is None else torch.tensor(scale)
+    factor = kernel.clip_factor(torch.tensor(norm), 2.0, given)
+    right = min(1.0, 2.0 / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+    assert factor.dtype is torch.float32
+    assert factor.item() == pytest.approx(right if scale is None else scale / right, rel=1e-6)
+
+
+def test_opcheck_clip_factor():
+    torch.library.opcheck(OP.clip_factor.default, (torch.tensor(3.0), 1.0, torch.tensor(8.0)))
