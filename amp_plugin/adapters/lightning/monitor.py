@@ -56,7 +56,8 @@ class Monitor:
         on_host = trainer.precision_plugin.device == "cpu"
         if len(self._unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
             self._read()
-        pl_module.log("loss_scale", last.scale_after, prog_bar=True)
+        scale = trainer.precision_plugin.scaler._get_scale_async()  # last.scale_after waits for the device
+        pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         if last.norm is not None:
             pl_module.log("grad_norm", last.norm)
         pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
