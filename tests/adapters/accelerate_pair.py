@@ -27,11 +27,12 @@ def stock(*, steps=1, **scaling):
     return accelerator
 
 
-def ours(*, steps=1, precision="fp16", cpu=True, **options):
+def ours(*, steps=1, precision="fp16", cpu=True, compiler=None, **options):
     reset()
     return AmpAccelerator(
         mixed_precision=precision,
         cpu=cpu,
+        dynamo_backend=compiler,
         gradient_accumulation_steps=steps,
         kwargs_handlers=[AmpKwargs(**options)],
     )

@@ -399,3 +399,15 @@ class TestGradientPenalty:
         model = accelerator.prepare(self.Square())
         (grad,) = accelerator.grad(model(3.0), model.weight, create_graph=True)
         assert grad.item() == 6.0
+
+
+def test_leaving_accumulate_ends_the_iteration():
+    accelerator = ours(init_scale=8.0, growth_interval=1)
+    (a, b), (opt_a, opt_b) = prepared(accelerator, 2)
+    with accelerator.accumulate(a, b):
+        accelerator.backward(a(3.0) + b(3.0))
+        opt_a.step()
+        assert accelerator.scaler.get_scale() == 8.0  # b's gradients wait for their step
+    assert accelerator.scaler.get_scale() == 16.0
+    opt_b.step()
+    assert last_gradient(opt_b) == 3.0

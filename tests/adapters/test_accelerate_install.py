@@ -161,7 +161,7 @@ class TestTransformersTrainer:
     """A tiny Bert, made from a config, trained by Hugging Face's Trainer."""
 
     @staticmethod
-    def train(folder, **arguments):
+    def train(folder, resume=False, **arguments):
         transformers = pytest.importorskip("transformers")
         torch.manual_seed(0)
         config = transformers.BertConfig(
@@ -185,14 +185,13 @@ class TestTransformersTrainer:
             use_cpu=True,
             report_to=[],
             logging_steps=1,
-            save_strategy="no",
             disable_tqdm=True,
-            **{"max_grad_norm": 1.0, **arguments},
+            **{"max_grad_norm": 1.0, "save_strategy": "no", **arguments},
         )
         trainer = transformers.Trainer(model, settings, train_dataset=examples)
         dtypes = []
         model.classifier.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
-        trainer.train()
+        trainer.train(resume_from_checkpoint=resume)
         return trainer, [line for line in trainer.state.log_history if "loss" in line], dtypes
 
     @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -220,3 +219,13 @@ class TestTransformersTrainer:
         trainer, history, _ = self.train(tmp_path, fp16=True, max_steps=3, lr_scheduler_type="linear")
         assert trainer.accelerator.amp_metrics()["skipped_steps"] == 3.0
         assert {line["learning_rate"] for line in history} == {5e-3}
+
+    @pytest.mark.filterwarnings("ignore::UserWarning")
+    def test_a_run_resumes_with_its_loss_scale(self, tmp_path):
+        install(AmpKwargs(init_scale=2.0**10, growth_interval=2))
+        arguments = {"fp16": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+        whole, history, _ = self.train(tmp_path, **arguments)
+        resumed, rest, _ = self.train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
+        assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+        assert resumed.accelerator.scaler.get_scale() == 2.0**12
+        assert [line["loss"] for line in rest] == [line["loss"] for line in history]

@@ -151,6 +151,19 @@ def test_compiled_without_graph_breaks():
     assert compiled(inputs).dtype is torch.float32
 
 
+def test_compiled_by_accelerate():
+    model = torch.nn.Linear(3, 2)
+    inputs = torch.randn(4, 3)
+    eager = ours().prepare(copy.deepcopy(model))(inputs)
+    accelerator = ours(compiler="eager")
+    model = accelerator.prepare(model)
+    assert isinstance(model, torch._dynamo.eval_frame.OptimizedModule)
+    assert torch.equal(model(inputs), eager)
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    assert type(plain) is torch.nn.Linear
+    assert "forward" not in plain.__dict__
+
+
 @pytest.mark.native
 class TestCastCache:
     def casts(self, accelerator, micro_batches=8):
