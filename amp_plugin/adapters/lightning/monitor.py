@@ -43,7 +43,9 @@ class Monitor:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        trainer.precision_plugin.observers.remove(self._stepped)
+        observers = trainer.precision_plugin.observers
+        if self._stepped in observers:
+            observers.remove(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
         self._unread.append(result)

@@ -76,7 +76,7 @@ class PrecisionCore:
                 "dynamic": dynamic,
             },
         )
-        GradScaler("cpu", **settings.loss_scale)  # a wrong number is an error here, not when training starts
+        GradScaler("cpu", enabled=False, **settings.loss_scale)  # a wrong number is an error here already
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
         self.scaler: GradScaler | None = None
