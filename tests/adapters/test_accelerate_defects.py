@@ -411,3 +411,15 @@ def test_leaving_accumulate_ends_the_iteration():
     assert accelerator.scaler.get_scale() == 16.0
     opt_b.step()
     assert last_gradient(opt_b) == 3.0
+
+
+def test_optimizers_prepared_one_by_one_are_known_too():
+    accelerator = ours(init_scale=8.0, growth_interval=1)
+    a, b = (accelerator.prepare_model(Weights()) for _ in range(2))
+    opt_a, opt_b = (accelerator.prepare_optimizer(GradientKeeper(model.parameters())) for model in (a, b))
+    accelerator.backward(a(3.0) + b(3.0))
+    opt_a.step()
+    assert accelerator.scaler.get_scale() == 8.0  # b's gradients wait for their step
+    opt_b.step()
+    assert accelerator.scaler.get_scale() == 16.0
+    assert (last_gradient(opt_a), last_gradient(opt_b)) == (3.0, 3.0)
