@@ -86,8 +86,9 @@ def fully_sharded(folder, precision, version=2):
     model, optimizer = accelerator.prepare(model, optimizer)
     report = {"kind": str(accelerator.distributed_type), "scaled": accelerator.scaler is not None}
     if version == 2:  # torch's FSDP1 crashes when it saves on the CPU
-        accelerator.save_state(folder)
-        accelerator.load_state(folder)  # both step to make optimizer state: no step of ours (accelerate#4289)
+        accelerator.save_state(folder)  # steps once to make optimizer state, as load_state does:
+        optimizer.optimizer.state.clear()  # no steps of ours (huggingface/accelerate#4289)
+        accelerator.load_state(folder)
         optimizer.optimizer.state.clear()
     report["tracker"] = accelerator.scaler.state_dict()["_growth_tracker"] if accelerator.scaler else 0
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(1)).to(accelerator.device)
