@@ -40,10 +40,12 @@ _numbers: dict[OpRules, int] = {}
 _step_hooks: list[RemovableHandle] = []
 _per_thread = threading.local()
 
+# Arguments of a region that torch found nothing wrong with -> its device's number, and whether it is on.
+checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool]] = {}
 
 # Set by install(): the native region functions, None on the fallback.
 is_installed = False
-native_enter: Callable[..., None] | None = None
+native_enter: Callable[[autocast, tuple[Any, ...]], None] | None = None
 native_exit: Callable[[autocast], bool] | None = None
 
 
@@ -80,6 +82,7 @@ def uninstall() -> None:
         _step_hooks.pop().remove()
     _numbers.clear()
     is_installed = False
+    checked.clear()
 
 
 def number_of(rules: OpRules | None, device_type: str) -> int:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-import torch
-
 from amp_plugin.casting import active
-from amp_plugin.casting.region import autocast
+from amp_plugin.casting.threads import RegionState, current_state
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,33 +25,19 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
         which opens the innermost region of each device anew.
 
     Example:
+        >>> import torch
+        >>> from amp_plugin import autocast
         >>> from torch.utils.checkpoint import checkpoint
         >>> x = torch.ones(2, 2, requires_grad=True)
         >>> with autocast("cpu", dtype=torch.bfloat16):
         ...     y = checkpoint(torch.matmul, x, x, use_reentrant=False, context_fn=checkpoint_contexts)
     """
-    return nullcontext(), _opened_again(_open_regions())
-
-
-def _open_regions() -> list[autocast]:
-    """Copy the innermost region of each device in this thread."""
-    if active.native_enter is None:
-        return []
-    devices = {number: name for name, number in active.DEVICE_NUMBERS.items()}
-    flat = torch.ops.amp_plugin._innermost_regions()
-    copies = []
-    for number, rules, cache_enabled in zip(flat[::3], flat[1::3], flat[2::3], strict=True):
-        device = devices[number]
-        dtype, enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-        copy = autocast(device, dtype, enabled, bool(cache_enabled))
-        copy._rules_number = rules
-        copies.append(copy)
-    return copies
+    return nullcontext(), _opened_again(current_state() if active.has_region() else ())
 
 
 @contextmanager
-def _opened_again(regions: list[autocast]) -> Iterator[None]:
+def _opened_again(states: tuple[RegionState, ...]) -> Iterator[None]:
     with ExitStack() as stack:
-        for region in regions:
-            stack.enter_context(region)
+        for state in states:
+            stack.enter_context(state.region())
         yield

@@ -25,8 +25,8 @@ _RULES_IN_COMPILED_CODE = (
     "of the compiled function, or use set_default_rules()"
 )
 
-# Arguments that torch has checked and found nothing to warn of -> (enabled, custom backend).
-_checked: dict[tuple[str, torch.dtype | None, bool], tuple[bool, str]] = {}
+# What a region is opened with is one tuple; torch's attributes are read from it when asked for.
+_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 6}
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -71,6 +71,8 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         torch.bfloat16
     """
 
+    _opening: tuple[Any, ...]
+
     def __new__(  # type: ignore[misc] # not a region under compilation
         cls,
         device_type: str,
@@ -89,66 +91,66 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             if rules is not None:
                 raise RuntimeError(_RULES_IN_COMPILED_CODE)
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
-        return object.__new__(cls)
+        checked = active.checked.get((device_type, dtype, enabled))
+        if checked is None:
+            checked = _check(device_type, dtype, enabled)
+        self: autocast = object.__new__(cls)
+        self._opening = (
+            checked[0],
+            torch.get_autocast_dtype(device_type) if dtype is None else dtype,
+            checked[1],
+            cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
+            0 if rules is None else active.number_of(rules, device_type),
+            None if cache is None else cache._kept,
+            device_type,
+        )
+        return self
 
-    def __init__(
-        self,
-        device_type: str,
-        dtype: torch.dtype | None = None,
-        enabled: bool = True,
-        cache_enabled: bool | None = None,
-        *,
-        rules: OpRules | None = None,
-        cache: CastCache | None = None,
-    ) -> None:
-        known = _checked.get((device_type, dtype, enabled))
-        if known is None or not active.is_installed:
-            active.install()
-            known = self._check(device_type, dtype, enabled)
-        if rules is None:
-            self.device = device_type
-        else:  # see __getattr__
-            self._ruled_device = device_type
-            vars(self).pop("device", None)
-        self.fast_dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
-        self._enabled, self.custom_backend_name = known
-        # torch's own cache is off in our regions, so its flag is no default for ours.
-        self._cache_enabled = cache_enabled is not False
-        self._rules_number = 0 if rules is None else active.number_of(rules, device_type)
-        self._cast_cache = None if cache is None else cache._kept
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+            *,
+            rules: OpRules | None = None,
+            cache: CastCache | None = None,
+        ) -> None: ...
+    else:
+        __init__ = object.__init__  # __new__ has done it all, in one call
 
     def __getattr__(self, name: str) -> Any:
-        # Dynamo takes any torch.autocast for torch's own and would drop its rules; it asks for `device`.
-        if name == "device" and "_ruled_device" in vars(self):
-            if TracingContext.try_get() is not None:
+        position = _POSITIONS.get(name)
+        opening = self.__dict__.get("_opening")
+        if position is not None and opening is not None:
+            # Dynamo takes any torch.autocast for torch's own and would drop its rules.
+            if opening[4] and TracingContext.try_get() is not None:
                 raise RuntimeError(_RULES_IN_COMPILED_CODE)
-            return self._ruled_device
+            return opening[position]
+        if name == "custom_backend_name":
+            return torch._C._get_privateuse1_backend_name()
         msg = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(msg)
 
-    def _check(self, device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[bool, str]:
-        """Let torch check the arguments, with its own errors and warnings."""
-        super().__init__(device_type, dtype, enabled)
-        known = (self._enabled, self.custom_backend_name)
-        if self._enabled == enabled:  # else it warned, and will again
-            _checked[device_type, dtype, enabled] = known
-        return known
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle by what the region was made with; a rule set's number is this process's."""
+        _, dtype, enabled, cache_enabled, number, kept, device_type = self._opening
+        if kept is not None:
+            msg = "a region with a CastCache cannot be copied or pickled; make it where it is used"
+            raise TypeError(msg)
+        return _remade, (type(self), device_type, dtype, enabled, cache_enabled, active.rules_of(number))
+
+    def __repr__(self) -> str:
+        return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
     def __enter__(self) -> Self:
-        enter = active.native_enter
-        number = active.DEVICE_NUMBERS.get(self.device)
-        if enter is None or number is None or _is_torch_function_mode_enabled():
+        opening, enter = self._opening, active.native_enter
+        if enter is None or opening[0] is None or _is_torch_function_mode_enabled():
             active.enter_torch(self)
         else:
-            enter(
-                self,
-                number,
-                self.fast_dtype,
-                self._enabled,
-                self._cache_enabled,
-                self._rules_number,
-                self._cast_cache,
-            )
+            enter(self, opening)
         return self
 
     def __exit__(self, *exc_info: object) -> Literal[False]:
@@ -169,4 +171,30 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         return covers_each_step(func, self)
 
 
-skip_frames_of(autocast.__new__, autocast.__init__, autocast._check, autocast.__enter__, autocast.__exit__)
+def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool]:
+    """Let torch check the arguments, with its own errors and warnings.
+
+    Returns:
+        The number of a device on which our kernels stand, else None, and whether autocast is on.
+    """
+    active.install()
+    theirs = torch.autocast(device_type, dtype, enabled)
+    number = active.DEVICE_NUMBERS.get(device_type) if active.native_enter is not None else None
+    checked = (number, theirs._enabled)
+    if theirs._enabled == enabled:  # else it warned, and will again
+        active.checked[device_type, dtype, enabled] = checked
+    return checked
+
+
+def _remade(
+    cls: type[autocast],
+    device_type: str,
+    dtype: torch.dtype,
+    enabled: bool,
+    cache_enabled: bool,
+    rules: OpRules | None,
+) -> torch.autocast:
+    return cls(device_type, dtype, enabled, cache_enabled, rules=rules)
+
+
+skip_frames_of(autocast.__new__, autocast.__enter__, autocast.__exit__, _check)

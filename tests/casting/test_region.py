@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 import warnings
+from copy import deepcopy
 
 import pytest
 import torch
 
 import amp_plugin
 from amp_plugin.casting import active
+from amp_plugin.casting.cast_cache import CastCache
 
 
 @pytest.fixture(autouse=True)
@@ -411,3 +414,31 @@ class TestTorchIsLeftAlone:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             active.install()
+
+
+class TestCopies:
+    """torch's regions can be copied and pickled, so ours can."""
+
+    def test_a_copy_opens_the_same_region(self):
+        region = amp_plugin.autocast("cpu", dtype=torch.float16, cache_enabled=False)
+        for copy in (deepcopy(region), pickle.loads(pickle.dumps(region))):
+            assert type(copy) is amp_plugin.autocast
+            with copy:
+                assert mm_dtype() is torch.float16
+            assert copy._cache_enabled is False
+
+    @pytest.mark.native
+    def test_rules_travel_by_content(self):
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        with pickle.loads(pickle.dumps(amp_plugin.autocast("cpu", rules=rules))):
+            assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.float32
+
+    @pytest.mark.native
+    def test_a_cast_cache_does_not(self):
+        region = amp_plugin.autocast("cpu", cache=CastCache())
+        with pytest.raises(TypeError, match="a region with a CastCache cannot be copied or pickled"):
+            deepcopy(region)
+
+    def test_repr(self):
+        region = amp_plugin.autocast("cpu", dtype=torch.float16)
+        assert repr(region) == "autocast('cpu', dtype=torch.float16, enabled=True)"

@@ -21,26 +21,29 @@ void destroy_kept(PyObject* capsule) { delete static_cast<Kept*>(PyCapsule_GetPo
 
 Kept* kept_of(PyObject* capsule) { return static_cast<Kept*>(PyCapsule_GetPointer(capsule, kKeptCasts)); }
 
-// enter(owner, device_type: int, dtype, enabled, cache_enabled, rules: int, kept)
+// enter(owner, opening): (device type, dtype, enabled, cache enabled, rules, kept casts, ...)
 PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
   HANDLE_TH_ERRORS
-  if (count != 7 || !THPDtype_Check(arguments[2])) {
-    PyErr_SetString(PyExc_TypeError, "enter(owner, device_type, dtype, enabled, cache_enabled, rules, kept)");
+  PyObject* opening = count == 2 ? arguments[1] : nullptr;
+  if (opening == nullptr || !PyTuple_Check(opening) || PyTuple_GET_SIZE(opening) < 6 ||
+      !THPDtype_Check(PyTuple_GET_ITEM(opening, 1))) {
+    PyErr_SetString(
+        PyExc_TypeError, "enter(owner, (device_type, dtype, enabled, cache_enabled, rules, kept))");
     return nullptr;
   }
   Kept kept;
-  if (arguments[6] != Py_None) {
-    const Kept* held = kept_of(arguments[6]);
+  if (PyObject* capsule = PyTuple_GET_ITEM(opening, 5); capsule != Py_None) {
+    const Kept* held = kept_of(capsule);
     if (held == nullptr) return nullptr;
     kept = *held;
   }
   amp_plugin::enter_region(
       arguments[0],
-      {.device = static_cast<c10::DeviceType>(PyLong_AsLong(arguments[1])),
-       .dtype = reinterpret_cast<THPDtype*>(arguments[2])->scalar_type,
-       .enabled = arguments[3] == Py_True,
-       .cache_enabled = arguments[4] == Py_True,
-       .rules = static_cast<int>(PyLong_AsLong(arguments[5])),
+      {.device = static_cast<c10::DeviceType>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 0))),
+       .dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(opening, 1))->scalar_type,
+       .enabled = PyTuple_GET_ITEM(opening, 2) == Py_True,
+       .cache_enabled = PyTuple_GET_ITEM(opening, 3) == Py_True,
+       .rules = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 4))),
        .kept = std::move(kept)});
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
