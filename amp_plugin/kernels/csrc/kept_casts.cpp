@@ -114,7 +114,8 @@ void KeptCasts::refresh_stale() {
   drop_dead();
   std::vector<at::Tensor> weights;
   std::vector<at::Tensor> buffers;
-  std::vector<Kept*> refreshed;
+  std::vector<Kept*> stale;
+  const uint64_t epoch = weights_epoch();
   for (auto& [key, kept] : kept_) {
     const auto impl = kept.weight.lock();
     if (!impl.defined()) continue;
@@ -129,12 +130,14 @@ void KeptCasts::refresh_stale() {
     }
     weights.push_back(weight.detach());
     buffers.push_back(kept.buffer);
-    refreshed.push_back(&kept);
-    kept.epoch = weights_epoch();
-    kept.version = weight.unsafeGetTensorImpl()->version_counter().current_version();
+    stale.push_back(&kept);
     if (is_logging_casts()) log_cast({"amp_plugin::cast", ""}, 0, weight, key.second, /*cached=*/false);
   }
   cast_all(weights, buffers);
+  for (size_t i = 0; i < stale.size(); ++i) {  // only now: a cast that raises leaves them stale
+    stale[i]->epoch = epoch;
+    stale[i]->version = weights[i].unsafeGetTensorImpl()->version_counter().current_version();
+  }
   casts_ += static_cast<int64_t>(weights.size());
   refreshes_ += 1;
 }
