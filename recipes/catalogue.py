@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +19,18 @@ NAMES = (
     "accumulation",
     "gradient_penalty",
     "wgan_gp",
+    "several_losses",
+    "several_models",
+    "custom_functions",
+    "fp32_module",
+    "threads",
+    "ddp",
+    "fsdp2",
+    "lbfgs",
+    "compiled",
+    "cuda_graph",
+    "char_gpt",
+    "inference",
 )  # fmt: skip
 
 
@@ -63,6 +76,8 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
         recipe.Config, default=f"configs/{name}/fp16.yaml", about=about(name), arguments=arguments
     )
     record = recipe.train(config)
+    if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
+        return
     record.print_table()
     for path in record.save(Path(config.output) / f"{name}_{config.precision.value}"):
         print(path)

@@ -32,13 +32,16 @@ class DigitsLoaders:
     test: DataLoader[tuple[Tensor, ...]]
 
 
-def digits_loaders(*, batch_size: int, seed: int, shift: bool = True) -> DigitsLoaders:
+def digits_loaders(
+    *, batch_size: int, seed: int, shift: bool = True, drop_last: bool = False
+) -> DigitsLoaders:
     """Load the digits; the order of the training batches depends on ``seed`` alone.
 
     Args:
         batch_size: images a batch; the last batch of an epoch may be smaller.
         seed: seed of the split and of the shuffling.
         shift: move each training image by up to one pixel.
+        drop_last: leave out an epoch's last training batch if it is smaller.
     """
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().div_(16).unsqueeze_(1)
@@ -53,7 +56,12 @@ def digits_loaders(*, batch_size: int, seed: int, shift: bool = True) -> DigitsL
     collate = ShiftImages(seed=seed) if shift else None
     return DigitsLoaders(
         train=DataLoader(
-            subset(train), batch_size=batch_size, shuffle=True, generator=order, collate_fn=collate
+            subset(train),
+            batch_size=batch_size,
+            shuffle=True,
+            generator=order,
+            collate_fn=collate,
+            drop_last=drop_last,
         ),
         validation=DataLoader(subset(validation), batch_size=256),
         test=DataLoader(subset(test), batch_size=256),

@@ -36,6 +36,8 @@ class Scales(Enum):
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
+    steps: int = 300
+    learning_rate: float = 1e-2
     scales: Scales = Scales.per_loss
     drawing_weight: float = 1e-3
     width: int = 64
@@ -100,8 +102,9 @@ def train(config: Config) -> TrainingRecord:
         record.add_to_curve("drawing loss (squared ink)", drawing.detach() / config.drawing_weight)
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
-    for name in names if scaler.is_enabled() else ():
-        record.results[f"loss scale of {name}"] = f"{scaler.get_scale(name):,.0f}"
+    if names and scaler.is_enabled():
+        record.final_loss_scale = scaler.get_scale("naming")
+        record.results["final loss scale of the drawing"] = f"{scaler.get_scale('drawing'):,.0f}"
     record.results["drawing loss"] = record.curves["drawing loss (squared ink)"][-1]
     return record
 

@@ -1,0 +1,133 @@
+"""A character GPT on Python's own manual: accumulation, clipping, optionally compiled.
+
+    python -m recipes run char_gpt [compile=true] [--config configs/char_gpt/bf16.yaml] [key=value ...]
+
+The text is what ``help()`` shows for Python's keywords and types (``pydoc_data.topics``, installed with every
+Python): 465,000 characters. A window of micro-batches is one step; the norm is that of the whole window.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pydoc_data.topics import topics
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    batch_size: int = 4
+    micro_batches: int = 2
+    max_norm: float = 1.0
+    context: int = 48
+    width: int = 48
+    heads: int = 4
+    layers: int = 2
+    compile: bool = False
+
+
+class Block(nn.Module):
+    """Causal self-attention and a two-layer network, each behind a LayerNorm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before_attention, self.before_network = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``[B, T, width]`` for ``x`` of that shape."""
+        mixed = self.queries_keys_values(self.before_attention(x))
+        q, k, v = mixed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.project(attended.transpose(1, 2).flatten(2))
+        return x + self.network(self.before_network(x))
+
+
+class CharGPT(nn.Module):
+    """Predict the next character."""
+
+    def __init__(self, characters: int, config: Config) -> None:
+        super().__init__()
+        self.context = config.context
+        self.character = nn.Embedding(characters, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.blocks = nn.Sequential(*(Block(config.width, config.heads) for _ in range(config.layers)))
+        self.head = nn.Sequential(nn.LayerNorm(config.width), nn.Linear(config.width, characters))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return logits ``[B, T, characters]`` for ``text``, int64 ``[B, T]``."""
+        places = torch.arange(text.shape[1], device=text.device)
+        return self.head(self.blocks(self.character(text) + self.position(places)))
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train on nine tenths of the text, measure on the rest, write a little, return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"character GPT, {config.precision.value}", log_loss=False)
+    text = "".join(topics[key] for key in sorted(topics))
+    characters = sorted(set(text))
+    codes = torch.tensor([characters.index(each) for each in text], device=config.device)
+    training, held_out = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
+    net = CharGPT(len(characters), config).to(config.device)
+    model = torch.compile(net) if config.compile else net
+    optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    def loss_on(source: Tensor, starts: Tensor) -> Tensor:
+        windows = source[starts[:, None] + torch.arange(config.context + 1, device=source.device)]
+        with region:
+            logits = model(windows[:, :-1])
+            return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+
+    start = time.perf_counter()
+    for _ in track(range(config.steps), "training"):
+        optimizer.zero_grad()
+        mean = torch.zeros((), device=config.device)
+        for _ in range(config.micro_batches):
+            starts = torch.randint(len(training) - config.context, (config.batch_size,)).to(config.device)
+            loss = loss_on(training, starts) / config.micro_batches
+            scaler.scale(loss).backward()
+            mean += loss.detach()
+        scaler.clip_grad_norm_(optimizer, config.max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(mean, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+    with torch.no_grad():
+        starts = torch.linspace(0, len(held_out) - config.context - 1, 64, device=config.device).long()
+        record.results["bits per character, held out"] = loss_on(held_out, starts).item() / math.log(2)
+        record.results["it writes"] = "".join(characters[code] for code in write(net, codes[:20], region))
+    return record
+
+
+def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100) -> list[int]:
+    """Return ``length`` characters' codes that follow ``text``."""
+    for _ in range(length):
+        with region:
+            logits = net(text[None, -net.context :])[0, -1].float()
+        text = torch.cat([text, torch.multinomial((logits / 0.8).softmax(0), 1)])
+    return text[-length:].tolist()
+
+
+if __name__ == "__main__":
+    run("char_gpt")

@@ -1,0 +1,94 @@
+"""CUDA graph: forward, backward, the check, the step and the update in one launch (GPU only).
+
+    python -m recipes run cuda_graph [--config configs/cuda_graph/bf16.yaml] [key=value ...]
+
+Nothing in the step waits for the device: the fused optimizer takes the scale and the overflow flag as
+tensors, and the scale is updated on the device, so a captured step that overflows skips itself on replay.
+A few steps on a side stream come first: they make gradients and optimizer state where the graph finds them.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from itertools import islice
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    device: str = "cuda"
+    warm_up: int = 3
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    if config.device != "cuda" or not torch.cuda.is_available():
+        msg = "cuda_graph needs device=cuda on a machine with a CUDA device; typical_training runs here"
+        raise SystemExit(msg)
+    config.start()
+    record = TrainingRecord(title=f"CUDA graph, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, drop_last=True)
+    model = DigitsNet(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True, capturable=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    images = torch.zeros(config.batch_size, 1, 8, 8, device=config.device)
+    labels = torch.zeros(config.batch_size, dtype=torch.int64, device=config.device)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    batches = digits_batches(loaders, steps=config.warm_up + config.steps, device=config.device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for new in islice(batches, config.warm_up):
+            images.copy_(new[0])
+            labels.copy_(new[1])
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    start = time.perf_counter()
+    for new in track(batches, "training", total=config.steps):
+        images.copy_(new[0])
+        labels.copy_(new[1])
+        scale, skips = (scaler.get_scale(), scaler.skipped_steps()) if scaler.is_enabled() else (None, 0)
+        graph.replay()
+        skipped = scaler.is_enabled() and scaler.skipped_steps() > skips
+        record.add_step(loss=loss.item(), loss_scale=scale, skipped=skipped)
+    record.final_loss_scale = scaler.get_scale() if scaler.is_enabled() else None
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("cuda_graph")

@@ -1,0 +1,131 @@
+"""Custom autograd Functions that follow autocast: custom_fwd, custom_bwd, cast_inputs, setup_context.
+
+    python -m recipes run custom_functions [--config configs/custom_functions/bf16.yaml] [key=value ...]
+
+``custom_fwd`` notes the autocast state of the forward pass and ``custom_bwd`` runs the backward pass in it,
+else a matrix product in ``backward`` would run in whatever dtypes arrive. ``cast_inputs`` casts the arguments
+instead and turns autocast off: for code that needs one dtype. Both forms of Function are shown.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+
+from amp_plugin import GradScaler, autocast, custom_bwd, custom_fwd
+from recipes.catalogue import run
+from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+DEVICE = "cpu"  # the decorators name it: the autocast state of this device counts
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set; the device is the CPU."""
+
+    steps: int = 300
+    learning_rate: float = 1e-2
+    width: int = 64
+
+
+class LinearReLU(torch.autograd.Function):
+    """``relu(x @ weight.T)`` that keeps no activation but its output; runs in the region's dtype."""
+
+    @staticmethod
+    @custom_fwd(device_type=DEVICE)
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        """Return ``[B, outputs]`` for ``x [B, inputs]`` and ``weight [outputs, inputs]``."""
+        output = (x @ weight.T).relu_()
+        ctx.save_for_backward(x, weight, output)
+        return output
+
+    @staticmethod
+    @custom_bwd(device_type=DEVICE)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of ``x`` and ``weight``."""
+        x, weight, output = ctx.saved_tensors
+        grad = grad * (output > 0)
+        return (grad @ weight).to(x.dtype), (grad.T @ x).to(weight.dtype)
+
+
+class LogSumExp(torch.autograd.Function):
+    """``log(sum(exp(x)))`` without a shift, so fp32 alone has the range; arguments come as fp32."""
+
+    @staticmethod
+    @custom_fwd(device_type=DEVICE, cast_inputs=torch.float32)
+    def forward(x: Tensor) -> Tensor:
+        """Return ``[B]`` for ``x [B, classes]``."""
+        return x.exp().sum(dim=1).log()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Keep what the backward pass needs."""
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    @custom_bwd(device_type=DEVICE)
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """Return the gradient of ``x``."""
+        x, output = ctx.saved_tensors
+        return grad[:, None] * (x.float() - output[:, None]).exp()
+
+
+class Classifier(nn.Module):
+    """Two LinearReLU layers and a linear one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(width, inputs) * (2 / inputs) ** 0.5) for inputs in (64, width)
+        )
+        self.name = nn.Linear(width, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, ``[B, 10]``, of ``images [B, 1, 8, 8]``."""
+        features = images.flatten(1)
+        for weight in self.weights:
+            features = LinearReLU.apply(features, weight)
+        return self.name(features)
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"custom functions, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = Classifier(config.width)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(DEVICE, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(DEVICE, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            logits = model(images)
+            loss = (LogSumExp.apply(logits) - logits.gather(1, labels[:, None])[:, 0].float()).mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region)
+    record.results["dtype of the logits"] = str(logits.dtype)
+    return record
+
+
+if __name__ == "__main__":
+    run("custom_functions")

@@ -1,0 +1,80 @@
+"""DDP: several processes average their gradients and take the same decision on every step.
+
+    python -m recipes run ddp [--config configs/ddp/bf16.yaml] [key=value ...]
+    torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
+
+Without torchrun the recipe starts its processes itself. Gradients are averaged while they are scaled; an
+overflow on one process is an overflow on all, so all of them skip, and their scales stay equal. A batch is
+shared out, and the losses are those of one process with the whole batch.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.ranks import on_ranks, process_group
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    processes: int = 2
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier on several processes, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    return on_ranks(train_rank, config, config.processes)
+
+
+def train_rank(config: Config) -> TrainingRecord:
+    """Train as one of the processes; all of them return the same losses."""
+    config.start()
+    with process_group(config.device) as (rank, ranks):
+        record = TrainingRecord(title=f"DDP, {ranks} processes, {config.precision.value}")
+        loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+        net = DigitsNet(config.width).to(config.device)
+        model = DistributedDataParallel(net)
+        optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+        region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+        scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+        start = time.perf_counter()
+        batches = digits_batches(loaders, steps=config.steps, device=config.device)
+        for images, labels in track(batches, "training", total=config.steps, disable=rank > 0):
+            optimizer.zero_grad()
+            share = ranks / len(images)
+            with region:
+                logits = model(images[rank::ranks])
+                loss = share * cross_entropy(logits, labels[rank::ranks], reduction="sum")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            record.add_scaled_step(mean, scaler, optimizer)
+        record.seconds = time.perf_counter() - start
+        record.test_accuracy = accuracy(net, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("ddp")

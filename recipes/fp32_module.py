@@ -1,0 +1,107 @@
+"""An imported module kept in fp32 inside a region, one of its arguments never cast.
+
+    python -m recipes run fp32_module [--config configs/fp32_module/bf16.yaml] [key=value ...]
+
+``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments; nothing in the module
+is edited. ``keep`` names arguments that are passed as they came: here a buffer that the module writes
+into, for the module would otherwise write into a copy that was cast.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast, run_in
+from recipes.catalogue import run
+from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+SIZE = 30.0  # of the vectors' elements; squared distances are some 1e5
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    steps: int = 300
+    learning_rate: float = 1e-2
+    width: int = 64
+    centres: int = 40
+    keep_fp32: bool = True
+
+
+class NearestCentres(nn.Module):
+    """Stands for a module you imported: its squared distances are too large for fp16."""
+
+    def __init__(self, width: int, centres: int) -> None:
+        super().__init__()
+        self.centres = nn.Parameter(SIZE * torch.randn(centres, width))
+
+    def forward(self, features: Tensor, used: Tensor) -> Tensor:
+        """Return similarities ``[B, centres]``; count in ``used [centres]`` which one was nearest."""
+        products = features @ self.centres.T
+        distances = features.square().sum(1, keepdim=True) - 2 * products + self.centres.square().sum(1)
+        nearest = distances.argmin(dim=1)
+        used.add_(torch.bincount(nearest, minlength=len(used)).to(used.dtype))
+        return -distances / SIZE**2
+
+
+class Classifier(nn.Module):
+    """Linear layers around the imported module; ``used`` is in half precision, as its owner wants it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Flatten(), nn.Linear(64, config.width), nn.GELU())
+        self.project = nn.Sequential(nn.Linear(config.width, config.width), nn.LayerNorm(config.width))
+        imported = NearestCentres(config.width, config.centres)
+        self.imported = run_in(torch.float32, keep={"used"})(imported) if config.keep_fp32 else imported
+        self.name = nn.Sequential(nn.LayerNorm(config.centres), nn.Linear(config.centres, CLASSES))
+        self.register_buffer("used", torch.zeros(config.centres, dtype=torch.bfloat16))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, ``[B, 10]``, of ``images [B, 1, 8, 8]``."""
+        similarities = self.imported(SIZE * self.project(self.features(images)), self.used)
+        return self.name(similarities)
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"fp32 module, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = Classifier(config).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+        record.add_to_curve("centres in use", float((model.used > 0).sum()))
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    record.results["centres in use"] = int((model.used > 0).sum())
+    return record
+
+
+if __name__ == "__main__":
+    run("fp32_module")

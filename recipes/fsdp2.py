@@ -1,0 +1,86 @@
+"""FSDP2: parameters and gradients are sharded; every rank takes the same decision on every step.
+
+    python -m recipes run fsdp2 [--config configs/fsdp2/bf16.yaml] [key=value ...]
+    torchrun --nproc-per-node 2 -m recipes run fsdp2 [key=value ...]
+
+Without torchrun the recipe starts its processes itself. The parameters are DTensors and stay in fp32; the
+region casts what is gathered. The norm that clips is that of all shards together, and an overflow in
+one shard is an overflow in all: the scaler reads the mesh from the gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+from rich.progress import track
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.ranks import on_ranks, process_group
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    processes: int = 2
+    max_norm: float = 1.0
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier on several processes, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    return on_ranks(train_rank, config, config.processes)
+
+
+def train_rank(config: Config) -> TrainingRecord:
+    """Train as one of the processes; all of them return the same losses."""
+    config.start()
+    with process_group(config.device) as (rank, ranks):
+        record = TrainingRecord(title=f"FSDP2, {ranks} processes, {config.precision.value}")
+        loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+        net = DigitsNet(config.width).to(config.device)
+        mesh = init_device_mesh(config.device, (ranks,))
+        fully_shard(net.classifier, mesh=mesh)  # a unit of its own, as a block of a large model
+        model = fully_shard(net, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate)
+
+        region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+        scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+        start = time.perf_counter()
+        batches = digits_batches(loaders, steps=config.steps, device=config.device)
+        for images, labels in track(batches, "training", total=config.steps, disable=rank > 0):
+            optimizer.zero_grad()
+            share = ranks / len(images)
+            with region:
+                logits = model(images[rank::ranks])
+                loss = share * cross_entropy(logits, labels[rank::ranks], reduction="sum")
+            scaler.scale(loss).backward()
+            norm = scaler.clip_grad_norm_(optimizer, config.max_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            mean = loss.detach() / ranks
+            dist.all_reduce(mean)
+            record.add_scaled_step(mean, scaler, optimizer)
+            record.add_to_curve("gradient norm of all shards", norm)
+        record.seconds = time.perf_counter() - start
+        record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("fsdp2")

@@ -1,0 +1,90 @@
+"""Inference: a trained model answers in lower precision, compared with its answers in fp32.
+
+    python -m recipes run inference [--config configs/inference/bf16.yaml] [key=value ...]
+
+No scaler: there are no gradients. The region stands around the whole of the evaluation, so a weight is cast
+once and not once a batch; ``torch.inference_mode`` goes inside or outside. Softmax and what follows
+run in fp32 by autocast's rules.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    width: int = 8
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"inference, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = DigitsNet(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+
+    low, low_seconds = answers(model, loaders.test, region, config.device)
+    full, full_seconds = answers(model, loaders.test, nullcontext(), config.device)
+    labels = torch.cat([labels for _, labels in loaders.test])
+    record.test_accuracy = float((low.argmax(1) == labels).double().mean())
+    record.results |= {
+        "test accuracy in fp32": float((full.argmax(1) == labels).double().mean()),
+        "same answers as in fp32": float((low.argmax(1) == full.argmax(1)).double().mean()),
+        "largest difference of a probability": float((low - full).abs().max()),
+        "time for the test images": f"{low_seconds * 1e3:.1f} ms, in fp32 {full_seconds * 1e3:.1f} ms",
+    }
+    return record
+
+
+def answers(
+    model: nn.Module,
+    loader: DataLoader[tuple[Tensor, ...]],
+    region: AbstractContextManager[object],
+    device: str,
+) -> tuple[Tensor, float]:
+    """Return the probabilities, fp32 ``[images, 10]`` on the CPU, and the seconds they took."""
+    start = time.perf_counter()
+    with torch.inference_mode(), region:
+        parts = [model(images.to(device)).softmax(dim=1).cpu() for images, _ in loader]
+    return torch.cat(parts).float(), time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    run("inference")

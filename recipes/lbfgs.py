@@ -1,0 +1,84 @@
+"""LBFGS under scaling: the closure runs backward on the scaled loss and returns the true one.
+
+    python -m recipes run lbfgs [--config configs/lbfgs/bf16.yaml] [key=value ...]
+
+LBFGS calls its closure many times a step. ``scaler.step(optimizer, closure)`` unscales the gradients of each
+call before the optimizer sees them; if one call overflows the step is given up and what it has already
+changed is put back. The closure returns the unscaled loss: the line search compares its values.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    steps: int = 12
+    batch_size: int = 2000
+    learning_rate: float = 1.0
+    iterations: int = 8
+    width: int = 32
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"LBFGS, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, shift=False)
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, config.width), nn.Tanh(), nn.Linear(config.width, CLASSES)
+    ).to(config.device)
+    optimizer = torch.optim.LBFGS(
+        model.parameters(),
+        config.learning_rate,
+        max_iter=config.iterations,
+        line_search_fn="strong_wolfe",
+    )
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    calls: list[float] = []  # the loss of each call of a step
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        calls.clear()
+
+        def closure(images: Tensor = images, labels: Tensor = labels) -> Tensor:
+            optimizer.zero_grad()
+            with region:
+                loss = cross_entropy(model(images), labels)
+            scaler.scale(loss).backward()
+            calls.append(float(loss.detach()))
+            return loss.detach()
+
+        scaler.step(optimizer, closure)
+        scaler.update()
+        record.add_scaled_step(torch.tensor(calls[0]), scaler, optimizer)
+        record.add_to_curve("calls of the closure", float(len(calls)))
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    return record
+
+
+if __name__ == "__main__":
+    run("lbfgs")

@@ -1,0 +1,76 @@
+"""Several models and optimizers with joint losses, under one scaler.
+
+    python -m recipes run several_models [--config configs/several_models/bf16.yaml] [key=value ...]
+
+Two classifiers teach each other (Zhang et al. 2018): each learns from the labels and from the other's
+answers, through one joint loss. Every optimizer is stepped, then ``update`` is called once: after an update
+between the steps, torch's scaler divides the second model's gradients by a scale they were not made with.
+Ours remembers each gradient's scale, and may skip one model's step and take the other's.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+
+import torch
+from rich.progress import track
+from torch.nn.functional import kl_div, nll_loss
+
+from amp_plugin import GradScaler, autocast
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    widths: list[int] = field(default_factory=lambda: [4, 8])
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"several models, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    models = [DigitsNet(width).to(config.device) for width in config.widths]
+    optimizers = [
+        torch.optim.AdamW(models[0].parameters(), config.learning_rate, fused=True),
+        torch.optim.SGD(models[1].parameters(), 30 * config.learning_rate, momentum=0.9, fused=True),
+    ]
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+    scaler.register(*optimizers)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with region:
+            first, second = (model(images).float().log_softmax(dim=1) for model in models)
+            agreement = kl_div(first, second, log_target=True, reduction="batchmean")
+            loss = nll_loss(first, labels) + nll_loss(second, labels) + agreement
+        scaler.scale(loss).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, *optimizers)
+        record.add_to_curve("disagreement (nats)", agreement)
+    record.seconds = time.perf_counter() - start
+    scores = [accuracy(model, loaders.test, region=region, device=config.device) for model in models]
+    record.test_accuracy = max(scores)
+    record.results["test accuracy of each"] = ", ".join(f"{score:.2%}" for score in scores)
+    return record
+
+
+if __name__ == "__main__":
+    run("several_models")

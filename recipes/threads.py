@@ -1,0 +1,92 @@
+"""Threads and DataParallel: the worker threads run in the region of the thread that owns the model.
+
+    python -m recipes run threads [--config configs/threads/bf16.yaml] [key=value ...]
+
+A new thread starts with autocast off. ``autocast_module`` gives the module the state of the thread that calls
+it, for every thread that runs it: a pool of workers as here, and the replicas of ``nn.DataParallel``, which
+hands its threads the enabled flag but neither dtype nor rules.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from amp_plugin import GradScaler, autocast, autocast_module
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    workers: int = 2
+    width: int = 8
+
+
+class InThreads(nn.Module):
+    """Run a module on parts of a batch, each in a thread of its own, as DataParallel does on GPUs."""
+
+    def __init__(self, module: nn.Module, workers: int) -> None:
+        super().__init__()
+        self.module = module
+        self.workers = workers
+        self.pool = ThreadPoolExecutor(workers)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the module's outputs for all of ``images``, in their order."""
+        grad_enabled = torch.is_grad_enabled()  # another state that threads do not inherit
+
+        def one(part: Tensor) -> Tensor:
+            with torch.set_grad_enabled(grad_enabled):
+                return self.module(part)
+
+        return torch.cat(list(self.pool.map(one, images.chunk(self.workers))))
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"threads, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    net = DigitsNet(config.width).to(config.device)
+
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+    with region:
+        net = autocast_module(net)
+    model = nn.DataParallel(net) if config.device == "cuda" else InThreads(net, config.workers)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            logits = model(images)
+            loss = cross_entropy(logits, labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    record.results["dtype of the threads' logits"] = str(logits.dtype)
+    return record
+
+
+if __name__ == "__main__":
+    run("threads")
