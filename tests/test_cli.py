@@ -222,8 +222,8 @@ def test_casts_of_a_script(script: Path) -> None:
     result = amp("casts", str(script), "--by", "mine")
     assert result.exit_code == 3
     assert "arguments: --by mine" in result.output
-    assert re.search(r"Linear +│ aten::linear +│ weight +│ fp32 → bf16 +│ +1 +│ +0 +│ +8 +│", result.output)
-    assert re.search(r"total +│ +│ +│ +│ +4 ", result.output)
+    assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.output)
+    assert re.search(r"total +4 +", result.output)
 
 
 @pytest.mark.native

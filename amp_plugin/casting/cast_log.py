@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich import filesize
+from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
 
@@ -188,11 +189,22 @@ class CastLog:
             raise ValueError(msg)
         groups = self._grouped(lambda cast: tuple(_SHOWN[name](cast) for name in columns[by]))
         total = self.totals()
-        table = Table(title="Casts", show_footer=True, caption=_NOTHING if not self.records() else None)
+        table = Table(
+            title="Casts",
+            box=SIMPLE,
+            padding=(0, 1, 0, 0),
+            show_footer=True,
+            caption=_NOTHING if not self.records() else None,
+        )
         for column in columns[by]:
-            table.add_column(column, overflow="fold", footer="total" if column == columns[by][0] else "")
-        for column, footer in zip(("casts", "cached", "elements", "moved"), _counts(total), strict=True):
-            table.add_column(column, justify="right", footer=footer)
+            table.add_column(
+                column,
+                overflow="fold",
+                no_wrap=column in {"argument", "dtypes"},
+                footer="total" if column == columns[by][0] else "",
+            )
+        for column, footer in zip(("casts", "cached", "moved"), _counts(total), strict=True):
+            table.add_column(column, justify="right", no_wrap=True, footer=footer)
         for key, totals in groups.items():
             table.add_row(*key, *_counts(totals))
         return table
@@ -266,7 +278,7 @@ def casts_of(
 
 _SHOWN: dict[str, Callable[[Cast], str]] = {
     "module": lambda cast: cast.module,
-    "op": lambda cast: cast.op.removesuffix(".default"),
+    "op": lambda cast: cast.op.removeprefix("aten::").removesuffix(".default"),
     "argument": lambda cast: (
         cast.argument if cast.argument == cast.kind else f"{cast.argument} ({cast.kind})"
     ),
@@ -279,5 +291,5 @@ def _device_of(values: list[Any]) -> str:
     return next((str(each.device.type) for each in values if isinstance(each, torch.Tensor)), "cpu")
 
 
-def _counts(totals: CastTotals) -> tuple[str, str, str, str]:
-    return f"{totals.casts:,}", f"{totals.cached:,}", f"{totals.elements:,}", filesize.decimal(totals.bytes)
+def _counts(totals: CastTotals) -> tuple[str, str, str]:
+    return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)

@@ -251,11 +251,11 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
 def test_tables():
     log = casts_of(Net(), torch.ones(3, 4), dtype=BF16)
     text = shown(log.table())
-    for part in ("Net.block.linear", "aten::linear", "bias (weight)", "fp32 → bf16", "192 bytes", "total"):
+    for part in ("Net.block.linear", " linear ", "bias (weight)", "fp32 → bf16", "192 bytes", "total"):
         assert part in text
     assert "weight (weight)" not in text
     assert shown(log.table("module")).count("Net") == 4
-    assert "aten::matmul" in shown(log.table("op"))
+    assert " matmul " in shown(log.table("op"))
     with pytest.raises(ValueError, match=r"table\(by='kind'\): allowed are cast, module, op"):
         log.table("kind")
     with log_casts() as empty:
