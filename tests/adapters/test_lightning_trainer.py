@@ -1,12 +1,15 @@
 """AmpPrecision in the Trainer: scope, windows, clipping, cadences, checkpoints, errors."""
 
+import copy
 import importlib
+import pickle
 import sys
 from importlib import metadata
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -286,6 +289,19 @@ def test_weights_are_cast_once_a_window():
 
 
 @pytest.mark.native
+def test_weights_are_cast_once_a_window_that_a_callback_opens_later():
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer, *_):
+            self.casts = trainer.precision_plugin._cast_cache.casts
+
+    count = Count()
+    schedule = GradientAccumulationScheduler({1: 4})
+    plugin = AmpPrecision(init_scale=1024.0)
+    fit(Linear(), plugin, steps=-1, max_epochs=2, data=regression(8), callbacks=[schedule, count])
+    assert count.casts == 4 * (8 + 2)  # weights and biases; windows of one micro-batch, then of four
+
+
+@pytest.mark.native
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_kept_casts_change_no_bit(precision):
     def losses(kept):
@@ -367,6 +383,20 @@ def test_an_overridden_configure_gradient_clipping_sees_unscaled_gradients():
         assert module.w.item() == pytest.approx(0.5, rel=1e-5)
 
 
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_hooks_of_a_fused_optimizer_see_unscaled_gradients(clip):
+    seen = []
+
+    class Module(OneWeight):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            optimizer.register_step_pre_hook(lambda *_: seen.append(self.w.grad.item()))
+            return optimizer
+
+    fit(Module(fused=True), AmpPrecision(), gradient_clip_val=clip)
+    assert seen == [pytest.approx(clip or 3.0, rel=1e-5)]
+
+
 # -- several optimizers -------------------------------------------------------------------------
 
 
@@ -429,19 +459,101 @@ def test_gradients_and_penalties_inside_training_step(create_graph):
     assert module.w.item() == 1.0 - 6.0 - (72.0 if create_graph else 0.0)
 
 
+WRITE_MANUAL_BACKWARD = r"write self\.manual_backward\(loss\) instead of loss\.backward\(\)"
+
+
 def test_loss_backward_instead_of_manual_backward_is_named():
     def step(module, batch, batch_idx):
         optimizer, _ = module.optimizers()
         (batch * module.a).backward()
         optimizer.step()
 
-    with pytest.raises(
-        RuntimeError, match=r"write self\.manual_backward\(loss\) instead of loss\.backward\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=WRITE_MANUAL_BACKWARD):
         fit(TwoOptimizers(step=step), AmpPrecision())
     module = TwoOptimizers(step=step)
     fit(module, AmpPrecision("bf16"))
     assert module.a.item() == -2.0
+
+
+@pytest.mark.parametrize("order", ["own step first", "before manual_backward", "after manual_backward"])
+def test_loss_backward_beside_manual_backward_is_named_too(order):
+    """Else the gradient of ``b`` would be divided by a scale it was never multiplied with."""
+
+    def step(module, batch, batch_idx):
+        first, second = module.optimizers()
+        if order == "before manual_backward":
+            (batch * module.b).backward()
+        module.manual_backward(batch * (module.a + module.b))
+        if order == "own step first":
+            first.step()
+            second.zero_grad()
+        if order != "before manual_backward":
+            (batch * module.b).backward()
+        first.step()
+        second.step()
+
+    with pytest.raises(RuntimeError, match=rf"1 parameters \(b\) have gradients.*{WRITE_MANUAL_BACKWARD}"):
+        fit(TwoOptimizers(step=step), AmpPrecision())
+
+
+def test_gradients_set_by_hand_without_a_backward_are_refused():
+    def step(module, batch, batch_idx):
+        module.a.grad = torch.tensor(3.0)
+        module.optimizers()[0].step()
+
+    with pytest.raises(RuntimeError, match=WRITE_MANUAL_BACKWARD):
+        fit(TwoOptimizers(step=step), AmpPrecision())
+
+
+def test_a_backward_whose_gradients_are_dropped_is_allowed():
+    """As where inputs are attacked: the gradients of the weights are thrown away."""
+
+    def step(module, batch, batch_idx):
+        first, _ = module.optimizers()
+        x = batch.clone().requires_grad_()
+        (x * module.a).backward()
+        first.zero_grad()
+        module.manual_backward((batch + x.grad.sign()) * module.a)
+        first.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision())
+    assert module.a.item() == 1.0 - 4.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_second_step_on_the_same_gradients(fused, overflow):
+    """Takes the same unscaled gradients again, or is skipped again."""
+
+    class Module(OneWeight):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.w * batch * (torch.inf if overflow else 1.0))
+            self.optimizers().step()
+            self.optimizers().step()
+
+    module = Module(fused=fused)
+    trainer = fit(module, AmpPrecision(), steps=2)
+    assert module.w.item() == (1.0 if overflow else 1.0 - 2 * 3.0)
+    assert trainer.precision_plugin.skipped_steps == 2 * overflow
+
+
+def test_watching_for_loss_backward_ends_with_the_run():
+    def step(module, batch, batch_idx):
+        first, _ = module.optimizers()
+        copy.deepcopy(module.a), pickle.dumps(module.a)
+        module.manual_backward(batch * module.a)
+        assert module.a._post_accumulate_grad_hooks
+        first.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, AmpPrecision())
+    assert not module.a._post_accumulate_grad_hooks
+    module = OneWeight()
+    fit(module, AmpPrecision())  # nothing to watch in automatic optimization
+    assert not module.w._post_accumulate_grad_hooks
 
 
 # -- schedulers ---------------------------------------------------------------------------------

@@ -15,9 +15,8 @@ from amp_plugin import GradScaler
 from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
+from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
-
-_NOTHING_SCALED = object()
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -53,6 +52,8 @@ class TrainerPrecision(TrainerCheckpoints):
         self._evaluated = False
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
+        self._strays = StrayGradients()
+        self._manual = False
         self._looked_at: bool | None = None
         self._window = 1
         self._sharded_root: Any = None
@@ -68,7 +69,8 @@ class TrainerPrecision(TrainerCheckpoints):
             )
             raise TypeError(msg)
         refuse_unsupported(trainer.strategy)
-        self._window = trainer.accumulate_grad_batches
+        self._manual = not module.automatic_optimization
+        self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
         return super().convert_module(module)
 
@@ -87,7 +89,14 @@ class TrainerPrecision(TrainerCheckpoints):
         if self.scaler is not None and optimizers:
             self.scaler.register(*optimizers, names=model)
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
+            if self._manual:
+                self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
+
+    def teardown(self) -> None:
+        """End the run."""
+        self._strays.release()
+        super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
 
@@ -152,7 +161,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
-        with self._outside_region():
+        with self._outside_region(), self._strays.expected():
             self.plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -175,10 +184,11 @@ class TrainerPrecision(TrainerCheckpoints):
             if calls_closure_again(optimizer):
                 again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
                 output = self.scaler.step(optimizer, closure=again, **kwargs)
-            elif self._closure_and_hooks(self.scaler, optimizer, model, closure) is _NOTHING_SCALED:
-                self._holds.after_step(optimizer, None)
-                return optimizer.step(**kwargs)
             else:
+                self._closure_and_hooks(self.scaler, optimizer, model, closure)
+                if self.scaler._scale is None:  # no loss has been scaled in this run yet
+                    self._holds.after_step(optimizer, None)
+                    return optimizer.step(**kwargs)
                 output = self.scaler.step(optimizer, **kwargs)
             self.scaler.update()
             self._report(optimizer, self.scaler.last_step(optimizer))
@@ -191,12 +201,12 @@ class TrainerPrecision(TrainerCheckpoints):
         result = closure()
         scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
         self._stepped_after[id(optimizer)] = self._backwards
-        if not scaled:
-            self._refuse_unscaled_gradients(optimizer, model)
-        elif self._gradients_are_looked_at(model):
+        if self._manual:
+            self._refuse_stray_gradients(scaler, optimizer, scaled=scaled)
+        if scaled and self._gradients_are_looked_at(model):
             scaler.ensure_unscaled(optimizer)
         self.plain._after_closure(self, model, optimizer)
-        return result if scaled else _NOTHING_SCALED
+        return result
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
         """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
@@ -210,15 +220,19 @@ class TrainerPrecision(TrainerCheckpoints):
             )
         return self._looked_at
 
-    @staticmethod
-    def _refuse_unscaled_gradients(optimizer: Optimizer, model: Any) -> None:
-        """Raise if a manual step has gradients although nothing was scaled since its last step."""
-        with_grad = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if with_grad and not model.automatic_optimization:
+    def _refuse_stray_gradients(self, scaler: GradScaler, optimizer: Optimizer, *, scaled: bool) -> None:
+        """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
+        record = scaler._record(optimizer)
+        strays = self._strays.of(optimizer)
+        if not scaled and any(one.renewed(record.slot) for one in record.sets):
+            strays = [param for param in params_of(optimizer) if param.grad is not None]
+        if strays:
+            names = dict(zip(map(id, record.params), record.all_names(), strict=True))
+            listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
             msg = (
-                f"{type(optimizer).__name__}.step(): {with_grad} parameters have gradients, but "
-                "self.manual_backward() was not called since its last step, so they were not scaled and fp16 "
-                "has lost the small ones; write self.manual_backward(loss) instead of loss.backward()"
+                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
+                "self.manual_backward() did not make: their loss was not scaled, so fp16 has lost small ones; "
+                "write self.manual_backward(loss) instead of loss.backward()"
             )
             raise RuntimeError(msg)
 
@@ -256,3 +270,14 @@ class TrainerPrecision(TrainerCheckpoints):
     def _unwrap(self, optimizer: Any) -> Optimizer:
         inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
         return inner
+
+
+def _longest_window(trainer: Any) -> int:
+    """Return the most micro-batches an optimizer step has; callbacks may change it between epochs."""
+    later: list[int] = [
+        max(each.scheduling.values())
+        for each in trainer.callbacks
+        if hasattr(each, "going_to_accumulate_grad_batches")
+    ]
+    now: int = trainer.accumulate_grad_batches
+    return max([now, *later])

@@ -1,0 +1,68 @@
+"""Notice gradients of a manual ``training_step`` that ``self.manual_backward()`` has not made."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+
+class StrayGradients:
+    """The gradients that came from another backward, whose loss was not scaled.
+
+    A hook on each parameter tells; a stray gradient is one that a backward outside :meth:`expected`
+    has made or added to, until it is dropped (``zero_grad``, as after an attack on the inputs).
+    """
+
+    def __init__(self) -> None:
+        self._expected = False
+        self._strays: dict[int, weakref.ref[Tensor]] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def watch(self, optimizers: Iterable[Optimizer]) -> None:
+        """Watch the parameters of these optimizers, and no others any more."""
+        self.release()
+        params = {id(param): param for one in optimizers for param in params_of(one) if param.requires_grad}
+        self._handles = [
+            param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
+            for param in params.values()
+        ]
+
+    def release(self) -> None:
+        """Watch no parameter any more."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._strays.clear()
+
+    def _made(self, param: Tensor) -> None:
+        if not self._expected and param.grad is not None:
+            self._strays[id(param)] = weakref.ref(param.grad)
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Take what is made within for gradients of a scaled loss."""
+        before, self._expected = self._expected, True
+        try:
+            yield
+        finally:
+            self._expected = before
+
+    def of(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return the parameters of an optimizer that have a stray gradient now."""
+        if not self._strays:
+            return []
+        found = [(param, self._strays.pop(id(param), None)) for param in params_of(optimizer)]
+        return [
+            param
+            for param, stray in found
+            if stray is not None and param.grad is not None and stray() is param.grad
+        ]
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
