@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling import stepping
 from amp_plugin.scaling.loss_scale import LossScale
@@ -24,13 +25,40 @@ if TYPE_CHECKING:
     from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
 
+class FoldedClip(NamedTuple):
+    """A clip by norm that is left to the optimizer's kernel.
+
+    Attributes:
+        norm: Norm of the unscaled gradients, after ``earlier``; float32, 0-dim.
+        max_norm: Largest norm.
+        earlier: Factor of the clips before, float32, 0-dim; None if there were none.
+    """
+
+    norm: Tensor
+    max_norm: float
+    earlier: Tensor | None = None
+
+    def factor(self) -> Tensor:
+        """Return what clipping multiplies the unscaled gradients by."""
+        factor: Tensor = torch.ops.amp_plugin.clip_factor(self.norm, self.max_norm)
+        return factor if self.earlier is None else factor * self.earlier
+
+    def divisor(self, scale: Tensor) -> Tensor:
+        """Return what unscaling and clipping divides the scaled gradients by; one launch."""
+        scale = scale.to(self.norm.device, non_blocking=True)
+        divisor: Tensor = torch.ops.amp_plugin.clip_factor(self.norm, self.max_norm, scale)
+        return divisor if self.earlier is None else divisor / self.earlier
+
+
 def foldable(record: OptimizerRecord) -> LossScale | None:
     """Return the one loss scale all gradients carry, if the optimizer's kernel may divide by it.
 
     Not if another optimizer steps some of the parameters too: it would not know whether they
-    have been unscaled.
+    have been unscaled. Not if a hook runs before the step: it may look at the gradients.
     """
     if record.shared or not getattr(record.optimizer, "_step_supports_amp_scaling", False):
+        return None
+    if getattr(record.optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks:
         return None
     unit = record.sets[0].unit if record.sets else None
     return unit if all(one.unit is unit for one in record.sets) else None
@@ -75,11 +103,9 @@ def _leave_scaled(record: OptimizerRecord, unit: LossScale | None, found: Tensor
             one.unit, one.residue = None, torch.where(found > 0, scaled, torch.ones_like(scaled))
 
 
-def _factor(unit: LossScale, clip: Tensor | None, given: Tensor | None) -> Tensor:
+def _factor(unit: LossScale, clip: FoldedClip | None, given: Tensor | None) -> Tensor:
     """What the kernel divides by: scale, clipping, and what the user has set."""
-    factor = unit.require()
-    if clip is not None:
-        factor = factor / clip
+    factor = unit.require() if clip is None else clip.divisor(unit.require())
     return factor if given is None else factor * given
 
 
@@ -87,8 +113,9 @@ def write_clip(record: OptimizerRecord) -> None:
     """Write a folded clip into the gradients after all, since more will be added to them."""
     clip, record.clip = record.clip, None
     if clip is not None:
+        factor = clip.factor()
         for one in record.sets:
-            one.multiply_(clip)
+            one.multiply_(factor)
 
 
 def _refuse_changed_after_clip(record: OptimizerRecord) -> None:
