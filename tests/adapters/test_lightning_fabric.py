@@ -1,5 +1,7 @@
 """FabricAmpPrecision: what the stock Fabric plugin refuses or gets wrong, and the plain path."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -158,6 +160,25 @@ def test_closures():
     torch.testing.assert_close(half[:4], full[:4], rtol=0.01, atol=1e-4)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_closure_may_be_the_first_thing_a_plugin_sees(fused):
+    def run(plugin):
+        fabric, model, (optimizer,) = set_up(plugin, fused=fused)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(X)
+            fabric.backward(loss)
+            return loss
+
+        losses = [optimizer.step(closure).item() for _ in range(2)]
+        return losses, model.a.item()
+
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        run(stock(8.0))
+    assert run(FabricAmpPrecision(init_scale=8.0)) == ([6.0, -12.0], -5.0)
+
+
 def test_gradient_penalty_through_the_guard():
     fabric, model, (optimizer,) = set_up(stock())
     x = X.clone().requires_grad_()
@@ -226,7 +247,13 @@ def test_accumulation_and_optimizers_without_gradients():
 
 def test_a_thread_gets_the_dtype_of_the_plugin():
     """As torch's parallel_apply does: autocast on in the thread, dtype left at the default."""
-    plugin = FabricAmpPrecision("fp16")
+    assert dtypes_in_threads(stock()) == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    ours = dtypes_in_threads(FabricAmpPrecision("fp16"))
+    assert ours == [torch.float16, torch.bfloat16, torch.float32, torch.bfloat16]
+
+
+def dtypes_in_threads(plugin):
+    """The output's dtype, and autocast's after the forward, in a thread with autocast on and in one with it off."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     module = nn.Linear(2, 2)
     model = fabric.setup(module)
@@ -242,7 +269,25 @@ def test_a_thread_gets_the_dtype_of_the_plugin():
         thread = threading.Thread(target=worker, args=(autocast,))
         thread.start()
         thread.join()
-    assert dtypes == [torch.float16, torch.bfloat16, torch.float32, torch.bfloat16]
+    return dtypes
+
+
+def test_a_module_set_up_can_be_copied_and_pickled():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision("bf16")])
+    module = nn.Linear(2, 2)
+    model = fabric.setup(module)
+    x = torch.ones(1, 2)
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+    assert torch.equal(pickle.loads(pickle.dumps(module))(x), module(x))
+
+
+def test_a_module_set_up_compiles_without_graph_breaks():
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision("bf16")])
+    module = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+    plain = fabric.setup(copy.deepcopy(module))(x)
+    compiled = fabric.setup(torch.compile(module, backend="eager", fullgraph=True))
+    assert torch.equal(compiled(x), plain)
 
 
 def test_errors():

@@ -100,6 +100,7 @@ class FabricPrecision(PrecisionCore):
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
+        self._ready()  # a first closure runs its forward and backward only below
         self._attempted_steps += 1
         if self.scaler is None:
             return self.plain.optimizer_step(self, optimizer, **kwargs)
@@ -112,6 +113,7 @@ class FabricPrecision(PrecisionCore):
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
+        self._ready()
         if self.scaler is not None:
             self._known(self.scaler, optimizer).ensure_unscaled(optimizer)
 
@@ -127,6 +129,7 @@ class FabricPrecision(PrecisionCore):
             The norm before clipping, float32, 0-dim.
         """
         optimizer = self._unwrap(optimizer)
+        self._ready()
         if self.scaler is None:
             params = list(self.plain.main_params(self, optimizer))
             return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)

@@ -25,25 +25,46 @@ def carry_into_threads(module: nn.Module, plugin: PrecisionCore) -> None:
         module: the module; its DataParallel replicas share the hooks.
         plugin: whose precision and device count.
     """
-    opened = threading.local()
+    region = ThreadRegion(plugin)
+    module.register_forward_pre_hook(region.enter)
+    module.register_forward_hook(region.leave, always_call=True)
 
-    def enter(*_: Any) -> None:
-        regions = vars(opened).setdefault("regions", [])
-        regions.append(_other_dtype_in_a_thread(plugin) and plugin.autocast_context_manager())
+
+class ThreadRegion:
+    """Open a plugin's region around a forward in a thread; copies of the module share it.
+
+    A pickled module leaves the plugin behind, which belongs to the run: there the hooks do nothing.
+    """
+
+    def __init__(self, plugin: PrecisionCore | None = None) -> None:
+        self._plugin = plugin
+        self._opened = threading.local()
+
+    def enter(self, *_: Any) -> None:
+        """Open the region, in a thread where autocast is on with another dtype."""
+        regions = vars(self._opened).setdefault("regions", [])
+        regions.append(self._needed() and self._plugin.autocast_context_manager())  # type: ignore[union-attr]
         if regions[-1]:
             regions[-1].__enter__()
 
-    def leave(*_: Any) -> None:
-        region = opened.regions.pop()
+    def leave(self, *_: Any) -> None:
+        """Close it, if it was opened."""
+        region = self._opened.regions.pop()
         if region:
             region.__exit__(None, None, None)
 
-    module.register_forward_pre_hook(enter)
-    module.register_forward_hook(leave, always_call=True)
+    def _needed(self) -> bool:
+        if self._plugin is None or torch.compiler.is_compiling():
+            return False
+        if threading.current_thread() is threading.main_thread():
+            return False
+        device, dtype = self._plugin.device, DTYPES[self._plugin.settings.precision]
+        return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadRegion:
+        """Return itself: a copy of the module runs under the same plugin."""
+        return self
 
-def _other_dtype_in_a_thread(plugin: PrecisionCore) -> bool:
-    if torch.compiler.is_compiling() or threading.current_thread() is threading.main_thread():
-        return False
-    device, dtype = plugin.device, DTYPES[plugin.settings.precision]
-    return torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) is not dtype
+    def __reduce__(self) -> tuple[type[ThreadRegion], tuple[()]]:
+        """Pickle without the plugin."""
+        return ThreadRegion, ()
