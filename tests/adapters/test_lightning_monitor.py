@@ -72,6 +72,39 @@ def test_skips_in_a_row_stop_the_run_and_name_the_parameters():
     assert monitor.skipped_steps == 5
 
 
+def overflow_in_a(module, batch, batch_idx):
+    first, second = module.optimizers()
+    module.manual_backward(batch * (module.a * torch.inf + module.b))
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_each_optimizer_has_a_row_of_its_own():
+    module, monitor = TwoOptimizers(step=overflow_in_a), AmpMonitor(max_skips_in_a_row=3)
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradients: a\)"):
+        fit(module, AmpPrecision(), steps=20, callbacks=[monitor])
+    assert (module.a.item(), module.b.item()) == (1.0, 1.0 - 3 * 3.0)
+
+
+def test_the_last_steps_are_read_at_the_end():
+    monitor = AmpMonitor(every_n_steps=4)
+    module = OneWeight(overflow_at=(4, 5))
+    plugin = AmpPrecision(init_scale=2.0, min_scale=2.0**-8)
+    with pytest.warns(UserWarning, match=r"fell to 0\.5, below 1.*1 gradients: w"):
+        fit(module, plugin, steps=6, callbacks=[monitor])
+    assert monitor.skipped_steps == 2
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path):
+    path = tmp_path / "a.ckpt"
+    fit(OneWeight(overflow_at=(0, 1)), AmpPrecision(), steps=2).save_checkpoint(path)
+    monitor = AmpMonitor()
+    trainer = fit(OneWeight(overflow_at=(2,)), AmpPrecision(), steps=4, ckpt_path=path, callbacks=[monitor])
+    assert monitor.skipped_steps == trainer.precision_plugin.skipped_steps == 3
+    assert trainer.callback_metrics["skipped_steps"] == 3.0
+
+
 def test_results_are_read_every_few_steps():
     monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
     module = OneWeight(overflow_at=range(9))

@@ -26,8 +26,8 @@ class Monitor:
         self.max_skips_in_a_row = max_skips_in_a_row
         self.every_n_steps = every_n_steps
         self.skipped_steps = 0
-        self._in_a_row = 0
-        self._unread: list[StepResult] = []
+        self._in_a_row: dict[int, int] = {}
+        self._unread: list[tuple[int, StepResult]] = []
         self._warned = False
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -48,13 +48,23 @@ class Monitor:
             observers.remove(self._stepped)
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._unread.append(result)
+        self._unread.append((id(optimizer), result))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on counting where a resumed run has stopped."""
+        self.skipped_steps = trainer.precision_plugin.skipped_steps
+        self._in_a_row.clear()
+        self._unread.clear()
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Read what the last optimizer steps have left."""
+        self._read()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer step; read the device every few steps."""
         if not self._unread:
             return
-        last = self._unread[-1]
+        last = self._unread[-1][1]
         on_host = trainer.precision_plugin.device == "cpu"
         if len(self._unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
             self._read()
@@ -66,27 +76,27 @@ class Monitor:
 
     def _read(self) -> None:
         unread, self._unread = self._unread, []
-        for result in unread:
-            if not result.skipped:
-                self._in_a_row = 0
-                continue
-            self.skipped_steps += 1
-            self._in_a_row += 1
-            if self._in_a_row >= self.max_skips_in_a_row:
-                self._stop(result)
-        last = unread[-1]
-        if last.scale_after < 1.0 and not self._warned:
-            self._warned = True
-            self.warn(
-                f"the loss scale fell to {last.scale_after:g}, below 1: gradients overflow without any "
-                f"scaling ({last.overflow_report()}). Look for a diverging loss, lower the learning rate, or "
-                "use AmpPrecision('bf16')"
-            )
+        for optimizer, result in unread:
+            in_a_row = self._in_a_row.get(optimizer, 0) + 1 if result.skipped else 0
+            self._in_a_row[optimizer] = in_a_row
+            self.skipped_steps += result.skipped
+            if in_a_row >= self.max_skips_in_a_row:
+                self._stop(result, in_a_row)
+            if result.skipped and not self._warned and result.scale_after < 1.0:
+                self._warn_below_one(result)
 
-    def _stop(self, result: StepResult) -> None:
+    def _warn_below_one(self, result: StepResult) -> None:
+        self._warned = True
+        self.warn(
+            f"the loss scale fell to {result.scale_after:g}, below 1: gradients overflow without any "
+            f"scaling ({result.overflow_report()}). Look for a diverging loss, lower the learning rate, or "
+            "use AmpPrecision('bf16')"
+        )
+
+    def _stop(self, result: StepResult, in_a_row: int) -> None:
         cause = f"loss scale {result.scale_after:g}; {result.overflow_report()}"
         msg = (
-            f"{self._in_a_row} optimizer steps in a row were skipped because gradients overflowed ({cause}). "
+            f"{in_a_row} optimizer steps in a row were skipped because gradients overflowed ({cause}). "
             "Look for nan in the loss or the data, compute the named modules in fp32 (fp32_modules=[...]), "
             "use AmpPrecision('bf16'), or raise AmpMonitor(max_skips_in_a_row=...)"
         )
