@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from amp_plugin.adapters.lightning import AmpPrecision
@@ -22,6 +22,7 @@ from tests.adapters.lightning_models import (
     fit,
     regression,
     stock,
+    weight,
 )
 
 pytestmark = QUIET
@@ -101,6 +102,25 @@ def test_an_optimizer_without_gradients():
     assert module.seen == [(1.0, -2.0)]
 
 
+class StepsWhatIsUnused(OneWeight):
+    """Automatic optimization of a weight that the loss does not contain."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = weight()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([self.unused], lr=1.0)
+
+
+def test_an_optimizer_without_gradients_in_automatic_optimization():
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        fit(StepsWhatIsUnused(), stock())
+    module = StepsWhatIsUnused()
+    fit(module, AmpPrecision(), steps=2)
+    assert module.unused.item() == 1.0
+
+
 # -- clipping and hooks -------------------------------------------------------------------------
 
 
@@ -146,18 +166,20 @@ def test_hooks_see_the_gradients_of_a_fused_optimizer(plugin, factor):
     assert norms.norms == [3.0 * factor]
 
 
-def test_clipping_with_a_fused_optimizer_stock():
+@pytest.mark.parametrize("plugin", [stock, lambda: MixedPrecision("bf16-mixed", "cpu")], ids=["fp16", "bf16"])
+def test_clipping_with_a_fused_optimizer_stock(plugin):
     with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(Linear(fused=True), stock(), data=regression(), gradient_clip_val=0.1)
+        fit(Linear(fused=True), plugin(), data=regression(), gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("looked_at", [True, False])
-def test_clipping_with_a_fused_optimizer(algorithm, looked_at):
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_clipping_with_a_fused_optimizer(precision, algorithm, looked_at):
     def weights(fused, **options):
         module = Linear(torch.optim.SGD, fused=fused)
         options |= {"gradient_clip_val": 0.1, "gradient_clip_algorithm": algorithm}
-        fit(module, AmpPrecision(), steps=8, data=regression(), **options)
+        fit(module, AmpPrecision(precision), steps=8, data=regression(), **options)
         return torch.cat([p.detach().flatten() for p in module.parameters()])
 
     callbacks = [GradientNorm()] if looked_at else []
@@ -209,6 +231,44 @@ def test_backward_hooks_and_step_of_manual_optimization_run_without_autocast(plu
         "on_before_optimizer_step": outside,
         "after the step": True,
     }
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("plugin", "casts"), [(stock, 16), (AmpPrecision, 4)], ids=["stock", "ours"])
+def test_casts_of_weights_in_a_window_of_four(plugin, casts):
+    """Of two weights and two biases; the stock plugin turns torch's cache off (Lightning-AI #21611)."""
+    module, cpu = Linear(), torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], record_shapes=True) as profile:
+        fit(module, plugin(), data=regression(4), accumulate_grad_batches=4)
+    shapes = [list(p.shape) for p in module.parameters()]
+    copies = sum(e.name == "aten::_to_copy" and e.input_shapes[0] in shapes for e in profile.events())
+    of_gradients = 4 * 4  # to float32, in each backward
+    kept = sum(event.name == "amp_plugin::cast" for event in profile.events())
+    assert copies - of_gradients + kept == casts
+
+
+class Underflow(OneWeight):
+    """The derivative of the output is 1e-8, which float16 cannot hold."""
+
+    def __init__(self, grad_of):
+        super().__init__()
+        self.net, self.grad_of = torch.nn.Linear(1, 1, bias=False), grad_of
+        torch.nn.init.ones_(self.net.weight)
+
+    def training_step(self, batch, batch_idx):
+        x = batch.reshape(1, 1).requires_grad_()
+        (grad,) = self.grad_of(self, 1e-8 * self.net(x).float().sum(), x)
+        self.seen = grad.item()
+        return super().training_step(batch, batch_idx)
+
+
+def test_gradients_for_a_penalty():
+    module = Underflow(lambda _, output, x: torch.autograd.grad(output, x, create_graph=True))
+    fit(module, stock())
+    assert module.seen == 0.0
+    module = Underflow(lambda module, *args: module.trainer.precision_plugin.grad(*args, create_graph=True))
+    fit(module, AmpPrecision())
+    assert module.seen == pytest.approx(1e-8, rel=1e-3)
 
 
 class SeesLoss(Callback):
@@ -399,6 +459,14 @@ def test_the_stock_plugin_reads_ours(tmp_path):
     assert torch.load(path, weights_only=True)["MixedPrecision"]["scale"] == 256.0
     trainer = fit(OneWeight(), stock(8.0), steps=2, ckpt_path=path)
     assert trainer.scaler.get_scale() == 256.0
+
+
+def test_the_stock_plugin_of_fsdp_takes_no_scaler():
+    with pytest.raises(ValueError, match="does not use a scaler"):
+        FSDPPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
+    plugin = AmpPrecision(init_scale=8.0)
+    assert isinstance(plugin, FSDPPrecision)
+    assert plugin.settings.loss_scale["init_scale"] == 8.0
 
 
 # -- what other code asks -----------------------------------------------------------------------
