@@ -231,7 +231,7 @@ class TrainerPrecision(TrainerCheckpoints):
             listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
             msg = (
                 f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
-                "self.manual_backward() did not make: their loss was not scaled, so fp16 has lost small ones; "
+                "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "
                 "write self.manual_backward(loss) instead of loss.backward()"
             )
             raise RuntimeError(msg)
