@@ -56,7 +56,7 @@ def clip_norm(
     Raises:
         RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
     """
-    max_norm = float(max_norm)
+    max_norm, norm_type = float(max_norm), float(norm_type)
     if not scaler.is_enabled():
         return torch.nn.utils.clip_grad_norm_(_params_of(target), max_norm, norm_type, error_if_nonfinite)
     if isinstance(target, Optimizer):
@@ -73,10 +73,11 @@ def clip_norm(
             "With a loss scale this happens at times, the step is skipped: leave error_if_nonfinite=False."
         )
         raise RuntimeError(msg)
-    factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
     if record is not None and folded:
-        record.clip = factor if record.clip is None else record.clip * factor
+        earlier = None if record.clip is None else record.clip.factor()
+        record.clip = folding.FoldedClip(norm, max_norm, earlier)
         return norm
+    factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
     for one in sets:
         one.clip_(factor, norm_type)
     return norm
@@ -106,7 +107,7 @@ def _norm_of_record(
     if not folded:
         return _unscale(scaler, record, norm_type), False
     norm, _ = stepping.check(scaler, record, write=False, norm_type=norm_type)
-    return (norm if record.clip is None else norm * record.clip), True
+    return (norm if record.clip is None else norm * record.clip.factor()), True
 
 
 def _unscale(scaler: OptimizerCalls, record: OptimizerRecord, norm_type: float = 2.0) -> Tensor:
@@ -141,17 +142,19 @@ def _records_of(scaler: OptimizerCalls, target: Optimizer | list[Tensor]) -> lis
     """The records of the optimizers that step the given parameters."""
     if isinstance(target, Optimizer):
         return [scaler._record(target)]
-    wanted = {id(param) for param in _params_of(target) if param.grad is not None}
+    params = _params_of(target)
+    wanted = {id(param) for param in params}
+    unknown = {id(param) for param in params if param.grad is not None}
     records = []
     for record in scaler._registry:
         scaler._registry.refresh(record)
         own = {id(param) for param in record.params}
-        if own & wanted:
+        if own & wanted:  # also without gradients here: other ranks may have some, and wait for this one
             records.append(record)
-        wanted -= own
-    if wanted:
+        unknown -= own
+    if unknown:
         msg = (
-            f"clip: {len(wanted)} of the parameters belong to no optimizer this scaler knows, so the scale "
+            f"clip: {len(unknown)} of the parameters belong to no optimizer this scaler knows, so the scale "
             "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
         )
         raise RuntimeError(msg)

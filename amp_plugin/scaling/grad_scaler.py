@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, TypeVar, cast
 
@@ -133,8 +134,9 @@ class GradScaler(ScalerState):
         self._core_agreed = False
         self._skipped = None
         self._floor = []
-        self._open_results = []
+        self._open_results = weakref.WeakKeyDictionary()
         self._last_backward = None
+        self._backward = -1
         if self._enabled:
             native_core()
 
@@ -170,6 +172,16 @@ class GradScaler(ScalerState):
 
     def _begin_backward(self, loss_scale: LossScale) -> None:
         """Called before a backward from an output scaled by ``loss_scale`` makes gradients."""
+        backward = torch._C._current_graph_task_id()
+        if self._last_backward is not None and backward == self._backward:
+            if self._last_backward[0] is not loss_scale:
+                msg = (
+                    "one backward() brings gradients of two losses with scales of their own, which cannot be "
+                    "told apart: call backward() on each scaled loss, one after the other."
+                )
+                raise RuntimeError(msg)
+            return
+        self._backward = backward
         self._last_backward = (loss_scale, loss_scale.generation, loss_scale.snapshot())
         again = [
             r for r in self._registry if r.stage is OptState.UNSCALED and any(s.unit is None for s in r.sets)
@@ -178,6 +190,10 @@ class GradScaler(ScalerState):
             folding.write_clip(record)
         for gradients in self._registry.sets():
             gradients.begin_backward(loss_scale)
+        for record in self._registry:
+            if record.norm is not None:
+                for gradients in record.sets:
+                    gradients.mark_backward()
         if again:
             after_backward(lambda: self._unscale_again(again))
 

@@ -15,6 +15,7 @@ from amp_plugin.scaling.gradients import GradientLedger, Group, group_gradients,
 from amp_plugin.scaling.loss_scale import LossScale
 
 _MEASURED = 0  # the ledger's slot for the last measurement; optimizers' slots start at 1
+_BACKWARD = -1  # the slot for what was there when a backward began after a measurement
 
 
 class GradientSet:
@@ -27,6 +28,7 @@ class GradientSet:
         residue: A factor they still carry although ``unit`` is None, float32, 0-dim: after a folded
             step they are unscaled if it was taken and scaled if not. None means 1.
         overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if nobody looked.
+        overwritten: Measurements that no longer hold, for their flags; joined where they are alike.
         touched: Slots of the owners that have not stepped since the last scaled backward.
         consumed: Slots of the owners that have stepped since gradients last changed unit.
         parts: The last measurement, while it holds; None otherwise.
@@ -38,10 +40,12 @@ class GradientSet:
         self.unit: LossScale | None = None
         self.residue: Tensor | None = None
         self.overflow: Tensor | None = None
+        self.overwritten: list[Part] = []
         self.touched: set[int] = set()
         self.consumed: set[int] = set()
         self.parts: list[Part] | None = None
         self._norm_type = 2.0
+        self._marked = False
         self._ledger: GradientLedger = make_ledger(params)
 
     @property
@@ -115,6 +119,18 @@ class GradientSet:
             self.overflow = (
                 found if kept is None else torch.maximum(kept, found.to(kept.device, non_blocking=True))
             )
+            self._keep_flags(part)
+
+    def _keep_flags(self, part: Part) -> None:
+        for i, kept in enumerate(self.overwritten):
+            if kept.positions == part.positions and kept.flags.device == part.flags.device:
+                self.overwritten[i] = kept._replace(flags=kept.flags | part.flags)
+                return
+        self.overwritten.append(part)
+
+    def flagged(self) -> list[Part]:
+        """Return all measurements since the last step, for their flags."""
+        return [*self.overwritten, *(self.parts or ())]
 
     def _remember(self, norm_type: float) -> None:
         self._norm_type = norm_type
@@ -133,6 +149,7 @@ class GradientSet:
         present = self._ledger.count() > 0
         if not present:
             self.overflow = self.parts = None
+            self.overwritten = []
         if self.unit is unit:
             return
         if present:
@@ -145,6 +162,16 @@ class GradientSet:
             if self.unit is not None:
                 self.unit.record(overflow)
         self.unit, self.residue, self.parts, self.consumed = unit, None, None, set()
+
+    def mark_backward(self) -> None:
+        """Note the gradients at the beginning of a backward, for :meth:`grown`."""
+        self._ledger.remember(_BACKWARD)
+        self._marked = True
+
+    def grown(self) -> bool:
+        """Whether that backward has added to the gradients; asked once."""
+        marked, self._marked = self._marked, False
+        return marked and self._ledger.compare(_BACKWARD) > GradientLedger.SAME
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply the gradients by a device-side factor; returns whether a product is not finite."""
@@ -171,8 +198,8 @@ class GradientSet:
         self._ledger.remember(slot)
         self.touched.discard(slot)
         self.consumed.add(slot)
-        self.overflow = None
-        self.parts = None
+        self.overflow = self.parts = None
+        self.overwritten = []
 
     def split(self, params: list[Tensor], owners: frozenset[int]) -> GradientSet:
         """Return a set of some of these parameters, in the same unit."""

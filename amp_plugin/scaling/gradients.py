@@ -17,6 +17,8 @@ from torch import Tensor
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.spread import Spread, local_gradient
 
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
 Measured = tuple[Tensor, Tensor, Tensor]
 """Norm, found_inf and flags, as the ops return them."""
 
@@ -150,6 +152,8 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
         return grad._values()
+    if grad.layout in _COMPRESSED:
+        return grad.values()
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
     return grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,8 +28,9 @@ class OptimizerCalls(TorchInterface):
     _sync_free: bool
     _requested: bool
     _floor: list[HostFlag]
-    _open_results: list[tuple[StepResult, LossScale]]
+    _open_results: weakref.WeakKeyDictionary[StepResult, LossScale]
     _last_backward: tuple[LossScale, int, Tensor] | None
+    _backward: int
     _skipped: Tensor | None
     _skipped_before: int = 0
 

@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
@@ -16,6 +16,9 @@ from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.spread import Spread, parameter_spreads
 from amp_plugin.scaling.step_result import StepResult
+
+if TYPE_CHECKING:
+    from amp_plugin.scaling.folding import FoldedClip
 
 
 class OptimizerRecord:
@@ -30,7 +33,7 @@ class OptimizerRecord:
         stage: What torch's scaler would say: READY, UNSCALED or STEPPED.
         norm: Norm of the unscaled gradients, before clipping; None if not measured yet.
         losses: The loss scales its gradients were multiplied by.
-        clip: Factor still to be handed to a fused optimizer; None if there is none.
+        clip: A clip left to the kernel of a fused optimizer; None if there is none.
         result: The last step's; None before the first.
         skipped: Steps skipped so far, float32, 0-dim, on the device; None before the first step.
         takes_scaler: Whether ``step`` has a ``grad_scaler`` parameter; None if not looked up yet.
@@ -56,7 +59,7 @@ class OptimizerRecord:
         """Start a new window: nothing is measured, nothing is to be clipped."""
         self.norm: Tensor | None = None
         self.losses: list[LossScale] = []
-        self.clip: Tensor | None = None
+        self.clip: FoldedClip | None = None
         self.found_inf_per_device: dict[Any, Tensor] = {}
 
     @property
@@ -83,6 +86,10 @@ class OptimizerRecord:
             else default_names(optimizer)
         )
         return [*known, *rest[len(known) :]]
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of one of the parameters."""
+        return self.all_names()[next(i for i, p in enumerate(self.params) if p is param)]
 
     def __getitem__(self, key: str) -> Any:
         """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""

@@ -38,11 +38,15 @@ def local_gradient(param: Tensor) -> tuple[Tensor, Spread | None]:
 
         whole = [Replicate() if p.is_partial() else p for p in grad.placements]
         grad = param.grad = grad.redistribute(placements=whole)
-    sharded = tuple(not placement.is_replicate() for placement in grad.placements)
     local = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
-    return local, Spread(grad.device_mesh, sharded)
+    return local, Spread(grad.device_mesh, _sharded(grad.placements))
+
+
+def _sharded(placements: Sequence[Any]) -> tuple[bool, ...]:
+    """Along which mesh dimensions elements differ; FSDP2 over tensor parallelism has kinds of its own."""
+    return tuple(not (placement.is_replicate() or placement.is_partial()) for placement in placements)
 
 
 def _is_dtensor(grad: Tensor) -> bool:
@@ -62,5 +66,5 @@ def parameter_spreads(params: Sequence[Tensor]) -> tuple[Spread, ...]:
     for param in params:
         if _is_dtensor(param):
             tensor: Any = param
-            found[Spread(tensor.device_mesh, tuple(p.is_shard() for p in tensor.placements))] = None
+            found[Spread(tensor.device_mesh, _sharded(tensor.placements))] = None
     return tuple(found)

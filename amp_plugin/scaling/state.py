@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
 from torch.amp.grad_scaler import OptState
+from typing_extensions import Self
 
+from amp_plugin.scaling import updating
 from amp_plugin.scaling.distributed import Groups
 from amp_plugin.scaling.loss_scale import DynamicLossScale, LossScale
 from amp_plugin.scaling.optimizer_calls import OptimizerCalls
@@ -44,16 +47,23 @@ class ScalerState(OptimizerCalls):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
 
-        An empty or foreign state leaves the scaler as it is, with a warning.
+        An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
+        step are converted to the loaded scale.
 
         Args:
             state_dict: What :meth:`state_dict` returned.
+
+        Raises:
+            RuntimeError: A scaled float16 gradient waits for a step.
         """
         if not self._enabled:
             return
         if not isinstance(state_dict, dict) or "scale" not in state_dict:
             warnings.warn(_foreign_text(state_dict), UserWarning, stacklevel=2)
             return
+        updating.refuse_fp16(self, "load_state_dict()")
+        self._requested = False
+        before = [(one, one.snapshot()) for one in self._all_loss_scales() if one.value is not None]
         ours = state_dict.get(_OUR_KEY, {})
         _restore(self._loss_scale, state_dict, ours.get("hysteresis_tracker"))
         self._skipped_before = int(ours.get("skipped_steps", 0))
@@ -62,9 +72,31 @@ class ScalerState(OptimizerCalls):
         for name, one in self._loss_scales.items():
             if name in saved:
                 _restore(one, saved[name], saved[name].get("hysteresis_tracker"))
+        for one, old in before:
+            updating.convert(self, one, old)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy between iterations: the same process groups, optimizers and gradients stay behind."""
+        twin = type(self).__new__(type(self))
+        twin.__setstate__(copy.deepcopy(self._between_iterations(), memo))
+        twin._groups = self._groups
+        return twin
+
+    def __copy__(self) -> Self:
+        """As deepcopy: a scale cannot be shared."""
+        return copy.deepcopy(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle or copy between iterations: optimizers and gradients stay behind."""
+        """Pickle between iterations: optimizers and gradients stay behind."""
+        if self._groups:
+            msg = (
+                "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "
+                "process: save its state_dict() and load it into a scaler made with the new groups."
+            )
+            raise RuntimeError(msg)
+        return self._between_iterations()
+
+    def _between_iterations(self) -> dict[str, Any]:
         for record in self._registry:
             busy = any(one.pending(record.slot) for one in record.sets)
             if self._enabled and (busy or record.stage is not OptState.READY):
@@ -80,6 +112,7 @@ class ScalerState(OptimizerCalls):
             "_requested",
             "_floor",
             "_last_backward",
+            "_backward",
             "_open_results",
             "_groups",
             "_skipped",
@@ -88,7 +121,7 @@ class ScalerState(OptimizerCalls):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Start with the pickled numbers and no optimizers; process groups must be given anew."""
+        """Start with the pickled numbers and no optimizers and no process groups."""
         self.__dict__.update(state)
         self._groups = Groups()
         self._start()

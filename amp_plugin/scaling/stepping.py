@@ -36,6 +36,9 @@ def check(
         Norm of the unscaled gradients and found_inf, float32, 0-dim, on the loss scale's device.
     """
     parts: list[Part] = []
+    grown = [one.grown() for one in record.sets]
+    if any(grown):
+        record.norm = None  # it was that of fewer micro-batches
     for one in record.sets:
         assume(scaler, record, one)
         if one.unit is not None:
@@ -55,7 +58,7 @@ def check(
         for loss_scale in record.losses:
             loss_scale.record(found)
     if write and record.clip is not None:
-        norm = norm * record.clip
+        norm = norm * record.clip.factor()
         folding.write_clip(record)
     return norm, found
 
@@ -85,9 +88,9 @@ def _refuse_fp16(scaler: OptimizerCalls, record: OptimizerRecord, one: GradientS
         return
     position = one.first_of_dtype(torch.float16)
     if position is not None:
-        index = next(i for i, p in enumerate(record.params) if p is one.params[position])
+        name = record.name_of(one.params[position])
         msg = (
-            f"Attempting to unscale FP16 gradients. Parameter {record.all_names()[index]!r} is float16: keep "
+            f"Attempting to unscale FP16 gradients. Parameter {name!r} is float16: keep "
             "parameters in float32 and let autocast cast them (model.float()), or pass fp16_gradients=True "
             "to GradScaler and lose gradients below 6e-8."
         )
@@ -134,7 +137,7 @@ def finish(
         flags=_named_flags(record),
         known=known,
     )
-    scaler._open_results.append((record.result, scales[0]))
+    scaler._open_results[record.result] = scales[0]
     record.skipped = found if record.skipped is None else record.skipped + found
     scaler._skipped = found if scaler._skipped is None else scaler._skipped + found
     record.stage = OptState.STEPPED
@@ -149,13 +152,16 @@ class _named_flags:  # noqa: N801 -- a function with storage
     def __init__(self, record: OptimizerRecord) -> None:
         self._record = record
         self._params = record.params
-        self._parts = [(one.params, part) for one in record.sets for part in one.parts or ()]
+        self._parts = [(one.params, part) for one in record.sets for part in one.flagged()]
 
     def __call__(self) -> Iterator[tuple[str, int]]:
         names = self._record.all_names()
         index = {id(param): i for i, param in enumerate(self._params)}
+        found: dict[int, int] = {}
         for params, part in self._parts:
             positions = range(len(params)) if part.positions is None else part.positions
             for position, flag in zip(positions, part.flags.tolist(), strict=True):
                 if flag:
-                    yield names[index[id(params[position])]], flag
+                    place = index[id(params[position])]
+                    found[place] = found.get(place, 0) | flag
+        return iter((names[place], found[place]) for place in sorted(found))

@@ -62,6 +62,10 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
 
     Returns:
         What ``optimizer.step`` returns, whether the step was undone or not.
+
+    Raises:
+        RuntimeError: The step has changed what cannot be put back: an option of a group, or what state
+            there is.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     current = [_local(p) for p in params]
@@ -69,12 +73,45 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
         _local(v) for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)
     ]
     before = [t.clone() for t in current]
+    options, kinds = _options(optimizer), _kinds_of_state(optimizer, params)
     with torch.enable_grad():
         value = optimizer.step(*args, **kwargs)
+    _refuse_if_changed(optimizer, options, _options(optimizer), "param_groups")
+    _refuse_if_changed(optimizer, kinds, _kinds_of_state(optimizer, params), "the state")
     undo = found_inf > 0
     for tensor, old in zip(current, before, strict=True):
         torch.where(undo, old, tensor, out=tensor)
     return value
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """The numbers in the groups, which a step must leave alone."""
+    return {
+        f"{number}.{name}": value
+        for number, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if isinstance(value, bool | int | float | str | tuple)
+    }
+
+
+def _kinds_of_state(optimizer: Optimizer, params: list[Tensor]) -> dict[str, Any]:
+    return {
+        f"{number}.{name}": type(value).__name__
+        for number, param in enumerate(params)
+        for name, value in optimizer.state.get(param, {}).items()
+    }
+
+
+def _refuse_if_changed(
+    optimizer: Optimizer, before: dict[str, Any], after: dict[str, Any], where: str
+) -> None:
+    if before != after:
+        name = next(key for key in {**before, **after} if before.get(key) != after.get(key))
+        msg = (
+            f"sync_free=True: a step of {type(optimizer).__name__} changes {name.split('.', 1)[1]!r} in "
+            f"{where}, which cannot be put back on the device; pass sync_free=False to GradScaler."
+        )
+        raise RuntimeError(msg)
 
 
 def _local(tensor: Tensor) -> Tensor:

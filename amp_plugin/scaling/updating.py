@@ -25,14 +25,15 @@ def request(scaler: OptimizerCalls, new_scale: float | Tensor | None) -> None:
         scaler._requested = True
         settle(scaler, force=False)
         return
-    scaler._requested = False
     value = _checked(new_scale)
+    refuse_fp16(scaler, f"update({new_scale!r})")
+    scaler._requested = False
     for loss_scale in scaler._all_loss_scales():
         if loss_scale.value is not None:
             loss_scale.found_inf = None
             old = loss_scale.snapshot()
             loss_scale.fill_(value)
-            _convert(scaler, loss_scale, old)
+            convert(scaler, loss_scale, old)
 
 
 def settle(scaler: OptimizerCalls, *, force: bool) -> None:
@@ -54,14 +55,28 @@ def settle(scaler: OptimizerCalls, *, force: bool) -> None:
             at_floor = loss_scale.update_()
             if at_floor is not None:
                 scaler._floor.append(HostFlag(at_floor))
-            _convert(scaler, loss_scale, old)
-    for result, loss_scale in scaler._open_results:
+            convert(scaler, loss_scale, old)
+    for result, loss_scale in list(scaler._open_results.items()):
         result.close(loss_scale.snapshot())
     scaler._open_results.clear()
     _raise_at_floor(scaler)
 
 
-def _convert(scaler: OptimizerCalls, loss_scale: LossScale, old: Tensor) -> None:
+def refuse_fp16(scaler: OptimizerCalls, call: str) -> None:
+    """Raise if float16 gradients wait that a new scale would have to be written into."""
+    for record in scaler._registry:
+        for one in record.sets:
+            position = one.first_of_dtype(torch.float16) if one.unit is not None else None
+            if position is not None:
+                name = record.name_of(one.params[position])
+                msg = (
+                    f"{call} would convert the float16 gradient of parameter {name!r} to another scale, "
+                    "which loses small ones: call it after step(), or clear the gradients with zero_grad()."
+                )
+                raise RuntimeError(msg)
+
+
+def convert(scaler: OptimizerCalls, loss_scale: LossScale, old: Tensor) -> None:
     """Multiply the gradients that carry the old scale by new/old."""
     carriers: list[GradientSet] = [
         one for one in scaler._registry.sets() if one.unit is loss_scale and one.ledger.count()

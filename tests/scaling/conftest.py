@@ -1,5 +1,7 @@
 """What the scaling tests share: tiny models whose gradients are known."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -67,3 +69,20 @@ def without_native(monkeypatch):
 
     off = NativeCore(loaded=False, reason="switched off", library=None, region=None, seconds=0.0)
     monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)
+
+
+@pytest.fixture
+def forbid_host_syncs():
+    """A context in which reading a tensor's value fails; on the CPU that is what a host sync is."""
+
+    @contextlib.contextmanager
+    def forbid():
+        def refuse(*_):
+            raise AssertionError("a host sync")
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+                patch.setattr(torch.Tensor, name, refuse)
+            yield
+
+    return forbid

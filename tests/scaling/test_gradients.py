@@ -113,6 +113,18 @@ def test_sparse(poison):
         assert result.norm.item() == pytest.approx(4.0)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch says it once
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
+def test_compressed(layout):
+    param = torch.nn.Parameter(torch.eye(4).to_sparse(layout=layout))
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    param.grad = (torch.eye(4) * 16.0).to_sparse(layout=layout)
+    assert scaler.clip_grad_norm_(optimizer, 1e9).item() == 4.0
+    assert param.grad.values().tolist() == [2.0] * 4
+
+
 def test_sparse_float16_duplicates_that_overflow_together():
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
     values = torch.tensor([60000.0, 60000.0], dtype=torch.float16)

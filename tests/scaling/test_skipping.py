@@ -144,6 +144,55 @@ def test_the_report_names_the_parameters(fused, names):
     assert str(report) == f"inf in 2 gradients: {first}, {last}; nan in 1 gradients: {last}"
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_report_knows_what_has_been_overwritten(weights, fused):
+    one = weights(fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(1.0) + one.params[1].sum() * math.inf).backward()
+    scaler.clip_grad_value_(one.optimizer, 1.0)
+    one.params[2].grad[0] = math.nan
+    scaler.step(one.optimizer)
+    report = scaler.last_step(one.optimizer).overflow_report()
+    assert report == OverflowReport(inf=("group 0[1]",), nan=("group 0[2]",))
+    one.optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(one.loss(1.0)).backward()
+    scaler.step(one.optimizer)
+    assert not scaler.last_step(one.optimizer).overflow_report()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("early", ["unscale", "clip", "fold"])
+def test_the_norm_of_a_step_is_that_of_all_micro_batches(weights, fused, early):
+    one, other = weights(fused=fused), weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer, other.optimizer)
+    calls = {
+        "unscale": lambda: scaler.unscale_(one.optimizer),
+        "clip": lambda: scaler.clip_grad_norm_(one.optimizer, 1e9),
+        "fold": lambda: scaler.clip_grad_norm_(one.optimizer, 1e9, fold=True),
+    }
+    for gradient in (3.0, 4.0):
+        scaler.scale(one.loss(gradient)).backward()
+        calls[early]()
+    scaler.clip_grad_norm_(one.optimizer, 0.5)
+    scaler.scale(other.loss(1.0)).backward()  # adds nothing to the first one's
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).norm.item() == pytest.approx(7.0 * 12**0.5, rel=1e-6)
+
+
+def test_results_nobody_keeps_are_not_kept(weights):
+    """A constant scale needs no update(): without one, results must not pile up."""
+    one = weights()
+    scaler = GradScaler("cpu", dynamic=False)
+    for _ in range(5):
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(1.0)).backward()
+        scaler.step(one.optimizer)
+    assert len(scaler._open_results) == 1
+
+
 def test_the_report_is_short_for_many():
     report = OverflowReport(inf=tuple(f"p{i}" for i in range(9)))
     assert str(report) == "inf in 9 gradients: p0, p1, p2, p3, p4 and 4 more"
@@ -220,22 +269,20 @@ def test_the_value_of_step_is_returned(weights):
     assert scaler.step(one.optimizer, None) is None
 
 
-def test_no_host_sync_before_somebody_asks(weights, monkeypatch):
-    """On the fused path nothing is read back; on the CPU a read is a call of item()."""
+def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs):
+    """On the fused path nothing is read back."""
     one = weights(fused=True, optimizer=torch.optim.AdamW)
     scaler = GradScaler("cpu", init_scale=8.0)
-
-    def refuse(*_):
-        raise AssertionError("a host sync")
-
-    for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
-        monkeypatch.setattr(torch.Tensor, name, refuse)
-    for _ in range(3):
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(3.0)).backward()
+    with forbid_host_syncs():
+        for fold in (False, True, True):
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(3.0)).backward()
+            scaler.clip_grad_norm_(one.optimizer, 1.0, fold=fold)
+            if not fold:
+                scaler.clip_grad_norm_(one.params, 0.5)
+                scaler.clip_grad_value_(one.optimizer, 0.5)
+            scaler.step(one.optimizer)
+            scaler.update()
+        assert scaler.last_step(one.optimizer).norm is not None
         scaler.clip_grad_norm_(one.optimizer, 1.0)
-        scaler.clip_grad_norm_(one.params, 0.5)
-        scaler.step(one.optimizer)
-        scaler.update()
-    monkeypatch.undo()
     assert not scaler.last_step(one.optimizer).skipped

@@ -46,6 +46,51 @@ def test_a_skipped_first_step_leaves_no_state():
     assert not optimizer.state
 
 
+class HalvesItsRate(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        self.param_groups[0]["lr"] /= 2
+
+
+class MakesStateLater(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["late"] = torch.zeros_like(p)
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [(HalvesItsRate, "HalvesItsRate changes 'lr' in param_groups"), (MakesStateLater, "'late' in the state")],
+)
+def test_steps_that_cannot_be_undone_are_refused(cls, text):
+    model = torch.nn.Linear(2, 1)
+    optimizer = cls(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", sync_free=True)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    with pytest.raises(RuntimeError, match=f"{text}.*pass sync_free=False"):
+        scaler.step(optimizer)
+
+
+def test_no_host_sync_where_torch_needs_one(forbid_host_syncs):
+    model = torch.nn.Linear(2, 1)
+    options = {"lr": torch.tensor(0.1), "capturable": False, "foreach": True}
+    optimizer = torch.optim.Adadelta(model.parameters(), **options)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()  # makes the state
+
+    def iterate(scaler):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        with forbid_host_syncs():
+            scaler.step(optimizer)
+            scaler.update()
+
+    iterate(GradScaler("cpu", sync_free=True))
+    with pytest.raises(AssertionError, match="a host sync"):
+        iterate(torch.amp.GradScaler("cpu"))
+
+
 def test_state_that_is_no_tensor_is_refused():
     class Counts(torch.optim.SGD):
         def step(self, closure=None):

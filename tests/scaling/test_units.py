@@ -392,6 +392,16 @@ def test_setting_the_scale_by_hand_converts_pending_gradients(weights):
     assert one.value == -3.0
 
 
+@pytest.mark.parametrize("scaler_class", [GradScaler, STOCK])
+def test_loading_a_state_converts_pending_gradients(weights, scaler_class):
+    one = weights()
+    scaler = fresh(scaler_class, one.optimizer)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0})
+    scaler.step(one.optimizer)
+    assert one.value == (-3.0 if scaler_class is GradScaler else -0.75)
+
+
 def test_an_overflow_by_rescaling_skips_the_step(weights):
     one = weights()
     scaler = fresh(GradScaler, one.optimizer)
@@ -431,6 +441,20 @@ def test_fp16_gradients_are_not_rescaled_the_update_waits():
     assert (scaler.get_scale(), half[0].item()) == (16.0, -5.0)
 
 
+def test_fp16_gradients_are_not_converted_by_hand_either():
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=1.0)
+    scaler = fresh(GradScaler, optimizer, fp16_gradients=True)
+    scaler.scale((half * 5.0).sum()).backward()
+    state = scaler.state_dict()
+    for call in (lambda: scaler.update(2.0), lambda: scaler.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match="float16 gradient of parameter 'group 0\\[0\\]'.*zero_grad"):
+            call()
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    assert (scaler.get_scale(), half[0].item()) == (2.0, -5.0)
+
+
 # -- one scale per loss -----------------------------------------------------------------------------
 
 
@@ -459,6 +483,25 @@ def test_an_overflow_backs_off_the_scale_of_its_loss_only(weights):
     scaler.update()
     assert one.value == 0.0
     assert (scaler.get_scale(), scaler.get_scale("penalty")) == (8.0, 4.0)
+
+
+@pytest.mark.parametrize("how", ["sum", "list"])
+def test_one_backward_for_two_scales_is_refused(weights, how):
+    one = weights()
+    scaler = fresh(GradScaler, one.optimizer, losses=("penalty",))
+    losses = scaler.scale(one.loss(3.0)), scaler.scale(one.loss(4.0), name="penalty")
+    with pytest.raises(
+        RuntimeError, match="two losses with scales of their own.*call backward\\(\\) on each"
+    ):
+        sum(losses).backward() if how == "sum" else torch.autograd.backward(losses)
+
+
+def test_one_backward_for_two_losses_of_one_scale(weights):
+    one = weights()
+    scaler = fresh(GradScaler, one.optimizer)
+    torch.autograd.backward([scaler.scale(one.loss(3.0)), scaler.scale(one.loss(4.0))])
+    scaler.step(one.optimizer)
+    assert one.value == -7.0
 
 
 def test_one_scale_per_optimizer(weights):
