@@ -223,7 +223,7 @@ def test_rules_reach_compiled_code_from_outside_only():
     torch.compiler.reset()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_torchscript_is_refused():
     scripted = torch.jit.trace(nn.Linear(3, 3), X)
     with pytest.raises(TypeError, match="is TorchScript and cannot be changed; apply this before scripting"):
