@@ -18,9 +18,13 @@ NAMES = (
     "clipping",
     "accumulation",
     "gradient_penalty",
+    "gradient_penalty_lightning",
     "wgan_gp",
+    "wgan_gp_lightning",
+    "wgan_gp_accelerate",
     "several_losses",
     "several_models",
+    "several_models_accelerate",
     "custom_functions",
     "fp32_module",
     "threads",
@@ -32,6 +36,14 @@ NAMES = (
     "char_gpt",
     "inference",
 )  # fmt: skip
+FRAMEWORKS = ("_lightning", "_accelerate")  # ends of the names of a recipe's other forms
+
+
+def plain_name(name: str) -> str:
+    """Return the recipe that ``name`` is a form of, whose configs it takes; a plain recipe's own name."""
+    for end in FRAMEWORKS:
+        name = name.removesuffix(end)
+    return name
 
 
 def about(name: str) -> str:
@@ -73,7 +85,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     """
     recipe = load(name)
     config = config_from_command_line(
-        recipe.Config, default=f"configs/{name}/fp16.yaml", about=about(name), arguments=arguments
+        recipe.Config, default=f"configs/{plain_name(name)}/fp16.yaml", about=about(name), arguments=arguments
     )
     record = recipe.train(config)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports

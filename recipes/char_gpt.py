@@ -28,7 +28,9 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
+    steps: int = 600
     batch_size: int = 4
+    learning_rate: float = 6e-3
     micro_batches: int = 2
     max_norm: float = 1.0
     context: int = 48

@@ -61,7 +61,7 @@ def train(config: Config) -> TrainingRecord:
         scaler.step(optimizer)
         scaler.update()
         record.add_scaled_step(loss, scaler, optimizer)
-        record.add_to_curve("gradient norm before clipping", norm)
+        record.add_to_curve("gradient norm, unclipped", norm)
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     return record

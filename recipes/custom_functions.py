@@ -30,7 +30,7 @@ DEVICE = "cpu"  # the decorators name it: the autocast state of this device coun
 class Config(RecipeConfig):
     """What a config of this recipe may set; the device is the CPU."""
 
-    steps: int = 300
+    steps: int = 800
     learning_rate: float = 1e-2
     width: int = 64
 

@@ -30,7 +30,7 @@ SIZE = 30.0  # of the vectors' elements; squared distances are some 1e5
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    steps: int = 300
+    steps: int = 800
     learning_rate: float = 1e-2
     width: int = 64
     centres: int = 40

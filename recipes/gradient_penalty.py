@@ -23,6 +23,8 @@ from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
 
+PENALTY = "penalty (squared norm)"
+
 
 @dataclass
 class Config(RecipeConfig):
@@ -59,7 +61,7 @@ def train(config: Config) -> TrainingRecord:
         scaler.step(optimizer)
         scaler.update()
         record.add_scaled_step(loss, scaler, optimizer)
-        record.add_to_curve("penalty (squared norm)", penalty)
+        record.add_to_curve(PENALTY, penalty)
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     return record

@@ -23,7 +23,7 @@ from amp_plugin import GradScaler, autocast
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
-from recipes.training_record import TrainingRecord
+from recipes.training_record import Share, TrainingRecord
 
 
 @dataclass
@@ -65,11 +65,14 @@ def train(config: Config) -> TrainingRecord:
     labels = torch.cat([labels for _, labels in loaders.test])
     record.test_accuracy = float((low.argmax(1) == labels).double().mean())
     record.results |= {
-        "test accuracy in fp32": float((full.argmax(1) == labels).double().mean()),
-        "same answers as in fp32": float((low.argmax(1) == full.argmax(1)).double().mean()),
+        "test accuracy in fp32": Share((full.argmax(1) == labels).double().mean()),
+        "same answers as in fp32": Share((low.argmax(1) == full.argmax(1)).double().mean()),
         "largest difference of a probability": float((low - full).abs().max()),
         "time for the test images": f"{low_seconds * 1e3:.1f} ms, in fp32 {full_seconds * 1e3:.1f} ms",
     }
+    if config.precision.mixed:
+        differences = (low - full).abs().flatten().tolist()
+        record.histograms["differences"] = ("difference of a probability from fp32's", differences)
     return record
 
 

@@ -28,7 +28,7 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    steps: int = 12
+    steps: int = 8
     batch_size: int = 2000
     learning_rate: float = 1.0
     iterations: int = 8

@@ -36,7 +36,7 @@ class Scales(Enum):
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    steps: int = 300
+    steps: int = 800
     learning_rate: float = 1e-2
     scales: Scales = Scales.per_loss
     drawing_weight: float = 1e-3
@@ -100,6 +100,8 @@ def train(config: Config) -> TrainingRecord:
         scaler.update()
         record.add_scaled_step(naming, scaler, optimizer)
         record.add_to_curve("drawing loss (squared ink)", drawing.detach() / config.drawing_weight)
+        if names and scaler.is_enabled():
+            record.add_to_curve("drawing's loss scale (factor)", scaler.get_scale("drawing"))
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     if names and scaler.is_enabled():

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 from rich.progress import track
+from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 from amp_plugin import GradScaler, autocast
@@ -22,6 +23,8 @@ from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
+
+DISAGREEMENT = "disagreement (nats)"
 
 
 @dataclass
@@ -31,8 +34,15 @@ class Config(RecipeConfig):
     widths: list[int] = field(default_factory=lambda: [4, 8])
 
 
+def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the loss of both models and the part that is their disagreement, from logits ``[B, 10]``."""
+    first, second = (logits.float().log_softmax(dim=1) for logits in (first, second))
+    disagreement = kl_div(first, second, log_target=True, reduction="batchmean")
+    return nll_loss(first, labels) + nll_loss(second, labels) + disagreement, disagreement
+
+
 def train(config: Config) -> TrainingRecord:
-    """Train a digits classifier, test it, and return what happened.
+    """Train two digits classifiers, test them, and return what happened.
 
     Args:
         config: a checked config.
@@ -56,15 +66,13 @@ def train(config: Config) -> TrainingRecord:
         for optimizer in optimizers:
             optimizer.zero_grad()
         with region:
-            first, second = (model(images).float().log_softmax(dim=1) for model in models)
-            agreement = kl_div(first, second, log_target=True, reduction="batchmean")
-            loss = nll_loss(first, labels) + nll_loss(second, labels) + agreement
+            loss, disagreement = joint_loss(*(model(images) for model in models), labels)
         scaler.scale(loss).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update()
-        record.add_scaled_step(loss, scaler, *optimizers)
-        record.add_to_curve("disagreement (nats)", agreement)
+        record.add_scaled_step(loss, scaler, optimizers[0])
+        record.add_to_curve(DISAGREEMENT, disagreement)
     record.seconds = time.perf_counter() - start
     scores = [accuracy(model, loaders.test, region=region, device=config.device) for model in models]
     record.test_accuracy = max(scores)

@@ -1,0 +1,92 @@
+"""Gradient penalty in a LightningModule: the precision plugin computes it from the scaled loss.
+
+    python -m recipes run gradient_penalty_lightning [--config configs/gradient_penalty/bf16.yaml]
+
+``gradient_penalty.py`` in Lightning, with the same losses. ``precision_plugin.gradient_penalty`` leaves the
+autocast region that Lightning runs ``training_step`` in and returns the penalty unscaled; it is part of the
+loss like any other term.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from amp_plugin.adapters.lightning import AmpPrecision
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_loaders
+from recipes.gradient_penalty import PENALTY, Config
+from recipes.quiet_lightning import quiet_lightning
+from recipes.training_record import TrainingRecord
+
+__all__ = ["Config", "train"]
+
+
+class Penalised(LightningModule):
+    """DigitsNet with cross-entropy and a penalty on its gradients by the images."""
+
+    def __init__(self, config: Config, record: TrainingRecord) -> None:
+        super().__init__()
+        self.config, self.record = config, record
+        self.net = DigitsNet(config.width)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """Return the loss to minimise and its two parts."""
+        images, labels = batch
+        images.requires_grad_()
+        naming = cross_entropy(self.net(images), labels)
+        precision = self.trainer.precision_plugin
+        penalty = precision.gradient_penalty(naming * len(images), images) / len(images)
+        return {"loss": naming + self.config.weight * penalty, "naming": naming, "penalty": penalty}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        return torch.optim.AdamW(self.parameters(), self.config.learning_rate, fused=True)
+
+    def on_train_batch_end(self, outputs: dict[str, Tensor], *_: Any) -> None:
+        """Record the step."""
+        scaler, (optimizer,) = self.trainer.precision_plugin.scaler, self.trainer.optimizers
+        self.record.add_scaled_step(outputs["naming"], scaler, optimizer)
+        self.record.add_to_curve(PENALTY, outputs["penalty"])
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"gradient penalty in Lightning, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    module = Penalised(config, record)
+    with quiet_lightning():
+        trainer = Trainer(
+            plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
+            accelerator=config.device,
+            devices=1,
+            max_steps=config.steps,
+            callbacks=[RichProgressBar()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        start = time.perf_counter()
+        trainer.fit(module, loaders.train)
+        record.seconds = time.perf_counter() - start
+    region = trainer.precision_plugin.autocast_context_manager()
+    record.test_accuracy = accuracy(
+        module.net.to(config.device), loaders.test, region=region, device=config.device
+    )
+    return record
+
+
+if __name__ == "__main__":
+    run("gradient_penalty_lightning")

@@ -1,0 +1,67 @@
+"""Several models and optimizers with joint losses, with Accelerate.
+
+    python -m recipes run several_models_accelerate [--config configs/several_models/bf16.yaml]
+
+``several_models.py`` with Accelerate, with the same losses. Accelerate updates the scale inside every
+``optimizer.step()``; here that is a request, granted when no optimizer holds gradients of the old scale.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+import torch
+from rich.progress import track
+
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from recipes.catalogue import run
+from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.several_models import DISAGREEMENT, Config, joint_loss
+from recipes.training_record import TrainingRecord
+
+__all__ = ["Config", "train"]
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train two digits classifiers, test them, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"several models with Accelerate, {config.precision.value}")
+    accelerator = AmpAccelerator(
+        mixed_precision=config.precision.value if config.precision.mixed else "no",
+        cpu=config.device == "cpu",
+        kwargs_handlers=[AmpKwargs(**asdict(config.loss_scale))] if config.precision.scaled else [],
+    )
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    models = [accelerator.prepare(DigitsNet(width)) for width in config.widths]
+    rate = config.learning_rate
+    optimizers = [
+        accelerator.prepare(torch.optim.AdamW(models[0].parameters(), rate, fused=True)),
+        accelerator.prepare(torch.optim.SGD(models[1].parameters(), 30 * rate, momentum=0.9, fused=True)),
+    ]
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=str(accelerator.device))
+    for images, labels in track(batches, "training", total=config.steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss, disagreement = joint_loss(*(model(images) for model in models), labels)
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        record.add_scaled_step(loss, accelerator.scaler, optimizers[0].optimizer)
+        record.add_to_curve(DISAGREEMENT, disagreement)
+    record.seconds = time.perf_counter() - start
+    scores = [accuracy(model, loaders.test, device=str(accelerator.device)) for model in models]
+    accelerator.end_training()
+    record.test_accuracy = max(scores)
+    record.results["test accuracy of each"] = ", ".join(f"{score:.2%}" for score in scores)
+    return record
+
+
+if __name__ == "__main__":
+    run("several_models_accelerate")

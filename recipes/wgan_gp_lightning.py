@@ -1,0 +1,113 @@
+"""WGAN-GP in a LightningModule: manual optimization, two optimizers, one loss scale.
+
+    python -m recipes run wgan_gp_lightning [--config configs/wgan_gp/bf16.yaml] [key=value ...]
+
+``wgan_gp.py`` in Lightning. The Trainer's plugin computes the penalty; nothing else is about precision.
+``toggle_optimizer`` keeps the generator's backward pass from leaving gradients in the critic.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
+from torch import Tensor
+from torch.optim import Adam
+
+from amp_plugin.adapters.lightning import AmpPrecision
+from recipes.catalogue import run
+from recipes.digits import digits_loaders
+from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples
+from recipes.quiet_lightning import quiet_lightning
+from recipes.training_record import TrainingRecord
+from recipes.wgan_gp import DISTANCE, Config, new_record
+
+__all__ = ["Config", "train"]
+
+
+class DigitsGAN(LightningModule):
+    """A generator, its running mean and a critic."""
+
+    def __init__(self, config: Config, record: TrainingRecord) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.config, self.record = config, record
+        self.generator, self.critic = Generator(config.latent, config.width), Critic(config.width)
+        self.average = average_of(self.generator)
+        self.critic_steps = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> None:
+        """Step the critic; after every ``critic_steps`` of them the generator."""
+        images, labels = batch
+        critic_loss, distance = self.critic_step(images.flatten(1), labels)
+        self.critic_steps += 1
+        if self.critic_steps % self.config.critic_steps:
+            return
+        optimizer, _ = self.optimizers()
+        self.toggle_optimizer(optimizer)
+        self.manual_backward(-self.critic(self.generator(labels), labels).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        self.untoggle_optimizer(optimizer)
+        self.average.update_parameters(self.generator)
+        self.record.add_scaled_step(
+            critic_loss, self.trainer.precision_plugin.scaler, self.trainer.optimizers[0]
+        )
+        self.record.add_to_curve(DISTANCE, distance)
+
+    def critic_step(self, real: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Step the critic; return its loss and the distance it saw."""
+        _, optimizer = self.optimizers()
+        made = self.generator(labels).detach()
+        distance = self.critic(real, labels).mean() - self.critic(made, labels).mean()
+        mixed = between(real, made)
+        scores = self.critic(mixed, labels)
+        penalty = self.trainer.precision_plugin.gradient_penalty(scores, mixed, kind="wgan-gp")
+        loss = self.config.penalty * penalty - distance
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, distance
+
+    def configure_optimizers(self) -> list[Adam]:
+        """Return the generator's optimizer and the critic's."""
+        rate = self.config.learning_rate
+        return [
+            Adam(net.parameters(), rate, betas=(0.5, 0.9), fused=True)
+            for net in (self.generator, self.critic)
+        ]
+
+
+def train(config: Config) -> TrainingRecord:
+    """Train the two, draw ten samples of each digit, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = new_record("WGAN-GP in Lightning", config)
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, shift=False)
+    module = DigitsGAN(config, record)
+    with quiet_lightning():
+        trainer = Trainer(
+            plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
+            accelerator=config.device,
+            devices=1,
+            max_steps=config.steps * (config.critic_steps + 1),  # Lightning counts each optimizer's
+            callbacks=[RichProgressBar()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+        )
+        start = time.perf_counter()
+        trainer.fit(module, loaders.train)
+        record.seconds = time.perf_counter() - start
+    region = trainer.precision_plugin.autocast_context_manager()
+    draw_samples(module.average.to(config.device), region, loaders, record)
+    return record
+
+
+if __name__ == "__main__":
+    run("wgan_gp_lightning")

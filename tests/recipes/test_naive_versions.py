@@ -1,0 +1,147 @@
+"""What each recipe is for: with its one line written naively, the run goes measurably wrong.
+
+Each naive version replaces one name of the recipe by what a program without this package would do, and is compared
+with the recipe itself; both in fp16, beside the recipe in fp32.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from recipes import clipping, gradient_penalty, several_losses, several_models, wgan_gp
+from recipes.config import ROOT, load_config
+
+
+def run(recipe, precision="fp16", *overrides):
+    path = ROOT / f"configs/{recipe.__name__.rpartition('.')[2]}/{precision}.yaml"
+    return recipe.train(load_config(recipe.Config, path, overrides))
+
+
+def mean_of_last(values, count=10):
+    return sum(values[-count:]) / count
+
+
+class TorchScaler(torch.amp.GradScaler):
+    """torch's scaler, with what the record asks of ours."""
+
+    def __init__(self, device, *, losses=(), **options):
+        super().__init__(device, **options)
+
+    def register(self, *optimizers):
+        pass
+
+    def skipped_steps(self):
+        return 0
+
+    def last_step(self, optimizer):
+        return SimpleNamespace(scale_before=self._get_scale_async().item())
+
+
+@pytest.fixture(autouse=True)
+def same_threads():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# -- a penalty on scaled gradients --------------------------------------------------------------
+
+
+def scaled_penalty(outputs, inputs, *, scaler, kind="l2"):
+    (grads,) = torch.autograd.grad(scaler.scale(outputs.float().sum()), inputs, create_graph=True)
+    return grads.square().sum() if kind == "l2" else (grads.norm(dim=1) - 1).square().mean()
+
+
+def test_a_penalty_on_scaled_gradients_stops_the_learning(monkeypatch):
+    options = ("steps=60", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
+    fp32 = mean_of_last(run(gradient_penalty, "fp32", *options).losses)
+    right = mean_of_last(run(gradient_penalty, "fp16", *options).losses)
+    monkeypatch.setattr(gradient_penalty, "gradient_penalty", scaled_penalty)
+    naive = mean_of_last(run(gradient_penalty, "fp16", *options).losses)
+    assert right == pytest.approx(fp32, rel=0.02)
+    assert naive > 1.5 * fp32
+
+
+def test_a_wgan_with_a_penalty_on_scaled_gradients_has_a_wrong_critic(monkeypatch):
+    options = ("steps=40", "loss_scale.init_scale=64", "loss_scale.growth_interval=1000")
+
+    def distance(precision):
+        return mean_of_last(run(wgan_gp, precision, *options).curves[wgan_gp.DISTANCE])
+
+    fp32, right = distance("fp32"), distance("fp16")
+    monkeypatch.setattr(wgan_gp, "gradient_penalty", scaled_penalty)
+    naive = distance("fp16")
+    assert right == pytest.approx(fp32, rel=0.1)
+    assert abs(naive) < 0.2 * fp32
+
+
+# -- clipping scaled gradients ------------------------------------------------------------------
+
+
+class ClipsScaled(GradScaler):
+    """Clips what is in ``.grad`` after the backward pass, still multiplied by the loss scale."""
+
+    def clip_grad_norm_(self, optimizer, max_norm):
+        return torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
+
+
+def test_clipping_scaled_gradients_stops_the_learning(monkeypatch):
+    fp32 = run(clipping, "fp32", "steps=60").losses
+    right = run(clipping, "fp16", "steps=60").losses
+    monkeypatch.setattr(clipping, "GradScaler", ClipsScaled)
+    naive = run(clipping, "fp16", "steps=60").losses
+    assert mean_of_last(right) == pytest.approx(mean_of_last(fp32), rel=0.1)
+    assert mean_of_last(fp32) < 0.6 * fp32[0]
+    assert mean_of_last(naive) > 0.95 * fp32[0]
+
+
+# -- one division for gradients of two scales ---------------------------------------------------
+
+
+class TwoScalesOneDivision(TorchScaler):
+    """The small loss has a scale 256 times as large, and the sum is divided by the other one."""
+
+    def scale(self, loss, *, name):
+        return super().scale(loss) * (256 if name == "drawing" else 1)
+
+    def get_scale(self, name="naming"):
+        return super().get_scale() * (256 if name == "drawing" else 1)
+
+
+def test_two_scales_divided_by_one_weight_the_losses_anew(monkeypatch):
+    options = ("steps=60", "loss_scale.init_scale=256", "loss_scale.growth_interval=8")
+
+    def drawing(precision):
+        return mean_of_last(run(several_losses, precision, *options).curves["drawing loss (squared ink)"])
+
+    fp32, right = drawing("fp32"), drawing("fp16")
+    monkeypatch.setattr(several_losses, "GradScaler", TwoScalesOneDivision)
+    naive = drawing("fp16")
+    assert right == pytest.approx(fp32, rel=0.02)
+    assert naive < 0.8 * fp32  # its weight was 256 times the one asked for
+
+
+# -- an update after each optimizer -------------------------------------------------------------
+
+
+class UpdatesEachTime(TorchScaler):
+    """Updates the scale after each optimizer's step."""
+
+    def step(self, optimizer):
+        super().step(optimizer)
+        super().update()
+
+    def update(self):
+        pass
+
+
+def test_an_update_for_each_optimizer_halves_the_gradients_of_the_second(monkeypatch):
+    options = ("steps=6", "loss_scale.init_scale=16", "loss_scale.growth_interval=1")
+    fp32 = run(several_models, "fp32", *options).losses
+    right = run(several_models, "fp16", *options).losses
+    monkeypatch.setattr(several_models, "GradScaler", UpdatesEachTime)
+    naive = run(several_models, "fp16", *options).losses
+    assert right == pytest.approx(fp32, rel=2e-3)
+    assert max(abs(a - b) for a, b in zip(naive, fp32, strict=True)) > 0.03 * fp32[0]
