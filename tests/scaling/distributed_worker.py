@@ -55,6 +55,52 @@ def plain(rank, world, fused, has_gradients):
     return out
 
 
+def stock(rank, world):
+    """torch's scaler: what a rank decides alone, and what a DTensor hides from it."""
+    out = {}
+    for kind in ("plain", "sharded", "replicated"):
+        param = torch.nn.Parameter(torch.zeros(SIZE))
+        if kind != "plain":
+            mesh = init_device_mesh("cpu", (world,))
+            placement = Shard(0) if kind == "sharded" else Replicate()
+            param = torch.nn.Parameter(distribute_tensor(torch.zeros(SIZE), mesh, [placement]))
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(torch.ones(()))
+        grad = torch.full((SIZE,), 8.0)
+        param.grad = grad if kind == "plain" else distribute_tensor(grad, mesh, [placement])
+        if rank == world - 1:
+            (param.grad if kind == "plain" else param.grad._local_tensor)[0] = math.inf
+        scaler.step(optimizer)
+        local = param if kind == "plain" else param._local_tensor
+        out[kind] = bool((local == 0).all())
+    return out
+
+
+def no_gradients(rank, world, call):
+    """The last rank has no gradients of its DTensor; every call must find all ranks."""
+    mesh = init_device_mesh("cpu", (world,))
+    full = torch.arange(1.0, SIZE + 1)
+    params = [torch.nn.Parameter(distribute_tensor(torch.zeros(SIZE), mesh, [Shard(0)])) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(optimizer)
+    scaler.scale(torch.ones(()))
+    if rank != world - 1:
+        for param in params:
+            param.grad = distribute_tensor(full * 8.0, mesh, [Shard(0)], src_data_rank=None)
+    target = params if call.endswith("params") else optimizer
+    if call.startswith("norm"):
+        norm = scaler.clip_grad_norm_(target, 1e9).item()
+    elif call.startswith("value"):
+        norm = scaler.clip_grad_value_(target, 1e9)
+    else:
+        norm = scaler.ensure_unscaled(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    return {"norm": norm, "skipped": scaler.last_step(optimizer).skipped}
+
+
 def ddp(rank, world):
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
@@ -184,13 +230,70 @@ def fsdp1(rank, world, fused):
         norms.append(scaler.clip_grad_norm_(optimizer, 0.5, fold=fused).item())
         scaler.step(optimizer)
         scaler.update()
+    empty = [p.grad is None or p.grad.numel() == 0 for p in inner.parameters()]
     with FullyShardedDataParallel.summon_full_params(model):
         values = [value_of(p) for p in inner.parameters()]
     return {
+        "empty": empty,
         "norms": [n if math.isfinite(n) else None for n in norms],
         "values": values,
         "scale": scaler.get_scale(),
     }
+
+
+def fsdp1_nothing_here(rank, world):
+    """One element over two ranks: the last one's shard is empty, its optimizer has no gradients at all."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    inner = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(inner.weight, 3.0)
+    model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=2.0**10, sharded_groups=[dist.group.WORLD])
+    scaler.register(optimizer)
+    out = []
+    for factor in (1.0, math.inf):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.full((1, 1), 2.0 * factor)).sum()).backward()
+        count = sum(p.grad is not None and p.grad.numel() > 0 for p in model.parameters())
+        norm = scaler.clip_grad_norm_(list(model.parameters()), 1e9).item()
+        scaler.step(optimizer)
+        scaler.update()
+        out.append([count, norm if math.isfinite(norm) else None, scaler.last_step(optimizer).skipped])
+    return out
+
+
+def tensor_parallel_fsdp2(rank, world):
+    """FSDP2 over tensor parallelism: placements of a kind of their own, beside ordinary ones."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def build():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    model, whole = build(), build()
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    x = torch.linspace(-1.0, 1.0, 12).reshape(2, 6)
+    out = []
+    for poison in (1.0, math.inf):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        if poison == math.inf and rank == world - 1:
+            next(model.parameters()).grad._local_tensor[0, 0] = math.inf
+        norm = scaler.clip_grad_norm_(optimizer, 0.5).item()
+        scaler.step(optimizer)
+        scaler.update()
+        out.append([norm if math.isfinite(norm) else None, scaler.last_step(optimizer).skipped])
+    whole(x).square().mean().backward()
+    right = torch.nn.utils.get_total_norm([p.grad.double() for p in whole.parameters()]).item()
+    kinds = sorted({type(p).__name__ for q in model.parameters() for p in q.placements})
+    return {"steps": out, "right": right, "kinds": kinds}
 
 
 def core_disagrees(rank, world):
@@ -217,7 +320,7 @@ def core_disagrees(rank, world):
 
 def scenarios(rank, world):
     if world == 4:
-        return {"mesh_2d": mesh_2d(rank, world)}
+        return {"mesh_2d": mesh_2d(rank, world), "tensor_parallel": tensor_parallel_fsdp2(rank, world)}
     both = (False, True)
     return {
         **{f"plain {f} {g}": plain(rank, world, f, g) for f in both for g in both},
@@ -228,6 +331,12 @@ def scenarios(rank, world):
         "partial": partial(rank, world),
         **{f"fsdp2 {f}": fsdp2(rank, world, f) for f in both},
         **{f"fsdp1 {f}": fsdp1(rank, world, f) for f in both},
+        "stock": stock(rank, world),
+        **{
+            f"no gradients {call}": no_gradients(rank, world, call)
+            for call in ("norm optimizer", "norm params", "value params", "ensure")
+        },
+        "fsdp1_nothing_here": fsdp1_nothing_here(rank, world),
         "core_disagrees": core_disagrees(rank, world),
     }
 

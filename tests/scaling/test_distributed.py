@@ -61,6 +61,30 @@ def test_one_rank_overflows(two, fused, has_gradients):
     assert ranks[here][0]["found"] == ["group 0[0]"]
 
 
+def test_torch_decides_differently_on_each_rank(two):
+    """Told whether each rank skipped: one steps and the other does not."""
+    for kind in ("plain", "replicated"):
+        assert [result["stock"][kind] for result in two] == [False, True]
+    assert [result["stock"]["sharded"] for result in two] == [True, True]
+
+
+@pytest.mark.parametrize("call", ["norm optimizer", "norm params", "value params", "ensure"])
+def test_a_rank_without_gradients_takes_part(two, call):
+    for result in two:
+        one = result[f"no gradients {call}"]
+        assert not one["skipped"]
+        if call.startswith("norm"):  # rank 0 holds the first half of both
+            right = math.sqrt(2 * FULL[:4].square().sum().item())
+            assert one["norm"] == pytest.approx(right, rel=1e-6)
+
+
+def test_fsdp1_where_one_rank_has_nothing(two):
+    assert [result["fsdp1_nothing_here"] for result in two] == [
+        [[1, 2.0, False], [1, None, True]],
+        [[0, 2.0, False], [0, None, True]],
+    ]
+
+
 def test_ddp(two):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
@@ -141,6 +165,10 @@ def test_fsdp_equals_one_process(two, kind, fused):
         )
         assert one["values"] == pytest.approx(values, rel=1e-4)
         assert one["scale"] == scale
+    if kind == "fsdp1":
+        assert any(any(result[f"{kind} {fused}"]["empty"]) for result in two), (
+            "no shard is empty: the test shows too little"
+        )
 
 
 def test_ranks_with_different_kernels_say_so(two):
@@ -149,10 +177,24 @@ def test_ranks_with_different_kernels_say_so(two):
         assert "AMP_PLUGIN_NATIVE=0 on all" in result["core_disagrees"]
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return run(4, tmp_path_factory.mktemp("four"))
+
+
 @pytest.mark.slow
-def test_two_dimensional_meshes(tmp_path):
+def test_fsdp2_over_tensor_parallelism(four):
+    for result in four:
+        one = result["tensor_parallel"]
+        assert one["steps"][0] == [pytest.approx(one["right"], rel=1e-5), False]
+        assert one["steps"][1] == [None, True]
+        assert "_StridedShard" in one["kinds"]
+
+
+@pytest.mark.slow
+def test_two_dimensional_meshes(four):
     norms = [torch.linalg.vector_norm(FULL, p).item() for p in (2.0, math.inf, 1.0)]
-    for result in run(4, tmp_path):
+    for result in four:
         for start in (0, 4, 8):
             assert result["mesh_2d"][start : start + 3] == pytest.approx(norms, rel=1e-6)
             assert result["mesh_2d"][start + 3] is True
