@@ -14,15 +14,25 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, help="Training pro
 @app.command("list")
 def show() -> None:
     """Show all recipes, one line each."""
-    table = Table("recipe", "what it shows", title="python -m recipes run NAME [key=value ...]")
+    table = Table(box=None, show_header=False)
     for name in catalogue.NAMES:
         table.add_row(name, catalogue.about(name))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("\nRun one with: python -m recipes run NAME [key=value ...]", highlight=False, markup=False)
+    console.print("Its keys:     python -m recipes run NAME --help", highlight=False)
 
 
-@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    "run",
+    add_help_option=False,  # run NAME --help is for the recipe
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def run(context: typer.Context, name: str) -> None:
     """Run the recipe NAME; more arguments: --config FILE, and key=value for its config."""
+    if name in {"-h", "--help"}:
+        typer.echo(context.get_help())
+        return
     try:
         catalogue.load(name)
     except ValueError as error:

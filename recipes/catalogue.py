@@ -6,11 +6,12 @@ import ast
 import difflib
 import importlib
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from recipes.config import config_from_command_line
+from recipes.config import ConfigError, config_from_command_line
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = (
@@ -84,10 +85,19 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
         SystemExit: the config is wrong, or the recipe needs what this machine lacks.
     """
     recipe = load(name)
+    program = f"python -m recipes run {name}"
     config = config_from_command_line(
-        recipe.Config, default=f"configs/{plain_name(name)}/fp16.yaml", about=about(name), arguments=arguments
+        recipe.Config,
+        default=f"configs/{plain_name(name)}/fp16.yaml",
+        about=about(name),
+        arguments=arguments,
+        program=program,
     )
-    record = recipe.train(config)
+    try:
+        record = recipe.train(config)
+    except ConfigError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return
     record.print_table()

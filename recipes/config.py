@@ -23,7 +23,12 @@ class ConfigError(ValueError):
 
 
 def config_from_command_line(
-    schema: type[Schema], *, default: str, about: str, arguments: Sequence[str] | None = None
+    schema: type[Schema],
+    *,
+    default: str,
+    about: str,
+    arguments: Sequence[str] | None = None,
+    program: str | None = None,
 ) -> Schema:
     """Read ``[--config FILE] [key=value ...]`` and return a checked config.
 
@@ -32,11 +37,17 @@ def config_from_command_line(
         default: YAML file used without ``--config``, relative to the repository.
         about: what the program does, for ``--help``.
         arguments: the command line; None: this process's.
+        program: what was called, for ``--help`` and errors; None: this process's script.
 
     Raises:
         SystemExit: the config is wrong; the reason is printed.
     """
-    parser = argparse.ArgumentParser(description=about)
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=about,
+        epilog=f"keys, as in {default}:\n\n{(ROOT / default).read_text(encoding='utf-8')}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--config", default=str(ROOT / default), help=f"YAML file (default: {default})")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values that replace those of the file"

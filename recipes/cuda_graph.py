@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
 from recipes.catalogue import run
+from recipes.config import ConfigError
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
@@ -39,10 +40,17 @@ def train(config: Config) -> TrainingRecord:
 
     Args:
         config: a checked config.
+
+    Raises:
+        ConfigError: this machine has no CUDA device, or the config names another.
     """
     if config.device != "cuda" or not torch.cuda.is_available():
-        msg = "cuda_graph needs device=cuda on a machine with a CUDA device; typical_training runs here"
-        raise SystemExit(msg)
+        found = f"torch {torch.__version__} finds {'one' if torch.cuda.is_available() else 'none'}"
+        msg = (
+            f"device={config.device}: only a CUDA device has CUDA graphs, and {found} "
+            "here; where there is one use device=cuda, elsewhere typical_training: the same without a graph"
+        )
+        raise ConfigError(msg)
     config.start()
     record = TrainingRecord(title=f"CUDA graph, {config.precision.value}")
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, drop_last=True)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from amp_plugin import GradScaler, autocast, custom_bwd, custom_fwd
 from recipes.catalogue import run
+from recipes.config import ConfigError
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
@@ -100,7 +101,15 @@ def train(config: Config) -> TrainingRecord:
 
     Args:
         config: a checked config.
+
+    Raises:
+        ConfigError: the device is not the one that the decorators name.
     """
+    if config.device != DEVICE:
+        msg = (
+            f"device={config.device}, but the decorators of this recipe name {DEVICE!r}; change DEVICE there"
+        )
+        raise ConfigError(msg)
     config.start()
     record = TrainingRecord(title=f"custom functions, {config.precision.value}")
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)

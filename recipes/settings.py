@@ -7,6 +7,8 @@ from enum import Enum
 
 import torch
 
+from recipes.config import ConfigError
+
 
 class Precision(Enum):
     """Precisions a config may name."""
@@ -56,6 +58,15 @@ class RecipeConfig:
     output: str = "runs"
 
     def start(self) -> None:
-        """Set the number of CPU threads and the seed of weights and noise."""
+        """Set the number of CPU threads and the seed of weights and noise.
+
+        Raises:
+            ConfigError: this machine lacks the device.
+        """
+        kind = self.device.partition(":")[0]
+        if kind != "cpu" and not getattr(getattr(torch, kind, None), "is_available", bool)():
+            found = f"torch {torch.__version__} finds no such device here"
+            msg = f"device={self.device}, but {found}; use device=cpu"
+            raise ConfigError(msg)
         torch.set_num_threads(self.threads)
         torch.manual_seed(self.seed)

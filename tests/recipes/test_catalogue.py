@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -120,6 +121,15 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one():
         config_of("clipping", "fp16", "steps=many")
 
 
+def test_a_device_that_is_not_there_is_named():
+    with pytest.raises(
+        ConfigError, match="device=meta, but torch .* finds no such device here; use device=cpu"
+    ):
+        catalogue.load("clipping").train(config_of("clipping", "fp16", "device=meta"))
+    with pytest.raises(ConfigError, match="device=mps, but the decorators of this recipe name 'cpu'"):
+        catalogue.load("custom_functions").train(config_of("custom_functions", "fp16", "device=mps"))
+
+
 # -- first steps --------------------------------------------------------------------------------
 
 
@@ -197,9 +207,7 @@ def test_a_form_s_whole_run_ends_well(name):
 @pytest.mark.parametrize("options", [["device=cuda"], ["device=cpu"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only where there is no GPU")
 def test_cuda_graph_says_that_it_needs_a_gpu(options):
-    with pytest.raises(
-        SystemExit, match="needs device=cuda on a machine with a CUDA device; typical_training"
-    ):
+    with pytest.raises(ConfigError, match="only a CUDA device has CUDA graphs, and torch .* finds none here"):
         catalogue.load("cuda_graph").train(config_of("cuda_graph", "fp16", *options))
 
 
@@ -225,13 +233,22 @@ def test_cuda_graph_skips_an_overflow_on_replay():
 
 
 def test_list_and_run_from_the_command_line(tmp_path):
+    environment = {**os.environ, "COLUMNS": "150"}
+
     def call(*arguments):
         command = [sys.executable, "-m", "recipes", *arguments]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
     listed = call("list")
     assert listed.returncode == 0, listed.stderr
-    assert all(f"│ {name} " in listed.stdout for name in catalogue.NAMES)
+    names = [line.split()[0] for line in listed.stdout.splitlines() if re.match(r" [a-z]", line)]
+    assert names == list(catalogue.NAMES)
+    wrong = call("run", "clipping", "max_nrom=1")
+    assert wrong.returncode == 2
+    assert wrong.stderr.startswith("python -m recipes run clipping: command line: unknown key 'max_nrom'; ")
+    graph = call("run", "cuda_graph", "device=cpu")
+    assert graph.returncode == 2
+    assert graph.stderr.startswith("python -m recipes run cuda_graph: device=cpu: only a CUDA device")
     ran = call("run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")
