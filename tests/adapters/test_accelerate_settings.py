@@ -97,6 +97,18 @@ class TestErrorsNameTheirSource:
         with pytest.raises(ValueError, match=r"AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"):
             resolve([], {"AMP_PLUGIN_INITSCALE": "1"})
 
+    def test_a_variable_that_is_no_option(self):
+        with pytest.raises(
+            ValueError, match=r"AMP_PLUGIN_LOSS.*no option; allowed are AMP_PLUGIN_INIT_SCALE, .*"
+        ):
+            resolve([], {"AMP_PLUGIN_LOSS": "1024"})
+
+    @pytest.mark.parametrize("precision", ["bf16", "no"])
+    def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
+        monkeypatch.setenv("AMP_PLUGIN_GROWTH_FACTOR", "0.5")
+        with pytest.raises(ValueError, match=r"growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR"):
+            AmpAccelerator(mixed_precision=precision, cpu=True)
+
     def test_variables_of_other_parts_are_left_alone(self):
         found = resolve([], {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"})
         assert found.values == {}
@@ -118,7 +130,7 @@ class TestErrorsNameTheirSource:
     def test_bad_rules(self, tmp_path):
         path = tmp_path / "rules.yaml"
         path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp31\n")
-        with pytest.raises(ValueError, match=r"rules=.*from AMP_PLUGIN_RULES: .*fp31"):
+        with pytest.raises(ValueError, match=r"rules=.*from AMP_PLUGIN_RULES: .*fp31.*; give an OpRules"):
             resolve([], {"AMP_PLUGIN_RULES": str(path)})
 
     def test_a_bad_precision_in_the_environment(self, monkeypatch):

@@ -83,8 +83,11 @@ def engage(accelerator: AmpAccelerator, settings: Settings) -> None:
     precision, device = accelerator.mixed_precision, accelerator.device.type
     accelerator.native_amp = precision != "no"
     accelerator.scaler = None
+    given = settings.of_scaler()
+    checked = {**given, "enabled": False}
+    settings.build(lambda: GradScaler("cpu", **checked))  # wrong numbers are errors in any precision
     if precision == "fp16":
-        options = {**settings.of_scaler(), **_groups(accelerator)}
+        options = {**given, **_groups(accelerator)}
         accelerator.scaler = settings.build(lambda: GradScaler(device, **options))
     if not accelerator.native_amp:
         return

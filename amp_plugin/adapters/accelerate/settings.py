@@ -24,6 +24,7 @@ from amp_plugin.casting.rules import OpRules
 
 PREFIX = "AMP_PLUGIN_"
 CONFIG = "AMP_PLUGIN_CONFIG"
+_OF_OTHER_PARTS = frozenset({"AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,11 +165,13 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable in environment:
-        if variable.startswith(PREFIX) and variable not in known and variable != CONFIG:
-            near = difflib.get_close_matches(variable, known, n=1, cutoff=0.85)
-            if near:
-                msg = f"the environment sets {variable}, which is no option; did you mean {near[0]}?"
-                raise ValueError(msg)
+        if variable.startswith(PREFIX) and variable not in {*known, *_OF_OTHER_PARTS, CONFIG}:
+            near = difflib.get_close_matches(variable, [*known, CONFIG], n=1, cutoff=0.85)
+            hint = (
+                f"did you mean {near[0]}?" if near else f"allowed are {', '.join([*known, CONFIG])}; unset it"
+            )
+            msg = f"the environment sets {variable}, which is no option; {hint}"
+            raise ValueError(msg)
     return [
         (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
     ]
@@ -232,5 +235,7 @@ def _rules(path: Any, source: str) -> OpRules:
     try:
         return OpRules.from_yaml(path)
     except (OSError, ValueError, TypeError) as error:
-        msg = f"rules={str(path)!r} from {source}: {error}"
+        msg = (
+            f"rules={str(path)!r} from {source}: {error}; give an OpRules or the path of a YAML file of rules"
+        )
         raise ValueError(msg) from error
