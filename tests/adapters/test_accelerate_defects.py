@@ -401,6 +401,34 @@ class TestGradientPenalty:
         assert grad.item() == 6.0
 
 
+@pytest.mark.parametrize("call", ["step", "clip_grad_norm_", "clip_grad_value_"])
+def test_loss_backward_before_any_scaled_backward_is_named(call):
+    accelerator = ours()
+    (model,), (optimizer,) = prepared(accelerator)
+    model(3.0).backward()
+    calls = {
+        "step": optimizer.step,
+        "clip_grad_norm_": lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        "clip_grad_value_": lambda: accelerator.clip_grad_value_(model.parameters(), 1.0),
+    }
+    with pytest.raises(RuntimeError, match=rf"{call}\(\) before any .*write accelerator\.backward\(loss\)"):
+        calls[call]()
+
+
+def test_hooks_of_a_fused_optimizer_see_unscaled_gradients():
+    def run(accelerator):
+        model, seen = Weights(), []
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+        optimizer.register_step_pre_hook(lambda *_: seen.append(model.weight.grad[0].item()))
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(3.0))
+        optimizer.step()
+        return seen
+
+    assert run(stock(init_scale=8.0)) == [24.0]
+    assert run(ours(init_scale=8.0)) == [3.0]
+
+
 def test_leaving_accumulate_ends_the_iteration():
     accelerator = ours(init_scale=8.0, growth_interval=1)
     (a, b), (opt_a, opt_b) = prepared(accelerator, 2)

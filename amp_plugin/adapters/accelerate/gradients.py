@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate.optimizer import torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import refuse_before_backward, torch_optimizer
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 
@@ -61,6 +61,7 @@ class Gradients(Accelerator):
             return self._norm_so_far(params, norm_type)
         if self.scaler is None or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
             return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        refuse_before_backward(self.scaler, "clip_grad_norm_()")
         return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
 
     def _norm_so_far(self, params: list[Tensor], norm_type: float) -> Tensor:
@@ -83,6 +84,7 @@ class Gradients(Accelerator):
         if not self._engaged or self.scaler is None or self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(params, clip_value)
         else:
+            refuse_before_backward(self.scaler, "clip_grad_value_()")
             self.scaler.clip_grad_value_(params, clip_value)
 
     def grad(

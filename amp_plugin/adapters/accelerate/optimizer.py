@@ -51,6 +51,8 @@ class AmpOptimizer(AcceleratedOptimizer):
             return super().step(closure)
         if not self.gradient_state.sync_gradients:
             return None
+        if closure is None:
+            refuse_before_backward(self.scaler, "optimizer.step()")
         value = self.scaler.step(self.optimizer, *([] if closure is None else [closure]))
         if self.scaler.is_enabled():
             self.scaler.update()
@@ -84,6 +86,20 @@ class AmpOptimizer(AcceleratedOptimizer):
         self._skips = SkipLedger(exact=False)
         if self.scaler is not None:
             self.scaler.register(self.optimizer)
+
+
+def refuse_before_backward(scaler: GradScaler, call: str) -> None:
+    """Raise if no loss has been scaled yet: gradients, if any, came from a loss that was not.
+
+    Raises:
+        RuntimeError: ``accelerator.backward`` has not been called.
+    """
+    if scaler.is_enabled() and scaler._scale is None:
+        msg = (
+            f"{call} before any accelerator.backward(loss): fp16 needs its scaled loss; "
+            "write accelerator.backward(loss) instead of loss.backward()"
+        )
+        raise RuntimeError(msg)
 
 
 def torch_optimizer(optimizer: Optimizer) -> Optimizer:
