@@ -25,6 +25,31 @@ optimizer.step()
 print(type(accelerator).__name__, accelerator.mixed_precision, accelerator.scaler.get_scale(), sys.argv[1:])
 """
 
+TRAINER_SCRIPT = """
+import sys
+import torch
+import transformers
+
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+)
+model = transformers.BertForSequenceClassification(config)
+words = torch.randint(2, 64, (64, 8))
+examples = [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
+arguments = transformers.TrainingArguments(
+    sys.argv[1], per_device_train_batch_size=8, gradient_accumulation_steps=2, learning_rate=5e-3,
+    num_train_epochs=10, fp16=True, report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no",
+)
+trainer = transformers.Trainer(model, arguments, train_dataset=examples)
+dtypes = []
+model.classifier.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
+trainer.train()
+losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+ours = trainer.accelerator
+print(type(ours).__name__, ours.mixed_precision, dtypes[0], ours.scaler.get_scale(), losses[-1] < 0.5 * losses[0])
+"""
+
 
 @pytest.fixture(autouse=True)
 def fresh_state():
@@ -138,11 +163,26 @@ class TestModuleRoute:
             __main__.main(arguments)
 
     @pytest.mark.slow
+    def test_transformers_trainer_under_accelerate_launch(self, tmp_path):
+        """An unedited script whose Trainer makes its own Accelerator."""
+        path = tmp_path / "trainer.py"
+        path.write_text(TRAINER_SCRIPT)
+        done = self.launch(path, str(tmp_path))
+        kind, precision, dtype, scale, learnt = done.stdout.splitlines()[-1].split()
+        assert (kind, precision, dtype, scale) == ("AmpAccelerator", "fp16", "torch.float16", "512.0")
+        assert learnt == "True"
+
+    @pytest.mark.slow
     def test_under_accelerate_launch(self, script):
+        done = self.launch(script, "--epochs", "3")
+        assert done.stdout == "AmpAccelerator fp16 512.0 ['--epochs', '3']\n"
+
+    @staticmethod
+    def launch(script, *arguments):
         command = [
             *(str(Path(sys.executable).parent / "accelerate"), "launch"),
             *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
-            *("-m", "amp_plugin.adapters.accelerate", str(script), "--epochs", "3"),
+            *("-m", "amp_plugin.adapters.accelerate", str(script), *arguments),
         ]
         environment = {
             **os.environ,
@@ -154,7 +194,7 @@ class TestModuleRoute:
             command, capture_output=True, text=True, env=environment, timeout=200, check=False
         )
         assert done.returncode == 0, done.stderr
-        assert done.stdout == "AmpAccelerator fp16 512.0 ['--epochs', '3']\n"
+        return done
 
 
 class TestTransformersTrainer:
