@@ -136,6 +136,7 @@ def main():
         PartialState._prepare_backend = on_cpu_as_on_gpus
         PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
         torch.accelerator.is_available = lambda: True
+        torch.accelerator.current_accelerator = lambda *_, **__: None  # also in a CUDA build of torch
     for precision in ("fp16", "bf16"):
         report[precision] = fully_sharded(str(folder / precision), precision)
     report["fsdp1"] = fully_sharded(str(folder / "fsdp1"), "fp16", version=1)
