@@ -3,6 +3,9 @@
 # make lint    ruff and mypy alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
+# make bench   measure ours beside torch.amp and the stock plugins on the CPU, under 10 minutes, and write
+#              benchmarks/results/, the tables of docs/performance.md and its plots
+# make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
 # Each makes .venv with the pinned versions first, if it is not there.
 # TORCH=2.15.0 takes another torch, PYTHON=python3.12 another Python, JOBS=8 more test processes.
@@ -16,7 +19,7 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-fallback docs bench clean
+.PHONY: demo test lint format test-native test-fallback docs bench bench-check clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -44,6 +47,12 @@ test-fallback: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+bench-check: $(READY)
+	$(BIN)/python -m benchmarks --check
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site

@@ -1,76 +1,118 @@
-"""Build, check and time everything on a GPU, beside torch, in one process and under five minutes.
-
-Run it as ``python benchmarks/cuda.py``, or ``python -m benchmarks.cuda --sets "1 x 1 GB"``.
-Every table names what it compares; a kernel that computes something wrong stops the run.
-"""
+"""What only a GPU has: kernels compiled and checked before they are timed, launches and waits counted."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from datetime import datetime, timezone
-from pathlib import Path
+import math
+import warnings
+from collections.abc import Iterator, Sequence
 
-# A script's own folder comes first in sys.path, and there this file would be the package `cuda`.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+import torch
+from torch import Tensor
 
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+from amp_plugin.kernels.cuda.register import cuda_core
+from benchmarks.clocks import Call
+from benchmarks.gradient_path import SETS, Gradients, shapes_of
+from benchmarks.harness import OURS, Comparison
+from benchmarks.setting import Section, Setting
 
-from amp_plugin.kernels.cuda.register import cuda_core  # noqa: E402
-from benchmarks.cuda_gradients import SETS, kernels, optimizer_step, unscale_check_clip  # noqa: E402
-from benchmarks.cuda_training import MODELS, training_step  # noqa: E402
-
-CONSOLE = Console(width=150)
+OP = torch.ops.amp_plugin
+SCALE = 2.0**10
 
 
-def show(title: str, rows: list[dict[str, str]]) -> None:
-    """Print rows as a table as soon as they are there."""
-    table = Table(title=title, title_justify="left")
-    for name in rows[0]:
-        table.add_column(name, justify="left" if name in {"set", "variant", "model"} else "right")
-    for row in rows:
-        table.add_row(*row.values())
-    CONSOLE.print(table)
+def prepare() -> None:
+    """Compile the kernels for this GPU and check what they compute.
 
-
-def build() -> None:
-    """Compile for this GPU, or say why not and stop."""
-    begin = time.perf_counter()
+    Raises:
+        RuntimeError: There is no GPU, or the kernels cannot run on it.
+        ArithmeticError: A kernel computes something wrong: not worth timing.
+    """
     core = cuda_core()
     if not core.loaded:
-        sys.exit(f"the CUDA kernels cannot run here: {core.reason}")
-    from amp_plugin.kernels.cuda.compile import build_ahead, nvrtc_version  # noqa: PLC0415 - needs cuda-core
+        msg = f"the benchmarks for CUDA need a GPU that runs the kernels: {core.reason}"
+        raise RuntimeError(msg)
+    from amp_plugin.kernels.cuda.compile import build_ahead  # noqa: PLC0415 - needs cuda-core
 
     major, minor = torch.cuda.get_device_capability()
-    cubins = build_ahead([f"sm_{major}{minor}"])
-    date = datetime.now(timezone.utc).date().isoformat()
-    machine = f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
-    versions = f"torch {torch.__version__}, NVRTC {nvrtc_version()}, Python {sys.version.split()[0]}"
-    seconds = time.perf_counter() - begin
-    CONSOLE.print(f"{machine}, {versions}, {date}; {cubins} kernels in {seconds:.1f} s")
+    build_ahead([f"sm_{major}{minor}"])
+    for name in ("ResNet-50", "1000 x 1 KB"):
+        check([torch.randn(shape, device="cuda") for shape in SETS[name]()])
 
 
-def main() -> None:
-    """Run the sections that were asked for."""
-    sections = ["kernels", "clip", "step", "train"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sets", nargs="*", choices=list(SETS), default=list(SETS), help="gradient sets")
-    parser.add_argument("--sections", nargs="*", choices=sections, default=sections, help="what to time")
-    chosen = parser.parse_args()
-    build()
-    if "kernels" in chosen.sections:
-        show("Kernels: time, bandwidth as a share of copy_", [kernels(name) for name in chosen.sets])
-    if "clip" in chosen.sections:
-        show("Unscale + check + clip", [row for name in chosen.sets for row in unscale_check_clip(name)])
-    if "step" in chosen.sections:
-        show("Optimizer step with clipping", [row for name in chosen.sets for row in optimizer_step(name)])
-    if "train" in chosen.sections:
-        rows = [training_step(name, k) for name in MODELS for k in (1, 8)]
-        show("GPT training step, fp16, k micro-batches", rows)
+def check(grads: Sequence[Tensor]) -> None:
+    """Run the kernels on gradients, fp32, and compare with float64 and plain torch.
+
+    Raises:
+        ArithmeticError: They differ.
+    """
+    inverse = torch.tensor(1 / SCALE, device=grads[0].device)
+    exact = math.sqrt(sum(each.double().square().sum().item() for each in grads)) / SCALE
+    mine = [each.clone() for each in grads]
+    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
+    OP.cast(mine, half)
+    for norm, found, flags in (OP.norm_check(mine, inverse), OP.unscale_(mine, inverse)):
+        if abs(norm.item() / exact - 1) > 1e-6 or found.item() != 0 or bool(flags.any()):
+            msg = f"the norm is {norm.item()}, exactly {exact}; found_inf is {found.item()}"
+            raise ArithmeticError(msg)
+    OP.multiply_(mine, torch.tensor(SCALE, device=grads[0].device))
+    for one, other, cast in zip(mine, grads, half, strict=True):
+        if not torch.equal(one, other) or not torch.equal(cast, other.bfloat16()):
+            msg = "unscale_, multiply_ or cast wrote wrong numbers"
+            raise ArithmeticError(msg)
 
 
-if __name__ == "__main__":
-    main()
+def launches(call: Call) -> int:
+    """Count what one call starts on the device: kernels, copies, memsets."""
+    call()
+    torch.cuda.synchronize()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+
+
+def waits(call: Call) -> int:
+    """Count how often one call waits for the device."""
+    call()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(one.message) for one in seen)
+
+
+class Launches(Section):
+    """Launches and waits of clipping and of the whole step."""
+
+    key = "launches"
+    timing = "counted by torch's profiler and its sync debug mode"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield both counts for several sets of gradients."""
+        for name in ("ResNet-50", "GPT-2 124M", "1000 x 1 KB"):
+            bench = Gradients(shapes_of(name, setting), setting.device)
+            for what, ours, theirs in (
+                ("clip, folded", lambda bench=bench: bench.clip_ours(fold=True), bench.clip_theirs),
+                ("clip, in place", lambda bench=bench: bench.clip_ours(fold=False), bench.clip_theirs),
+                ("clip + fused AdamW", bench.step_ours, bench.step_theirs),
+            ):
+                for unit, count in (("launches", launches), ("waits", waits)):
+                    calls = {OURS: ours, "torch": theirs}
+                    yield Comparison(
+                        name=f"{name}, {what}",
+                        table=f"Unscale + check + clip: {unit}",
+                        samples={
+                            label: lambda call=call, count=count: float(count(call))
+                            for label, call in calls.items()
+                        },
+                        unit=unit,
+                        rounds=1,
+                        warm_up=0,
+                    )
+
+
+SECTIONS = (Launches(),)

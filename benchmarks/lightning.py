@@ -1,153 +1,134 @@
-"""Time a Trainer step of a launch-bound GPT under AmpPrecision and under the stock plugin.
-
-    python benchmarks/lightning.py [--device cpu] [--precision fp16] [--window 1] [--runs 5]
-
-Runs of the two are interleaved in one process; reported is the median over the runs of each run's
-median step. On the CPU, with its one thread, the time is the process's own (time.process_time),
-which other programs on the machine do not lengthen; on a GPU it is wall time, device work included.
-The model is so small that the time goes into starting ops, not into computing.
-"""
+"""Training steps of Lightning's Trainer under AmpPrecision and under the stock plugin."""
 
 from __future__ import annotations
 
-import argparse
 import logging
 import statistics
-import sys
-import time
 import warnings
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-# As a script, this file must not be found as `lightning`.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-import torch  # noqa: E402
-from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.utils.data import DataLoader  # noqa: E402
+from amp_plugin.adapters.lightning import AmpPrecision
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.models import launch_bound_gpt
+from benchmarks.setting import Section, Setting
+from benchmarks.training_cases import CASES, STOCK, Case, step_clock
 
-from amp_plugin.adapters.lightning import AmpPrecision  # noqa: E402
-
-WARM_UP = 8
+INIT_SCALE = 1024.0
 
 
-class TinyGPT(LightningModule):
-    """A GPT whose ops are far smaller than the cost of starting them."""
+class Lightning(Section):
+    """Whole training steps: each sample is a run of its own, the median of its steps."""
 
-    def __init__(self, layers: int = 4, width: int = 64, length: int = 16, vocabulary: int = 64) -> None:
+    key = "lightning"
+    timing = "CPU time of the process with one thread, median step of a run"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each case."""
+        for case in CASES:
+            yield Comparison(
+                name=case.name,
+                table="A training step of the launch-bound GPT under Lightning's Trainer",
+                samples={
+                    OURS: lambda case=case: step_time(OURS, case, setting),
+                    STOCK: lambda case=case: step_time(STOCK, case, setting),
+                },
+                rounds=setting.rounds(5),
+                warm_up=0,
+                gates=(Gate(limit=case.limit, against=STOCK),)
+                if case.limit and setting.device == "cpu"
+                else (),
+            )
+
+
+class Learner(LightningModule):
+    """The GPT with the optimizers of a case; with two of them it optimizes manually."""
+
+    def __init__(self, case: Case, setting: Setting) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        block = {"nhead": 4, "dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, norm_first=True, **block) for _ in range(layers)
-        )
-        self.head = nn.Linear(width, vocabulary)
-        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(length))
+        self.case, self.gpt = case, launch_bound_gpt(setting)
+        self.automatic_optimization = case.optimizers == 1
 
-    def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the loss of predicting each token from those before and itself."""
-        x = self.token(tokens) + self.position.weight
-        for block in self.blocks:
-            x = block(x, src_mask=self.mask, is_causal=True)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+    def training_step(self, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return the loss, or step both optimizers on it."""
+        loss = self.gpt(tokens)
+        if self.automatic_optimization:
+            return loss
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        return None
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return AdamW."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+    def configure_optimizers(self) -> list[Optimizer]:
+        """Return those of the case."""
+        return self.case.make_optimizers(self.gpt)
 
 
 class StepTimes(Callback):
-    """Seconds of each accumulation window."""
+    """Seconds of each optimizer step with its window of micro-batches."""
 
     def __init__(self, window: int, device: str) -> None:
-        self.window, self.times, self.start = window, [], 0.0
-        self.clock = time.process_time if device == "cpu" else time.perf_counter
+        self.window, self.clock = window, step_clock(device)
+        self.times: list[float] = []
+        self.start = 0.0
 
-    def on_train_batch_start(
-        self, trainer: Trainer, module: LightningModule, batch: object, index: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: object, index: int) -> None:
         """Start the clock at the first micro-batch of a window."""
         if index % self.window == 0:
-            _synchronize(module.device)
             self.start = self.clock()
 
     def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: object, batch: object, index: int
+        self, trainer: Trainer, module: Any, outputs: object, batch: object, index: int
     ) -> None:
         """Stop it after the last, optimizer step included."""
         if (index + 1) % self.window == 0:
-            _synchronize(module.device)
             self.times.append(self.clock() - self.start)
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def plugin_of(name: str, precision: str, device: str) -> MixedPrecision:
+def plugin_of(label: str, precision: str, device: str) -> MixedPrecision:
     """Return ours, or the stock plugin with fp16 on the CPU allowed."""
-    if name == "amp_plugin":
-        return AmpPrecision(precision, init_scale=1024.0)
+    if label == OURS:
+        return AmpPrecision(precision, init_scale=INIT_SCALE)
     if precision == "bf16":
         return MixedPrecision("bf16-mixed", device)
-    return MixedPrecision("16-mixed", device, scaler=torch.amp.GradScaler(device, init_scale=1024.0))
+    return MixedPrecision("16-mixed", device, scaler=torch.amp.GradScaler(device, init_scale=INIT_SCALE))
 
 
-def seconds_of_a_step(name: str, arguments: argparse.Namespace) -> float:
-    """Train once; return the median seconds of an optimizer step with its window."""
+def step_time(label: str, case: Case, setting: Setting) -> float:
+    """Train once; return the median microseconds of an optimizer step with its window."""
     torch.manual_seed(0)
-    times = StepTimes(arguments.window, arguments.device)
-    trainer = Trainer(
-        plugins=[plugin_of(name, arguments.precision, arguments.device)],
-        accelerator=arguments.device,
-        devices=1,
-        max_steps=WARM_UP + arguments.steps,
-        accumulate_grad_batches=arguments.window,
-        callbacks=[times],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    tokens = torch.randint(0, 64, (2, 16))
-    data = DataLoader([tokens] * ((WARM_UP + arguments.steps) * arguments.window), batch_size=None)
-    trainer.fit(TinyGPT(), data)
-    return statistics.median(times.times[WARM_UP:])
+    warm_up, _ = case.sized(setting)
+    times = StepTimes(case.window, setting.device)
+    quiet = logging.getLogger("lightning.pytorch")
+    level = quiet.level
+    quiet.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*(many workers|LeafSpec|pin_memory).*")
+        trainer = Trainer(
+            plugins=[plugin_of(label, case.precision, setting.device)],
+            accelerator=setting.device,
+            devices=1,
+            max_epochs=1,
+            accumulate_grad_batches=case.window,
+            gradient_clip_val=case.clip,
+            callbacks=[times],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(Learner(case, setting), DataLoader(case.micro_batches(setting), batch_size=None))
+    quiet.setLevel(level)
+    return 1e6 * statistics.median(times.times[warm_up:])
 
 
-def main() -> None:
-    """Compare and print a table."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="fp16", choices=["fp16", "bf16"])
-    parser.add_argument("--window", type=int, default=1, help="micro-batches an optimizer step")
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=60, help="timed optimizer steps a run")
-    arguments = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*(many workers|LeafSpec).*")
-    torch.set_num_threads(1)
-    names = ("stock", "amp_plugin")
-    medians: dict[str, list[float]] = {name: [] for name in names}
-    for run in range(arguments.runs):
-        for name in names if run % 2 == 0 else names[::-1]:
-            medians[name].append(seconds_of_a_step(name, arguments))
-    what = f"TinyGPT, {arguments.precision} on {arguments.device}, window {arguments.window}"
-    title = f"{what}, torch {torch.__version__}"
-    table = Table("plugin", "ms a step", "runs", title=title)
-    for name in names:
-        runs = " ".join(f"{1e3 * value:.2f}" for value in medians[name])
-        table.add_row(name, f"{1e3 * statistics.median(medians[name]):.2f}", runs)
-    ratio = statistics.median(medians["amp_plugin"]) / statistics.median(medians["stock"])
-    pairs = [ours / theirs for ours, theirs in zip(medians["amp_plugin"], medians["stock"], strict=True)]
-    table.add_row("ratio", f"{ratio:.3f}", " ".join(f"{value:.3f}" for value in pairs))
-    Console().print(table)
-
-
-if __name__ == "__main__":
-    main()
+SECTIONS = (Lightning(),)

@@ -1,0 +1,166 @@
+"""Measure everything side by side, keep the figures, and put them into the documentation.
+
+python -m benchmarks                      all sections on the CPU: results/, docs/performance.md, docs/images/
+python -m benchmarks cuda                 on a GPU
+python -m benchmarks --only ops clipping  some sections; the others keep the figures they have
+python -m benchmarks --check              only what is promised; exit 1 if it is missed by more than 10 %
+python -m benchmarks --draw               write the documentation again from the figures kept for this machine
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from amp_plugin.casting import active
+from amp_plugin.kernels.build import require_native
+from benchmarks import tables
+from benchmarks.catalogue import keys, section
+from benchmarks.document import DOCS, PAGE, blocks, filled
+from benchmarks.harness import Outcome, measure
+from benchmarks.report import Report, SectionRecord, today
+from benchmarks.setting import Section, Setting, threads
+
+CONSOLE = Console(width=160)
+
+
+def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRecord:
+    """Measure a section; with ``gated`` only what is promised."""
+    begin = time.perf_counter()
+    with threads(section.threads), older_objects_frozen():
+        outcomes = [measure(each) for each in section.comparisons(setting) if each.gates or not gated]
+        return SectionRecord(
+            date=today(),
+            seconds=time.perf_counter() - begin,
+            threads=torch.get_num_threads(),
+            timing=section.timing if setting.device == "cpu" else "wall or device time",
+            plots=section.plots,
+            outcomes=tuple(outcomes),
+        )
+
+
+@contextmanager
+def older_objects_frozen() -> Iterator[None]:
+    """Keep the objects there are out of garbage collection, which is then quick between comparisons."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def show(record: SectionRecord) -> None:
+    """Print the tables of a section."""
+    for name, rows in tables.grouped(record.outcomes).items():
+        header, *lines = tables.cells(rows, mark="")
+        table = Table(title=name, title_justify="left")
+        for place, column in enumerate(header):
+            table.add_column(column, justify="right" if place else "left")
+        for line in lines:
+            table.add_row(*line)
+        CONSOLE.print(table)
+    CONSOLE.print(f"{record.seconds:.0f} s\n")
+
+
+def write(report: Report) -> None:
+    """Write the documentation from a report."""
+    from benchmarks.plots import draw  # noqa: PLC0415 - matplotlib is slow to import
+
+    (DOCS / "images").mkdir(exist_ok=True)
+    page = filled(PAGE.read_text(encoding="utf-8"), blocks(report, draw(report, DOCS / "images")))
+    PAGE.write_text(page, encoding="utf-8")
+
+
+def save(report: Report) -> None:
+    """Keep the figures, sections in the order of the report."""
+    ordered = {key: report.sections[key] for key in keys(report.device) if key in report.sections}
+    report.path.parent.mkdir(exist_ok=True)
+    report.path.write_text(replace(report, sections=ordered).to_json(), encoding="utf-8")
+
+
+def kept_report(device: str) -> Report:
+    """Return the figures kept for this machine and torch, or an empty report."""
+    here = Report.here(device)
+    return Report.from_json(here.path.read_text(encoding="utf-8")) if here.path.exists() else here
+
+
+def missed(outcomes: Sequence[Outcome]) -> list[str]:
+    """Name the promises that are missed by more than the tolerance."""
+    return [
+        f"{each.table}: {each.name}: {verdict.text}"
+        for each in outcomes
+        for verdict in each.verdicts
+        if not verdict.holds
+    ]
+
+
+def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
+    """Read the command line; ``device`` chooses the sections there are."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("device", nargs="?", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=keys(device),
+        default=keys(device),
+        metavar="SECTION",
+        help=f"of {', '.join(keys(device))}",
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--check", action="store_true", help="measure what is promised, write nothing")
+    what.add_argument("--draw", action="store_true", help="measure nothing, write the documentation")
+    return parser.parse_args(words)
+
+
+def prepare(device: str) -> None:
+    """Load the kernels, or say why not and stop."""
+    try:
+        require_native("the benchmarks")
+        if device == "cuda":
+            from benchmarks.cuda import prepare as prepare_cuda  # noqa: PLC0415 - only for a GPU
+
+            prepare_cuda()
+    except (RuntimeError, ArithmeticError) as error:
+        sys.exit(str(error))
+    active.install()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, keep, write; return 1 if a promise was checked and missed."""
+    device = "cuda" if "cuda" in (sys.argv[1:] if words is None else words) else "cpu"
+    options = arguments(device, words)
+    if not options.draw:
+        prepare(options.device)
+    report = kept_report(options.device)
+    if options.draw and not report.sections:
+        sys.exit(f"no figures to draw: {report.path} is missing; run python -m benchmarks first")
+    outcomes: list[Outcome] = []
+    for key in () if options.draw else sorted(options.only, key=keys(options.device).index):
+        record = run(section(key), Setting(device=options.device), gated=options.check)
+        show(record)
+        outcomes += record.outcomes
+        report.sections[key] = record
+        if not options.check:
+            save(report)
+    for text in (found := missed(outcomes)):
+        CONSOLE.print(f"missed: {text}")
+    if options.check:
+        return int(bool(found))
+    write(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

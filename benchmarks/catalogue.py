@@ -1,0 +1,33 @@
+"""The sections of the report, in its order; a section's module is imported when the section is wanted."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from benchmarks.setting import Section
+
+CPU = {
+    "ops": "autocast",
+    "models": "forward_backward",
+    "windows": "forward_backward",
+    "depth": "forward_backward",
+    "kernels": "gradient_path",
+    "clipping": "gradient_path",
+    "steps": "gradient_path",
+    "tensors": "gradient_path",
+    "memory": "memory",
+    "lightning": "lightning",
+    "accelerate": "accelerate",
+}
+CUDA = {**CPU, "launches": "cuda"}
+
+
+def keys(device: str) -> list[str]:
+    """Return the keys of the sections for a device, in the order of the report."""
+    return list(CUDA if device == "cuda" else CPU)
+
+
+def section(key: str) -> Section:
+    """Return the section with a key of either device."""
+    module = import_module(f"benchmarks.{CUDA[key]}")
+    return next(each for each in module.SECTIONS if each.key == key)

@@ -1,0 +1,147 @@
+"""Forward and backward passes under autocast: single batches, accumulation windows, growth with depth."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_plugin import CastCache, autocast
+from benchmarks.autocast import BF16, our_region, torch_region
+from benchmarks.clocks import Call
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.models import GPT, ResidualNet, compute_bound_gpt, launch_bound_gpt, residual_net
+from benchmarks.setting import Plot, Section, Setting
+
+BF16_MODEL = "bf16 model, no autocast"
+Model = GPT | ResidualNet
+Region = Callable[[], AbstractContextManager[object]]
+MODELS: dict[str, Callable[[Setting], Model]] = {
+    "GPT 6 x 64, launch-bound": launch_bound_gpt,
+    "GPT, compute-bound": compute_bound_gpt,
+    "ResNet-18 for 32 x 32 pixels": residual_net,
+}
+
+
+def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
+    """Accumulate the gradients of a window of micro-batches, then drop them."""
+    for batch in batches:
+        with region():
+            loss = model(batch) / len(batches)
+        loss.backward()
+    model.zero_grad()
+
+
+def variants(setting: Setting, model: Model, count: int, *, cache: bool) -> dict[str, Call]:
+    """Return calls for ours, torch's and the limit: a copy of the model in bf16 without autocast."""
+    batches = model.batches(count, setting.device)
+    half = copy.deepcopy(model).bfloat16()
+    half_batches = [each.bfloat16() if each.is_floating_point() else each for each in batches]
+
+    def ours() -> None:
+        kept = CastCache() if cache else None
+        window(model, batches, lambda: autocast(setting.device, BF16, cache=kept))
+
+    return {
+        OURS: ours if cache else lambda: window(model, batches, lambda: our_region(setting.device)),
+        "torch": lambda: window(model, batches, lambda: torch_region(setting.device)),
+        BF16_MODEL: lambda: window(half, half_batches, nullcontext),
+    }
+
+
+class Models(Section):
+    """One batch forward and backward."""
+
+    key = "models"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each model, with the fp32 model beside."""
+        for name, make in MODELS.items():
+            model = make(setting)
+            calls = variants(setting, model, 1, cache=False)
+            batches = model.batches(1, setting.device)
+            calls["fp32 model"] = lambda model=model, batches=batches: window(model, batches, nullcontext)
+            small = make is launch_bound_gpt
+            yield Comparison(
+                name=name,
+                table="Forward + backward of one batch",
+                samples={
+                    label: setting.host_clock(call, repeat=2 if small else 1) for label, call in calls.items()
+                },
+                rounds=setting.rounds(51 if small else 21),
+                gates=(Gate(limit=1.0),) if small and setting.device == "cpu" else (),
+            )
+
+
+class Windows(Section):
+    """Windows of micro-batches, with weights cast once for all of them."""
+
+    key = "windows"
+    plots = (
+        Plot(table="launch-bound", x_label="micro-batches in a window", y_label="time a micro-batch, {unit}"),
+    )
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each model and length of a window."""
+        for name, make in MODELS.items():
+            model = make(setting)
+            small = make is launch_bound_gpt
+            for k in setting.sized((1, 4, 8, 16), (1, 2)):
+                calls = variants(setting, model, k, cache=True)
+                yield Comparison(
+                    name=f"k = {k}",
+                    table=f"{name}: time a micro-batch, CastCache",
+                    samples={label: setting.host_clock(call) for label, call in calls.items()},
+                    rounds=setting.rounds(max(21 if small else 5, 40 // k)),
+                    per=k,
+                    x=k,
+                    gates=(Gate(limit=1.0),) if small and k == 8 and setting.device == "cpu" else (),
+                )
+
+
+class Depth(Section):
+    """The cost of an op as the model grows."""
+
+    key = "depth"
+    plots = (Plot(table="an op", x_label="layers", y_label="time an op, forward + backward, {unit}"),)
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield the launch-bound GPT at several depths."""
+        for layers in setting.sized((1, 3, 6, 12, 24, 48, 96), (1, 2)):
+            model = launch_bound_gpt(setting, layers)
+            ops = count_ops(model)
+            calls = variants(setting, model, 1, cache=False)
+            yield Comparison(
+                name=f"{layers} layers, {ops} ops",
+                table="Launch-bound GPT of width 64: time an op",
+                samples={label: setting.host_clock(call) for label, call in calls.items()},
+                rounds=setting.rounds(max(9, min(51, 200 // layers))),
+                per=ops,
+                x=layers,
+            )
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.ops += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_ops(model: Model) -> int:
+    """Count the ops of a batch forward and backward under torch.autocast, casts included."""
+    copied = copy.deepcopy(model).cpu()
+    batches = copied.batches(1, "cpu")
+    with _Counter() as counter:
+        window(copied, batches, lambda: torch.autocast("cpu", BF16))
+    return counter.ops
+
+
+SECTIONS = (Models(), Windows(), Depth())

@@ -1,0 +1,280 @@
+"""From backward to step: the kernels against the memory, unscaling, clipping and steps against torch.amp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from amp_plugin import GradScaler
+from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+from amp_plugin.scaling.gradients import make_ledger
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.models import Shapes, gpt2_shapes, resnet50_shapes
+from benchmarks.setting import Plot, Section, Setting
+
+OP = torch.ops.amp_plugin
+LIMIT = "limit"
+BARE = "bare optimizer step"
+SCALE = 1.0000001  # gradients that are unscaled again and again stay what they are
+MAX_NORM = 1e9
+
+SETS: dict[str, Callable[[], Shapes]] = {
+    "1 x 100 MB": lambda: [(25_000_000,)],
+    "ResNet-50": resnet50_shapes,
+    "GPT-2 124M": gpt2_shapes,
+    "1000 x 100 KB": lambda: [(25_600,)] * 1000,
+    "1000 x 1 KB": lambda: [(256,)] * 1000,
+    "1 x 1 GB": lambda: [(2**28,)],
+}
+
+
+def shapes_of(name: str, setting: Setting) -> Shapes:
+    """Return the shapes of a set; in the smoke test three small tensors."""
+    return setting.sized(SETS[name](), [(3, 4), (5,), ()])
+
+
+class Gradients:
+    """Parameters with gradients, an optimizer, and one scaler of each kind."""
+
+    def __init__(self, shapes: Shapes, device: str, optimizer: str = "fused AdamW") -> None:
+        generator = torch.Generator(device).manual_seed(0)
+        self.params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
+        for param in self.params:
+            param.grad = torch.randn(param.shape, generator=generator, device=device) * 1e-3
+        self.grads = [param.grad for param in self.params]
+        self.optimizer = torch.optim.AdamW(
+            self.params, lr=1e-9, fused=optimizer == "fused AdamW", foreach=optimizer == "foreach AdamW"
+        )
+        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False)
+        self.theirs = torch.amp.GradScaler(device, init_scale=SCALE)
+        self.ours.register(self.optimizer)
+        self.loss = torch.ones((), requires_grad=True, device=device)
+        self.ours.scale(self.loss).backward()
+        self.theirs.scale(self.loss)
+
+    def clip_ours(self, *, fold: bool) -> None:
+        """Unscale and clip; with ``fold`` the optimizer's kernel gets one number instead."""
+        for one in self.ours._registry.sets():  # scaled gradients again, as after a backward pass
+            one.unit, one.parts = self.ours._loss_scale, None
+        for record in self.ours._registry:
+            record.clip = None
+        self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=fold)
+
+    def clip_theirs(self) -> None:
+        """Unscale and clip as torch does."""
+        self.theirs._per_optimizer_states.clear()
+        self.theirs.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+
+    def step_ours(self) -> None:
+        """The whole step after a backward."""
+        self.clip_ours(fold=True)
+        self.ours.step(self.optimizer)
+        self.ours.update()
+
+    def step_theirs(self) -> None:
+        """The whole step after a backward."""
+        self.clip_theirs()
+        self.theirs.step(self.optimizer)
+        self.theirs.update()
+
+    def step_bare(self) -> None:
+        """The optimizer alone: no scale, no norm, no check."""
+        self.optimizer.step()
+
+
+class Kernels(Section):
+    """The ops against the fastest that reads or writes the same bytes."""
+
+    key = "kernels"
+    threads = 0
+    timing = "wall time"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield the ops over one large tensor, then over many small ones."""
+        for name in ("1 x 100 MB",) if setting.device == "cpu" else ("1 x 1 GB", "ResNet-50", "GPT-2 124M"):
+            yield from kernels(setting, name)
+        yield from per_tensor(setting)
+        yield norm_error(setting)
+
+
+def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
+    """Yield each op over the gradients of a set, beside torch's op over one tensor of as many bytes."""
+    grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
+    numel = sum(each.numel() for each in grads)
+    flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
+    copied, half = torch.empty_like(flat), [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
+    flat_half = torch.empty_like(flat, dtype=torch.bfloat16)
+    factor = torch.tensor(SCALE, device=setting.device)
+    calls = {
+        "norm_check / torch.sum": (lambda: OP.norm_check(grads, factor), flat.sum, 1.15),
+        "norm_check / copy_": (lambda: OP.norm_check(grads, factor), lambda: copied.copy_(flat), 0.5),
+        "unscale_ with norm and check / mul_": (
+            lambda: OP.unscale_(grads, factor),
+            lambda: flat.mul_(SCALE),
+            1.1,
+        ),
+        "multiply_ / mul_": (lambda: OP.multiply_(grads, factor), lambda: flat.mul_(SCALE), 1.1),
+        "cast to bf16 / copy_ to bf16": (
+            lambda: OP.cast(grads, half),
+            lambda: flat_half.copy_(flat),
+            1.1,
+        ),
+    }
+    for label, (ours, limit, ratio) in calls.items():
+        yield Comparison(
+            name=label,
+            table=f"The ops over {name}, and torch's op over one tensor of as many bytes",
+            samples={OURS: setting.memory_clock(ours), LIMIT: setting.memory_clock(limit)},
+            rounds=setting.rounds(31),
+            gates=(Gate(limit=ratio, against=LIMIT),) if setting.device == "cpu" else (),
+        )
+
+
+def per_tensor(setting: Setting) -> Iterator[Comparison]:
+    """Yield what one more small tensor costs, its gradient looked up natively."""
+    bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
+    ledger, factor = make_ledger(bench.params), torch.tensor(SCALE, device=setting.device)
+    calls = {"norm_check": ledger.norm_check, "unscale_": ledger.unscale_}
+    for name, call in calls.items():
+        yield Comparison(
+            name=name,
+            table="1000 tensors of 1 KB, looked up and read: time a tensor",
+            samples={
+                OURS: setting.memory_clock(lambda call=call: call(factor, 2.0), repeat=setting.sized(10, 1))
+            },
+            rounds=setting.rounds(51),
+            per=len(bench.params),
+            gates=(Gate(limit=0.1, measure="ours", against=OURS),) if setting.device == "cpu" else (),
+        )
+
+
+def norm_error(setting: Setting) -> Comparison:
+    """Compare the norm of many elements with float64's."""
+    numel = setting.sized(100_000_000, 1000)
+    grad = torch.rand(numel, device=setting.device).add_(0.5)
+    right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
+    one = torch.ones((), device=setting.device)
+    return Comparison(
+        name=f"{numel:.0e} elements",
+        table="Relative error of a norm in fp32",
+        samples={
+            OURS: lambda: abs(OP.norm_check([grad], one)[0].item() / right - 1),
+            "torch": lambda: abs(torch.nn.utils.get_total_norm([grad]).item() / right - 1),
+        },
+        unit="relative error",
+        rounds=1,
+        warm_up=0,
+        gates=(Gate(limit=1e-6, measure="ours", against=OURS),),
+    )
+
+
+class Clipping(Section):
+    """Unscale, check and clip, beside ``unscale_`` and ``clip_grad_norm_`` of torch."""
+
+    key = "clipping"
+    threads = 0
+    timing = "wall time"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each set, in place and folded into a fused optimizer."""
+        limits = {"ResNet-50": 3.0, "GPT-2 124M": None, "1000 x 100 KB": 5.0, "1000 x 1 KB": 25.0}
+        for name, limit in limits.items():
+            bench = Gradients(shapes_of(name, setting), setting.device)
+            repeat = setting.sized(10 if name == "1000 x 1 KB" else 1, 1)
+            for kind, fold, kept in (("folded", True, limit), ("in place", False, 1.0)):
+                yield Comparison(
+                    name=f"{name}, {kind}",
+                    table="Unscale + check + clip",
+                    samples={
+                        OURS: setting.memory_clock(
+                            lambda bench=bench, fold=fold: bench.clip_ours(fold=fold), repeat=repeat
+                        ),
+                        "torch": setting.memory_clock(bench.clip_theirs, repeat=repeat),
+                    },
+                    rounds=setting.rounds(9 if name == "GPT-2 124M" else 31),
+                    gates=(_speedup(kept),) if kept and setting.device == "cpu" else (),
+                )
+        if setting.device == "cpu":
+            yield clip_in_the_ops(setting)
+
+
+def clip_in_the_ops(setting: Setting) -> Comparison:
+    """Compare the ops themselves on many small tensors, without the scaler's Python."""
+    bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
+    ledger, factor = make_ledger(bench.params), torch.tensor(SCALE)
+    repeat = setting.sized(10, 1)
+    return Comparison(
+        name="1000 x 1 KB, folded, the ops alone",
+        table="Unscale + check + clip",
+        samples={
+            OURS: setting.memory_clock(lambda: ledger.norm_check(factor, 2.0), repeat=repeat),
+            "torch": setting.memory_clock(bench.clip_theirs, repeat=repeat),
+        },
+        rounds=setting.rounds(31),
+        gates=(_speedup(50.0),),
+    )
+
+
+def _speedup(limit: float) -> Gate:
+    return Gate(limit=limit, measure="theirs / ours")
+
+
+class Steps(Section):
+    """Unscale, clip, step and update, beside torch's and beside the optimizer alone."""
+
+    key = "steps"
+    threads = 0
+    timing = "wall time"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each set with fused AdamW, and ResNet-50's with the foreach one."""
+        cases = [
+            (name, "fused AdamW") for name in ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
+        ]
+        for name, optimizer in [*cases, ("ResNet-50", "foreach AdamW")]:
+            bench = Gradients(shapes_of(name, setting), setting.device, optimizer)
+            calls = {OURS: bench.step_ours, "torch": bench.step_theirs, BARE: bench.step_bare}
+            gated = (name, optimizer) == ("ResNet-50", "fused AdamW") and setting.device == "cpu"
+            yield Comparison(
+                name=f"{name}, {optimizer}",
+                table="Unscale + clip + step + update",
+                samples={label: setting.memory_clock(call) for label, call in calls.items()},
+                rounds=setting.rounds(9 if name == "GPT-2 124M" else 21),
+                gates=(_speedup(1.35),) if gated else (),
+            )
+
+
+class Counts(Section):
+    """The cost of a tensor as their number grows."""
+
+    key = "tensors"
+    threads = 0
+    timing = "wall time"
+    plots = (Plot(table="in place", x_label="tensors of 1 KB", y_label="time a tensor, {unit}"),)
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield unscale + clip of 1 to 10 000 tensors of 1 KB, through the scaler."""
+        counts = setting.sized((1, 10, 100, 1000, 10_000), (1, 3))
+        for kind, fold in (("in place", False), ("folded", True)):
+            for count in counts:
+                bench = Gradients([(256,)] * count, setting.device)
+                repeat = setting.sized(max(1, 1000 // count), 1)
+                yield Comparison(
+                    name=str(count),
+                    table=f"Unscale + check + clip of tensors of 1 KB, {kind}: time a tensor",
+                    samples={
+                        OURS: setting.memory_clock(
+                            lambda bench=bench, fold=fold: bench.clip_ours(fold=fold), repeat=repeat
+                        ),
+                        "torch": setting.memory_clock(bench.clip_theirs, repeat=repeat),
+                    },
+                    rounds=setting.rounds(15),
+                    per=count,
+                    x=count,
+                )
+
+
+SECTIONS = (Kernels(), Clipping(), Steps(), Counts())

@@ -1,0 +1,81 @@
+"""Peak memory: what a window of micro-batches and a clipped step allocate beyond what is there before."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.clocks import Call, Sample
+from benchmarks.forward_backward import MODELS, variants
+from benchmarks.gradient_path import Gradients, shapes_of
+from benchmarks.harness import OURS, Comparison
+from benchmarks.setting import Section, Setting
+
+
+class Memory(Section):
+    """Bytes that torch's allocator hands out, counted by its profiler."""
+
+    key = "memory"
+    timing = "allocations counted by torch's profiler"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield batches, windows with kept casts, and the gradient path."""
+        for cache, count in ((False, 1), (True, 8)):
+            for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
+                calls = variants(setting, make(setting), setting.sized(count, min(count, 2)), cache=cache)
+                kind = f"window of {count} with CastCache" if cache else "one batch"
+                yield _comparison(
+                    f"{name}, {kind}", "Forward + backward: peak above model and batches", calls, setting
+                )
+        bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
+        bench.step_theirs()  # the optimizer's state is there before
+        for kind, fold in (("in place", False), ("folded", True)):
+            calls = {OURS: lambda fold=fold: bench.clip_ours(fold=fold), "torch": bench.clip_theirs}
+            yield _comparison(f"clip, {kind}", "ResNet-50's gradients: peak above them", calls, setting)
+        calls = {OURS: bench.step_ours, "torch": bench.step_theirs}
+        yield _comparison("clip + fused AdamW", "ResNet-50's gradients: peak above them", calls, setting)
+
+
+def _comparison(name: str, table: str, calls: dict[str, Call], setting: Setting) -> Comparison:
+    return Comparison(
+        name=name,
+        table=table,
+        samples={label: peak(call, setting.device) for label, call in calls.items()},
+        unit="bytes",
+        rounds=1,
+    )
+
+
+def peak(call: Call, device: str) -> Sample:
+    """Return a sample of the most bytes that are allocated at once during a call, above those before it."""
+
+    def on_cuda() -> float:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def on_cpu() -> float:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            call()
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "trace.json")
+            profiler.export_chrome_trace(str(file))
+            events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+        changes = sorted(
+            (each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]"
+        )
+        return max(accumulate((bytes_ for _, bytes_ in changes), initial=0))
+
+    return on_cuda if device == "cuda" else on_cpu
+
+
+SECTIONS = (Memory(),)

@@ -1,0 +1,122 @@
+"""A run's figures as data: what was measured, on what, when; kept as JSON."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import Outcome
+from benchmarks.setting import Plot
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SectionRecord:
+    """What a section measured.
+
+    Attributes:
+        date: Day of the run, ISO, UTC.
+        seconds: Wall time of the whole section.
+        threads: Of torch.
+        timing: How times were taken, in words.
+    """
+
+    date: str
+    seconds: float
+    threads: int
+    timing: str
+    plots: tuple[Plot, ...]
+    outcomes: tuple[Outcome, ...]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SectionRecord:
+        """Rebuild what ``dataclasses.asdict`` took apart."""
+        outcomes = tuple(Outcome.from_dict(each) for each in data["outcomes"])
+        plots = tuple(Plot(**each) for each in data["plots"])
+        return cls(**{**data, "outcomes": outcomes, "plots": plots})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All sections measured on one machine with one torch.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``.
+        machine: Model of the processor or GPU; no host name.
+        details: What else decides the figures: instruction set, driver's CUDA.
+        sections: Key -> what was measured, in the order of the report.
+    """
+
+    device: str
+    machine: str
+    details: str
+    torch: str
+    python: str
+    sections: dict[str, SectionRecord] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls, device: str) -> Report:
+        """Describe this machine, with no section yet."""
+        return cls(
+            device=device,
+            machine=torch.cuda.get_device_name() if device == "cuda" else processor(),
+            details=_cuda_details() if device == "cuda" else torch.backends.cpu.get_cpu_capability(),
+            torch=torch.__version__,
+            python=platform.python_version(),
+        )
+
+    @property
+    def path(self) -> Path:
+        """Where it is kept: ``<machine>-<torch>.json``."""
+        machine = re.sub(r"[^a-z0-9]+", "-", self.machine.lower()).strip("-")
+        return RESULTS / f"{machine}-{self.torch}.json"
+
+    def to_json(self) -> str:
+        """Write it as text; numbers keep six significant digits."""
+        return json.dumps(_rounded(asdict(self)), indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what ``to_json`` wrote."""
+        data = json.loads(text)
+        sections = {key: SectionRecord.from_dict(each) for key, each in data["sections"].items()}
+        return cls(**{**data, "sections": sections})
+
+
+def today() -> str:
+    """Return the date, ISO, UTC."""
+    return dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
+
+
+def processor() -> str:
+    """Return the processor's model and the number of cores, as ``AMD EPYC, 2 cores``."""
+    name = platform.processor() or platform.machine()
+    known = Path("/proc/cpuinfo")
+    if known.exists():
+        found = re.search(r"^model name\s*:\s*(.+)$", known.read_text(encoding="utf-8"), re.MULTILINE)
+        name = found.group(1) if found else name
+    name = re.sub(r"\((R|TM)\)| CPU| Processor| @.*|\s\d+-Core", "", name).strip()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cuda_details() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}, CUDA {torch.version.cuda}"
+
+
+def _rounded(data: Any) -> Any:
+    if isinstance(data, float):
+        return float(f"{data:.6g}")
+    if isinstance(data, dict):
+        return {key: _rounded(each) for key, each in data.items()}
+    return [_rounded(each) for each in data] if isinstance(data, list | tuple) else data

@@ -1,0 +1,142 @@
+"""Turn figures into cells and Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from benchmarks.harness import Outcome, Spread
+from benchmarks.published import CLIPPING, CLIPPING_SOURCE, DEEPSPEED
+from benchmarks.report import Report, SectionRecord
+
+RIVALS = ("torch", "stock")
+"""The variants that ours must not be slower than; others are limits."""
+
+UNITS: Mapping[str, Sequence[tuple[float, str]]] = {
+    "us": ((1e6, "s"), (1e3, "ms"), (1.0, "µs"), (1e-3, "ns")),
+    "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "bytes")),
+}
+
+
+def unit_of(largest: float, unit: str) -> tuple[float, str]:
+    """Return the divisor and the name of the unit that suits a size."""
+    steps = UNITS.get(unit, ((1.0, "" if unit == "relative error" else unit),))
+    return next((step for step in steps if largest >= step[0]), steps[-1])
+
+
+def quantity(value: float, unit: str) -> str:
+    """Write a value with three digits and its unit, as ``3.78 ms``."""
+    divisor, name = unit_of(abs(value), unit)
+    scaled = value / divisor
+    digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
+    text = f"{scaled:.1e}" if unit == "relative error" else f"{scaled:.{digits}f}"
+    return f"{text} {name}" if unit in UNITS else text.removesuffix(".00")
+
+
+def ratio(spread: Spread) -> str:
+    """Write a ratio and the range of the middle half, as ``0.94 (0.93 to 0.96)``."""
+    digits = 3 if spread.median < 0.1 else 2
+    middle = f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
+    one = spread.low == spread.high
+    return f"{spread.median:.{digits}f}" if one else f"{spread.median:.{digits}f} ({middle})"
+
+
+def loses(label: str, spread: Spread) -> bool:
+    """Say whether ours is slower than a rival: by 1 % or more, and in three quarters of the rounds."""
+    return label in RIVALS and spread.median >= 1.01 and spread.low > 1
+
+
+def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
+    """Return table -> its rows, in order."""
+    tables: dict[str, list[Outcome]] = {}
+    for each in outcomes:
+        tables.setdefault(each.table, []).append(each)
+    return tables
+
+
+def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
+    """Return the header and the rows of a table; ``mark`` is set around what ours loses or misses."""
+    labels, compared = list(rows[0].times), list(rows[0].ratios)
+    gated = any(row.verdicts for row in rows)
+    header = ["", *labels, *(f"ours / {label}" for label in compared), *(["promised"] if gated else [])]
+    table = [header]
+    for row in rows:
+        line = [row.name, *(quantity(row.times[label].median, row.unit) for label in labels)]
+        for label in compared:
+            spread = row.ratios.get(label)
+            text = ratio(spread) if spread else "-"
+            line.append(f"{mark}{text}{mark}" if spread and loses(label, spread) else text)
+        if gated:
+            verdicts = (
+                each.text if each.holds else f"{mark}missed: {each.text}{mark}" for each in row.verdicts
+            )
+            line.append("; ".join(verdicts))
+        table.append(line)
+    return table
+
+
+def markdown(table: Sequence[Sequence[str]]) -> str:
+    """Write cells as a Markdown table: text left, numbers right."""
+    header, *rows = table
+    rule = ["---", *("---:" for _ in header[1:])]
+    return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
+
+
+def caption(report: Report, record: SectionRecord) -> str:
+    """Say what the figures of a section were measured on, how and when."""
+    count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
+    rounds = sorted({each.rounds for each in record.outcomes})
+    span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
+    where = f"{report.machine} ({report.details}), {count}, torch {report.torch}, {record.date}"
+    return f"*{where}; {record.timing}, median of {span} round{'' if span == '1' else 's'} in turns.*"
+
+
+def section(report: Report, key: str, figures: Sequence[str] = ()) -> str:
+    """Write all tables of a section, its figures, and what they were measured on."""
+    record = report.sections[key]
+    parts = []
+    for name, rows in grouped(record.outcomes).items():
+        parts += [f"**{name}**", markdown(cells(rows))]
+    return "\n\n".join([*parts, *figures, caption(report, record)])
+
+
+def losses(report: Report) -> str:
+    """List every comparison in which ours is slower than torch's or the stock plugin."""
+    rows = [["", "against", "ours / theirs"]]
+    for record in report.sections.values():
+        for each in record.outcomes:
+            rows += [
+                [f"{each.table}: {each.name}", label, ratio(spread)]
+                for label, spread in each.ratios.items()
+                if loses(label, spread)
+            ]
+    if len(rows) == 1:
+        return "None in this run."
+    return markdown(rows)
+
+
+def published(report: Report) -> str:
+    """Set the published figures of clipping beside ours, each against torch's on its own machine."""
+    here = {each.x: each for each in report.sections["tensors"].outcomes if "in place" in each.table}
+    header = [
+        "tensors of 1 KB",
+        "torch, loop",
+        "torch, foreach",
+        "apex",
+        "apex / foreach",
+        "ours / foreach, here",
+    ]
+    rows = [
+        [
+            f"{each.tensors}",
+            *(quantity(value, "us") for value in (each.loop, each.foreach, each.apex)),
+            f"{each.apex / each.foreach:.2f}",
+            ratio(here[each.tensors].ratios["torch"]),
+        ]
+        for each in CLIPPING
+        if each.tensors in here
+    ]
+    note = (
+        f"The times are those published in {CLIPPING_SOURCE}: clipping alone, on a GPU. The last column is "
+        "measured on this machine, unscaling and overflow check included on both sides."
+    )
+    return "\n\n".join([markdown([header, *rows]), note, DEEPSPEED])

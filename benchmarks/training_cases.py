@@ -1,0 +1,80 @@
+"""The whole training steps that are compared under the frameworks' plugins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.optim import AdamW, Optimizer
+
+from benchmarks.models import GPT, launch_bound_gpt
+from benchmarks.setting import Setting
+
+STOCK = "stock"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        precision: ``"fp16"`` or ``"bf16"``.
+        window: Micro-batches an optimizer step.
+        clip: The largest norm; None for no clipping.
+        optimizers: One for all parameters, or one for the blocks and one for the rest.
+        steps: Timed optimizer steps in a run; as many as a third of them warm up.
+        limit: Of ours / stock, if it is promised.
+    """
+
+    name: str
+    precision: str
+    window: int = 1
+    clip: float | None = None
+    optimizers: int = 1
+    fused: bool = False
+    steps: int = 24
+    limit: float | None = None
+
+    def sized(self, setting: Setting) -> tuple[int, int]:
+        """Return the steps that warm up and the timed ones."""
+        return setting.sized((self.steps // 3, self.steps), (1, 1))
+
+    def micro_batches(self, setting: Setting) -> list[torch.Tensor]:
+        """Return the micro-batches of a run."""
+        warm_up, steps = self.sized(setting)
+        return launch_bound_gpt(setting).batches((warm_up + steps) * self.window, setting.device)
+
+    def make_optimizers(self, model: GPT) -> list[Optimizer]:
+        """Make AdamW for the parameters, or for two parts of them."""
+        everything = list(model.parameters())
+        inner = list(model.blocks.parameters())
+        within = {id(each) for each in inner}
+        outer = [each for each in everything if id(each) not in within]
+        parts = [everything] if self.optimizers == 1 else [inner, outer]
+        return [AdamW(part, lr=1e-3, fused=self.fused) for part in parts]
+
+
+CASES = (
+    Case(name="bf16", precision="bf16", limit=1.02),
+    Case(name="bf16, window of 8", precision="bf16", window=8, steps=12, limit=1.0),
+    Case(name="bf16, clipping", precision="bf16", clip=1.0),
+    Case(name="fp16", precision="fp16", limit=1.02),
+    Case(name="fp16, window of 8", precision="fp16", window=8, steps=6),
+    Case(name="fp16, clipping", precision="fp16", clip=1.0),
+    Case(name="fp16, fused", precision="fp16", fused=True),
+    Case(name="fp16, two optimizers", precision="fp16", optimizers=2),
+)
+
+
+def step_clock(device: str) -> Callable[[], float]:
+    """Return seconds: CPU time of the process on the CPU, wall time of an idle device on a GPU."""
+    if device == "cpu":
+        return time.process_time
+
+    def on_cuda() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return on_cuda

@@ -1,0 +1,73 @@
+"""The page is made from the figures, and its prose stays."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import plots
+from benchmarks.document import DOCS, PAGE, blocks, filled
+from benchmarks.report import RESULTS, Report
+
+
+def test_blocks_go_between_their_markers():
+    page = "prose\n<!-- begin cpu a -->\nold\n<!-- end cpu a -->\nmore\n"
+    once = filled(page, {"cpu a": "new \\1"})
+    assert once == "prose\n<!-- begin cpu a -->\nnew \\1\n<!-- end cpu a -->\nmore\n"
+    assert filled(once, {"cpu a": "new \\1"}) == once
+
+
+def test_a_section_without_a_place_is_an_error():
+    with pytest.raises(
+        ValueError, match="no place for the figures of 'cpu b'; add the lines <!-- begin cpu b -->"
+    ):
+        filled("prose", {"cpu b": "new"})
+
+
+def test_a_gpu_has_one_block(report):
+    made = blocks(replace(report, device="cuda"), {})
+    assert list(made) == ["cuda"]
+    assert "### models" in made["cuda"]
+
+
+def test_figures_are_drawn_with_units_and_the_same_each_time(report, tmp_path):
+    drawn = plots.draw(report, tmp_path)
+    assert drawn["tensors"] == [f"![clip in place]({tmp_path.name}/performance-cpu-tensors.svg)"]
+    assert len(drawn["overview"]) == 1
+    first = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    plots.draw(report, tmp_path)
+    assert first == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for content in first.values():
+        ET.fromstring(content)
+        assert "time a tensor, µs".encode() in content or b"time of amp_plugin" in content
+
+
+def test_figures_have_no_background_of_their_own(report, tmp_path):
+    plots.draw(report, tmp_path)
+    for file in tmp_path.iterdir():
+        assert not re.search(r'id="patch_1">\s*<path[^>]*fill: #', file.read_text(encoding="utf-8"))
+
+
+def kept():
+    """The reports that the page shows: each device's last one."""
+    return [Report.from_json(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
+
+
+def test_the_page_shows_the_kept_figures_and_no_others(tmp_path):
+    """Nobody edits a table by hand: drawing the page again changes nothing."""
+    (tmp_path / "images").mkdir()
+    page = PAGE.read_text(encoding="utf-8")
+    same = {
+        each.device: filled(page, blocks(each, plots.draw(each, tmp_path / "images"))) == page
+        for each in sorted(kept(), key=lambda each: max(record.date for record in each.sections.values()))
+    }  # the last report of each device is the one that the page shows
+    assert same["cpu"]
+    assert all(same.values())
+
+
+def test_every_figure_of_the_page_is_there():
+    for name in re.findall(r"\(images/([^)]+)\)", PAGE.read_text(encoding="utf-8")):
+        assert (DOCS / "images" / name).exists()

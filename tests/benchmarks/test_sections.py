@@ -1,0 +1,179 @@
+"""Every comparison runs, at sizes that only show that; what only a GPU does, as far as a CPU can."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+from amp_plugin.casting import active
+from benchmarks import __main__ as command
+from benchmarks import cuda, models
+from benchmarks.catalogue import keys, section
+from benchmarks.document import PAGE
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.setting import Section, Setting, threads
+
+TINY = Setting(tiny=True)
+SECTIONS = {key: section(key) for key in keys("cpu")}
+
+pytestmark = pytest.mark.native
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels():
+    """Our kernels installed, as the command installs them."""
+    active.install()
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # the frameworks' own; benchmarks show them to whoever runs them
+@pytest.mark.parametrize("key", SECTIONS)
+def test_each_comparison_runs(key):
+    section = SECTIONS[key]
+    outcomes = command.run(section, TINY).outcomes
+    assert outcomes
+    for each in outcomes:
+        assert all(math.isfinite(spread.median) and spread.median >= 0 for spread in each.times.values())
+    named = [(each.table, each.name) for each in outcomes]
+    assert len(set(named)) == len(named)
+    for plot in section.plots:
+        assert any(plot.table in each.table and each.x is not None for each in outcomes)
+
+
+def test_tables_have_the_same_variants_in_each_row():
+    tables = {}
+    for key, of_key in SECTIONS.items():
+        for each in of_key.comparisons(TINY):
+            tables.setdefault((key, each.table), set()).add(tuple(each.samples))
+    assert all(len(labels) == 1 for labels in tables.values())
+
+
+def test_the_page_has_a_place_for_each_section():
+    page = PAGE.read_text(encoding="utf-8")
+    for key in [*SECTIONS, "overview", "losses", "published"]:
+        assert f"<!-- begin cpu {key} -->" in page
+        assert f"<!-- end cpu {key} -->" in page
+
+
+def test_promises_are_those_that_were_made():
+    """The measure and the limit of each gate."""
+    promised = sorted(
+        (key, gate.measure, gate.limit)
+        for key, of_key in SECTIONS.items()
+        for each in of_key.comparisons(TINY)
+        for gate in each.gates
+    )
+    weights = 9.0  # of the tiny GPT: 4 Linears with biases in each of 2 blocks, and a head without
+    share = "share of max(5 %, 0.1 us)"
+    assert ("ops", "ours / theirs", 0.4) in promised
+    assert ("ops", "ours / theirs", 1.01) in promised
+    assert ("ops", "ours - theirs", 0.2) in promised
+    assert ("ops", "ours", 2 * 8 + weights - 8) in promised
+    assert sum(each == ("ops", share, 1.0) for each in promised) == 8
+    assert [each[2] for each in promised if each[0] == "kernels" and each[1] == "ours / theirs"] == [
+        0.5,
+        1.1,
+        1.1,
+        1.1,
+        1.15,
+    ]
+    assert [each[2] for each in promised if each[0] == "clipping"] == [1.0] * 4 + [3.0, 5.0, 25.0, 50.0]
+    assert ("steps", "theirs / ours", 1.35) in promised
+    assert ("models", "ours / theirs", 1.0) in promised
+    assert [each[2] for each in promised if each[0] == "lightning"] == [1.0, 1.02, 1.02]
+
+
+def test_a_section_runs_on_its_own_number_of_threads():
+    before = torch.get_num_threads()
+    with threads(3):
+        assert torch.get_num_threads() == 3
+    with threads(0):
+        assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(ValueError, match="benchmarks run on 'cpu' and 'cuda', not on 'mps'"):
+        Setting(device="mps")
+
+
+class Promise(Section):
+    """One comparison with a gate and one without."""
+
+    key = "promise"
+
+    def __init__(self, ours):
+        self.ours = ours
+
+    def comparisons(self, setting):
+        for name, gates in (("kept", (Gate(limit=1.0),)), ("free", ())):
+            samples = {OURS: lambda: self.ours, "torch": lambda: 1.0}
+            yield Comparison(name=name, table="T", samples=samples, rounds=1, gates=gates)
+
+
+@pytest.mark.parametrize(("ours", "code"), [(1.05, 0), (1.2, 1)])
+def test_the_check_fails_when_a_promise_is_missed_and_writes_nothing(monkeypatch, capsys, ours, code):
+    monkeypatch.setattr(command, "keys", lambda device: ["promise"])
+    monkeypatch.setattr(command, "section", lambda key: Promise(ours))
+    monkeypatch.setattr(command, "prepare", lambda device: None)
+    monkeypatch.setattr(command, "write", lambda report: pytest.fail("the check wrote the page"))
+    before = command.kept_report("cpu")
+    assert command.main(["--check"]) == code
+    assert command.kept_report("cpu") == before
+    said = capsys.readouterr().out
+    assert ("missed: T: kept: 1.20x, at most 1.00x" in said) == bool(code)
+    assert "free" not in said
+
+
+@pytest.mark.parametrize(
+    ("shapes", "count", "numel"),
+    [(models.resnet50_shapes, 161, 25_557_032), (models.gpt2_shapes, 148, 124_439_808)],
+)
+def test_the_sets_have_the_sizes_of_the_models(shapes, count, numel):
+    assert len(shapes()) == count
+    assert sum(math.prod(shape) for shape in shapes()) == numel
+
+
+def test_the_check_of_the_kernels_sees_a_wrong_one(monkeypatch):
+    grads = [torch.randn(300), torch.randn(7, 5)]
+    cuda.check(grads)
+    wrong = torch.tensor(1.0), torch.tensor(0.0), torch.zeros(2, dtype=torch.uint8)
+    monkeypatch.setattr(cuda.OP, "norm_check", lambda grads, scale: wrong)
+    with pytest.raises(ArithmeticError, match="the norm is 1.0, exactly"):
+        cuda.check(grads)
+
+
+def test_waits_are_counted(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    calls = []
+
+    def wait():
+        if calls:  # the first call only warms up
+            warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        calls.append(0)
+
+    assert cuda.waits(wait) == 1
+    assert cuda.waits(lambda: None) == 0
+
+
+def test_launches_of_each_set_are_compared_with_torchs(monkeypatch):
+    monkeypatch.setattr(cuda, "launches", lambda call: call() or 3)
+    monkeypatch.setattr(cuda, "waits", lambda call: call() or 0)
+    outcomes = command.run(cuda.Launches(), TINY).outcomes
+    assert len(outcomes) == 18
+    assert {each.unit: each.times[OURS].median for each in outcomes} == {"launches": 3, "waits": 0}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
+def test_without_a_gpu_the_command_says_what_it_needs():
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "cuda"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 1
+    last = run.stderr.strip().splitlines()[-1]
+    assert last.startswith("the benchmarks for CUDA need a GPU that runs the kernels: ")
+    assert "install" in last or "driver" in last
