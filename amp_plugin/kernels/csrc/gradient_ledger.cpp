@@ -1,6 +1,7 @@
 // The gradients of a list of parameters, looked up without Python: which are there, which have changed
 // since they were last looked at, and all of them to one kernel.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/custom_class.h>
@@ -131,10 +132,12 @@ class GradientLedger : public torch::CustomClassHolder {
     return half == params_.end() ? -1 : half - params_.begin();
   }
 
+  // The calls go below autograd, which records nothing here and would box and look at every gradient.
   Measured norm_check(const at::Tensor& inv_scale, double norm_type) const {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("amp_plugin::norm_check", "")
                                .typed<Measured(at::TensorList, const at::Tensor&, double)>();
+    const at::AutoDispatchBelowAutograd below;
     return op.call(gradients(), inv_scale, norm_type);
   }
 
@@ -142,6 +145,7 @@ class GradientLedger : public torch::CustomClassHolder {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("amp_plugin::unscale_", "")
                                .typed<Measured(at::TensorList, const at::Tensor&, double)>();
+    const at::AutoDispatchBelowAutograd below;
     return op.call(gradients(), inv_scale, norm_type);
   }
 
@@ -149,6 +153,7 @@ class GradientLedger : public torch::CustomClassHolder {
     static const auto op = c10::Dispatcher::singleton()
                                .findSchemaOrThrow("amp_plugin::multiply_", "")
                                .typed<at::Tensor(at::TensorList, const at::Tensor&)>();
+    const at::AutoDispatchBelowAutograd below;
     return op.call(gradients(), factor);
   }
 
