@@ -416,6 +416,26 @@ def test_n_critic_steps_one_optimizer_several_times_an_iteration():
     assert (module.a.item(), module.b.item()) == (1.0 - 2 * 3.0, 1.0 - 2 * 9.0)
 
 
+def test_the_end_of_a_manual_training_step_ends_the_iteration():
+    """The scale changes there although ``b`` keeps gradients it never steps on; they are converted."""
+    scales = []
+
+    class Scales(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            scales.append((trainer.scaler.get_scale(), module.b.grad.item()))
+
+    def step(module, batch, batch_idx):
+        first, _ = module.optimizers()
+        first.zero_grad()
+        module.manual_backward(batch * (module.a + module.b))
+        first.step()
+        assert module.trainer.scaler.get_scale() == 2.0 ** (batch_idx + 1)  # waits for b until the end
+
+    plugin = AmpPrecision(init_scale=2.0, growth_interval=1)
+    fit(TwoOptimizers(step=step), plugin, steps=2, callbacks=[Scales()])
+    assert scales == [(4.0, 3.0 * 4.0), (8.0, 6.0 * 8.0)]
+
+
 def test_toggled_optimizers():
     def step(module, batch, batch_idx):
         for optimizer in module.optimizers():
