@@ -75,6 +75,21 @@ def test_folding_equals_clipping_in_place(optimizer, times):
     assert_close(after[1][5:], model.clipped(1.0 / times), rtol=2e-6 * times)
 
 
+def test_torch_refuses_a_second_look_and_rounds_the_norm():
+    for norms, cls in (([torch.bfloat16], torch.amp.GradScaler), ([torch.float32] * 2, GradScaler)):
+        model = Model(dtype=torch.bfloat16)
+        scaler = model.scaler if cls is GradScaler else cls("cpu")
+        scaler.scale(sum(p.float().sum() for p in model.params)).backward()
+        if cls is GradScaler:
+            seen = [scaler.clip_grad_norm_(model.optimizer, 1.0).dtype for _ in range(2)]
+        else:
+            scaler.unscale_(model.optimizer)
+            seen = [torch.nn.utils.clip_grad_norm_(model.params, 1.0).dtype]
+            with pytest.raises(RuntimeError, match="has already been called"):
+                scaler.unscale_(model.optimizer)
+        assert seen == norms
+
+
 def test_folding_without_a_fused_optimizer_clips_in_place():
     model = Model()
     model.backward()

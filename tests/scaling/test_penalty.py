@@ -63,6 +63,16 @@ def test_small_gradients_survive_only_scaled():
     assert not torch.allclose(results["unscaled"], exact, rtol=2e-2, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["l2", "wgan-gp"])
+def test_no_host_sync_and_no_autocast(kind, forbid_host_syncs):
+    model, x = critic(), torch.randn(8, 5, requires_grad=True)
+    regions = []
+    model[0].register_full_backward_hook(lambda *_: regions.append(torch.is_autocast_enabled("cpu")))
+    with torch.autocast("cpu", torch.float16), forbid_host_syncs():
+        gradient_penalty(model(x), x, scaler=GradScaler("cpu"), kind=kind)
+    assert regions == [False]
+
+
 def test_an_overflow_is_noted_for_the_next_update():
     scaler = GradScaler("cpu", init_scale=8.0)
     x = torch.ones(2, requires_grad=True)

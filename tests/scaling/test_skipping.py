@@ -70,6 +70,30 @@ def test_a_skipped_first_step_leaves_no_trace(cls, options):
     assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
 
 
+def test_torchs_skipped_first_step_leaves_momentum_behind():
+    """Memory that was never written: the next good step multiplies it by the momentum and adds it."""
+    state = {}
+    for cls in (torch.amp.GradScaler, GradScaler):
+        model, optimizer = build(torch.optim.SGD, {"momentum": 0.9, "fused": True})
+        step(model, optimizer, cls("cpu", init_scale=8.0), torch.full((2, 4), math.inf))
+        state[cls] = [s for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
+    assert state[torch.amp.GradScaler]
+    assert not state[GradScaler]
+
+
+def test_torchs_sum_of_flags_makes_the_fused_kernel_step():
+    """What two devices that both overflow give: 2.0."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([param], lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale((param * math.inf).sum()).backward()
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found["another device"] = torch.ones(())
+    scaler.step(optimizer)
+    assert param.isnan().any()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_each_optimizer_decides_for_itself(weights, fused):
     a, b = weights(fused=fused), weights(fused=fused)

@@ -74,6 +74,13 @@ def test_empty_and_foreign_states_warn_and_change_nothing(weights):
     assert scaler.state_dict() == before
 
 
+def test_torch_cannot_load_them(weights):
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        torch.amp.GradScaler("cpu").load_state_dict({})
+    with pytest.raises(KeyError):
+        torch.amp.GradScaler("cpu").load_state_dict({"scale": 4.0})
+
+
 def test_missing_keys_keep_the_present_value(weights):
     scaler = GradScaler("cpu", growth_interval=7)
     with warnings.catch_warnings():
