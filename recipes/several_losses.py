@@ -3,8 +3,8 @@
     python -m recipes run several_losses [scales=per_loss] [key=value ...]
 
 Losses of different size want different scales: the small one's gradients vanish under a scale that just
-fits the large one. Gradients made under different scales are added up in one unit by the scaler; each
-named scale grows and backs off on its own.
+fits the large one. Gradients made under different scales are added up in one unit by the scaler. Both losses
+reach the trunk: an overflow there cannot be told apart, and lowers both scales.
 """
 
 from __future__ import annotations

@@ -209,7 +209,9 @@ def _finite(value: float) -> float | None:
 
 def _save_grid(images: Tensor, path: Path) -> None:
     rows, columns = images.shape[:2]
-    figure, axes = _figure(rows, columns, figsize=(0.7 * columns, 0.7 * rows), dpi=100, layout="constrained")
+    figure, axes = _figure(
+        rows, columns, figsize=(0.48 * columns, 0.48 * rows), dpi=100, layout="constrained"
+    )
     for axis, image in zip(axes.flat, images.flatten(0, 1), strict=True):
         axis.imshow(image.cpu().numpy(), cmap="gray_r", vmin=0, vmax=1, interpolation="bicubic")
         axis.set_axis_off()
@@ -242,8 +244,15 @@ def _logarithmic(axis: Axes) -> None:
     from matplotlib.ticker import LogFormatter  # noqa: PLC0415
 
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(LogFormatter())
-    axis.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
+
+    class Plain(LogFormatter):
+        """0.3 and not 3e-01."""
+
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    axis.yaxis.set_major_formatter(Plain())
+    axis.yaxis.set_minor_formatter(Plain(labelOnlyBase=False, minor_thresholds=(2, 0.4)))
 
 
 def _write(figure: Figure, path: Path) -> None:

@@ -35,7 +35,7 @@ class Config(RecipeConfig):
     learning_rate: float = 2e-3
     loss_scale: LossScaleConfig = field(default_factory=lambda: LossScaleConfig(growth_interval=200))
     critic_steps: int = 2
-    penalty: float = 0.3
+    penalty: float = 1.0
     latent: int = 16
     width: int = 192
 
