@@ -4,9 +4,9 @@ Each line is a ratio with a limit: ours over theirs, or theirs over ours (a spee
 run in turn, round by round. Of each the median of its fastest third counts: what else runs on the
 machine only adds time, and the rounds it disturbed are dropped.
 
-    python benchmarks/scaling.py                  # the table
-    python benchmarks/scaling.py --check          # exit 1 if a limit is missed
-    python benchmarks/scaling.py --rounds 41 --threads 2
+    python -m benchmarks.scaling                  # the table
+    python -m benchmarks.scaling --check          # exit 1 if a limit is missed
+    python -m benchmarks.scaling --rounds 41 --threads 2
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+# A script's own folder comes first in sys.path, and there cuda.py would hide the package `cuda`.
+if sys.path[0] == str(Path(__file__).resolve().parent):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import torch
 from rich.console import Console
