@@ -77,5 +77,5 @@ class TestFullyShardedDataParallel:
         for report in ranks:
             assert report[run].get("skipped", True)
             assert report[run].get("unchanged", True)
-        named = {name for report in ranks for name in report[run].get("overflowed", ["second.weight"])}
-        assert any(name.endswith("second.weight") for name in named)
+        named = {name for report in ranks for name in report[run].get("overflowed", ["first.weight"])}
+        assert any(name.endswith("first.weight") for name in named)
