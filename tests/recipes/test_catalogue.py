@@ -184,7 +184,7 @@ def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
         numbers = record.as_dict()
         reached[precision] = numbers[key] if key in numbers else numbers["results"][key]
         for path in record.save(tmp_path / precision):
-            assert 500 < path.stat().st_size < 80_000, path
+            assert path.suffix == ".json" or 500 < path.stat().st_size < 80_000, path
         assert json.loads((tmp_path / precision / "result.json").read_text()) == json.loads(
             json.dumps(record.as_dict(), allow_nan=False)
         )
