@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Iterator
 from itertools import accumulate
@@ -16,6 +17,8 @@ from benchmarks.forward_backward import MODELS, variants
 from benchmarks.gradient_path import Gradients, shapes_of
 from benchmarks.harness import OURS, Comparison
 from benchmarks.setting import Section, Setting
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints two lines for each sample
 
 
 class Memory(Section):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.harness import OURS, Outcome
 from benchmarks.report import Report
 from benchmarks.setting import Plot
-from benchmarks.tables import RIVALS, grouped, unit_of
+from benchmarks.tables import RIVALS, grouped, loses, unit_of
 
 INK = "#808080"  # 4:1 on white and on the dark page alike
 COLOURS = ("#d9591c", "#4a8fe0", "#2f9e6e", "#a874d1")
@@ -94,6 +94,7 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
     axes.minorticks_off()
     if max(values) > 20 * min(values):
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(bottom=0)
     axes.set(xlabel=plot.x_label, ylabel=plot.y_label.format(unit=unit))
@@ -104,29 +105,30 @@ def growth(plot: Plot, title: str, rows: Sequence[Outcome]) -> Figure:
 
 
 def overview(rows: Sequence[Outcome]) -> Figure:
-    """Draw ours / theirs of each comparison as a dot with the range of the middle half."""
+    """Draw ours / theirs of each comparison as a dot with the range of the middle half; losses in orange."""
     lines: list[tuple[str, Any]] = []
     for table, members in grouped(rows).items():
         lines.append((table, None))
         for row in members:
-            lines += [(row.name, spread) for label, spread in row.ratios.items() if label in RIVALS]
+            lines += [(row.name, (label, spread)) for label, spread in row.ratios.items() if label in RIVALS]
     figure = Figure(figsize=(7.6, 0.21 * len(lines) + 0.8))
     axes = figure.subplots()
-    for place, (_, spread) in enumerate(lines):
-        if spread:
-            colour = COLOURS[1] if spread.median <= 1 else COLOURS[0]
+    for place, (_, found) in enumerate(lines):
+        if found:
+            label, spread = found
+            colour = COLOURS[0] if loses(label, spread) else COLOURS[1]
             axes.plot([spread.low, spread.high], [place, place], color=colour, lw=3, alpha=0.5)
             axes.plot(spread.median, place, color=colour, marker="o", ms=5)
     axes.axvline(1, color=INK, lw=1)
     axes.set_xscale("log")
     ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.4, 2.0]
-    values = [spread.median for _, spread in lines if spread]
+    values = [found[1].median for _, found in lines if found]
     shown = [each for each in ticks if min(values) / 2 <= each <= max(1.4, max(values) * 1.5)]
     axes.set_xticks(shown, [f"{each:g}" for each in shown])
     axes.minorticks_off()
     axes.set_yticks(range(len(lines)), [text for text, _ in lines], fontsize=8)
-    for tick, (_, spread) in zip(axes.get_yticklabels(), lines, strict=True):
-        tick.set_fontweight("normal" if spread else "bold")
+    for tick, (_, found) in zip(axes.get_yticklabels(), lines, strict=True):
+        tick.set_fontweight("normal" if found else "bold")
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lines) - 0.5, -0.5)
     axes.set_xlabel(f"time of {OURS} / time of torch or the stock plugin (left of 1: {OURS} is faster)")

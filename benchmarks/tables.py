@@ -27,7 +27,7 @@ def quantity(value: float, unit: str) -> str:
     """Write a value with three digits and its unit, as ``3.78 ms``."""
     divisor, name = unit_of(abs(value), unit)
     scaled = value / divisor
-    digits = 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
+    digits = 0 if name == "bytes" else 2 if abs(scaled) < 10 else 1 if abs(scaled) < 100 else 0
     text = f"{scaled:.1e}" if unit == "relative error" else f"{scaled:.{digits}f}"
     return f"{text} {name}" if unit in UNITS else text.removesuffix(".00")
 

@@ -18,7 +18,7 @@ from benchmarks.harness import Spread
         (3780, "us", "3.78 ms"),
         (123456, "us", "123 ms"),
         (2.5e6, "us", "2.50 s"),
-        (12, "bytes", "12.0 bytes"),
+        (12, "bytes", "12 bytes"),
         (1_354_888, "bytes", "1.35 MB"),
         (25, "casts", "25.0"),
         (1.1e-2, "relative error", "1.1e-02"),
