@@ -138,6 +138,12 @@ class TestTorchsDefects:
         def swap_to_view(p):
             p.data = torch.stack([p.data * 3, p.data * 2])[1]
 
+        def swap_to_fewer_rows(p):
+            p.data = p.data[:2]  # same storage, offset and strides
+
+        def swap_to_transposed(p):
+            p.data = p.data.t()
+
         def optimizer(p, **kwargs):
             p.grad = torch.ones_like(p)
             torch.optim.SGD([p], lr=1.0, **kwargs).step()
@@ -153,7 +159,8 @@ class TestTorchsDefects:
             module.p = p
             module.load_state_dict({"p": p.detach() * 2})
 
-        return [in_place, through_data, clamp_data, swap_data, swap_to_view, optimizer, foreach, fused, load]
+        through = [in_place, through_data, clamp_data, optimizer, foreach, fused, load]
+        return [*through, swap_data, swap_to_view, swap_to_fewer_rows, swap_to_transposed]
 
     @pytest.mark.parametrize("update", updates(), ids=lambda u: u.__name__)
     def test_weight_updated_inside_a_region(self, update):
@@ -161,11 +168,11 @@ class TestTorchsDefects:
             torch.manual_seed(0)
             w, x = torch.nn.Parameter(torch.randn(3, 3)), torch.randn(3, 3)
             with autocast("cpu", dtype=torch.bfloat16):
-                x @ w
+                torch.nn.functional.linear(x, w)
                 update(w)
-                after = x @ w
+                after = torch.nn.functional.linear(x, w)
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-                return after, x @ w
+                return after, torch.nn.functional.linear(x, w)
 
         stale, right = outputs(torch.autocast)
         assert not torch.equal(stale, right), "torch has mended this"

@@ -9,6 +9,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <optional>
+
 #include "cast_log.h"
 #include "weight_cache.h"
 
@@ -85,53 +88,70 @@ at::Tensor KeptCasts::cast(const at::Tensor& weight, c10::ScalarType dtype, bool
   const auto found = kept_.find(key);
   was_kept = found != kept_.end() && is_current(found->second, weight);
   if (!was_kept) {
-    if (found == kept_.end() || !is_same_memory(found->second, weight)) add(weight, dtype);
-    refresh_stale();
+    if (found == kept_.end() || !is_same_memory(found->second, weight)) {
+      refresh({&add(weight, dtype)});
+    } else {
+      refresh(stale());
+    }
   }
   return attached(kept_.at(key).buffer, weight);
 }
 
-void KeptCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {
+KeptCasts::Kept& KeptCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {
   const Key key{weight.unsafeGetTensorImpl(), dtype};
   kept_.erase(key);
-  kept_.emplace(
+  if (kept_.size() >= drop_at_) drop_dead();
+  const auto added = kept_.emplace(
       key,
       Kept{
+          .dtype = dtype,
           .weight = WeakTensor(weight.getIntrusivePtr()),
           .storage = weight.storage().getWeakStorageImpl(),
           .offset = weight.storage_offset(),
           .sizes = weight.sizes().vec(),
           .strides = weight.strides().vec(),
           .version = 0,
-          .epoch = kNever,  // refresh_stale() fills it
+          .epoch = kNever,  // refresh() fills it
           .buffer = {},
       });
+  return added.first->second;
 }
 
-// One multi-tensor cast for every buffer whose weight has changed; a buffer that a live graph still
-// needs is replaced, not overwritten.
-void KeptCasts::refresh_stale() {
+// Those whose weights have changed, on the device of the first; the casts of dead weights are dropped.
+std::vector<KeptCasts::Kept*> KeptCasts::stale() {
   drop_dead();
-  std::vector<at::Tensor> weights;
-  std::vector<at::Tensor> buffers;
-  std::vector<Kept*> stale;
-  const uint64_t epoch = weights_epoch();
+  std::vector<Kept*> found;
+  std::optional<c10::Device> device;
   for (auto& [key, kept] : kept_) {
     const auto impl = kept.weight.lock();
     if (!impl.defined()) continue;
     const at::Tensor weight = at::Tensor(impl);
     if (is_current(kept, weight) || !is_same_memory(kept, weight)) continue;
-    if (!weights.empty() && weights.front().device() != weight.device()) continue;
-    if (!kept.buffer.defined() || is_in_use(kept.buffer)) {
+    if (device.value_or(weight.device()) != weight.device()) continue;
+    device = weight.device();
+    found.push_back(&kept);
+  }
+  return found;
+}
+
+// One multi-tensor cast; a buffer that a live graph still needs is replaced, not overwritten.
+void KeptCasts::refresh(const std::vector<Kept*>& stale) {
+  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> buffers;
+  const uint64_t epoch = weights_epoch();
+  for (Kept* kept : stale) {
+    const at::Tensor weight = at::Tensor(kept->weight.lock());
+    if (!kept->buffer.defined() || is_in_use(kept->buffer)) {
       const c10::AutoGradMode no_grad(false);
-      kept.buffer = at::_ops::empty_strided::call(
-          c10::fromIntArrayRefSlow(weight.sizes()), c10::fromIntArrayRefSlow(weight.strides()), key.second,
+      kept->buffer = at::_ops::empty_strided::call(
+          c10::fromIntArrayRefSlow(weight.sizes()), c10::fromIntArrayRefSlow(weight.strides()), kept->dtype,
           std::nullopt, weight.device(), std::nullopt);
     }
     weights.push_back(weight.detach());
-    buffers.push_back(kept.buffer);
-    stale.push_back(&kept);
-    if (is_logging_casts()) log_cast({"amp_plugin::cast", ""}, 0, weight, key.second, /*cached=*/false);
+    buffers.push_back(kept->buffer);
+    if (is_logging_casts()) {
+      log_cast({"amp_plugin::cast", ""}, 0, weight, kept->dtype, /*cached=*/false);
+    }
   }
   cast_all(weights, buffers);
   for (size_t i = 0; i < stale.size(); ++i) {  // only now: a cast that raises leaves them stale
@@ -146,6 +166,7 @@ void KeptCasts::drop_dead() {
   for (auto each = kept_.begin(); each != kept_.end();) {
     each = each->second.weight.expired() ? kept_.erase(each) : std::next(each);
   }
+  drop_at_ = kept_.size() + std::max<size_t>(4, kept_.size() / 2);
 }
 
 void KeptCasts::forget_storage(const at::Tensor& tensor) {

@@ -32,6 +32,7 @@ class KeptCasts {
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Kept {
+    c10::ScalarType dtype;
     WeakTensor weight;
     WeakStorage storage;
     int64_t offset;
@@ -50,12 +51,14 @@ class KeptCasts {
 
   static bool is_same_memory(const Kept& kept, const at::Tensor& weight);
   static bool is_current(const Kept& kept, const at::Tensor& weight);
-  void add(const at::Tensor& weight, c10::ScalarType dtype);
-  void refresh_stale();
+  Kept& add(const at::Tensor& weight, c10::ScalarType dtype);
+  std::vector<Kept*> stale();
+  void refresh(const std::vector<Kept*>& stale);
   void drop_dead();
 
   mutable std::mutex mutex_;
   std::unordered_map<Key, Kept, Hash> kept_;
+  size_t drop_at_ = 1;  // entries at which dead weights are looked for next
   int64_t casts_ = 0;
   int64_t refreshes_ = 0;
 };

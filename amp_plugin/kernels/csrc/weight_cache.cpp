@@ -28,16 +28,17 @@ struct KeptCast {
   int64_t offset;
   uint32_t version;
   uint64_t epoch;
-  c10::SmallVector<int64_t, 4> strides;
   at::Tensor cast;
 };
 
+// A cast has its weight's sizes and strides, unless the weight has gaps; then it is never found again.
 bool is_current(const KeptCast& kept, const at::Tensor& weight) {
   const auto* impl = weight.unsafeGetTensorImpl();
   return kept.weight._unsafe_get_target() == impl &&
       kept.storage._unsafe_get_target() == weight.storage().unsafeGetStorageImpl() &&
       kept.offset == weight.storage_offset() && kept.version == impl->version_counter().current_version() &&
-      kept.epoch == weights_epoch() && c10::IntArrayRef(kept.strides) == weight.strides();
+      kept.epoch == weights_epoch() && kept.cast.sizes() == weight.sizes() &&
+      kept.cast.strides() == weight.strides();
 }
 
 using KeptCasts = std::unordered_map<const c10::TensorImpl*, c10::SmallVector<KeptCast, 1>>;
@@ -123,7 +124,6 @@ void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
           .offset = weight.storage_offset(),
           .version = weight.unsafeGetTensorImpl()->version_counter().current_version(),
           .epoch = weights_epoch(),
-          .strides = c10::SmallVector<int64_t, 4>(weight.strides().begin(), weight.strides().end()),
           .cast = cast,
       });
 }
