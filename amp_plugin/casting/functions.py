@@ -70,7 +70,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: Any) -> Any:
         enabled = torch.is_autocast_enabled(device_type)
         state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
-        given_ctx = bool(args) and _is_context(args[0])
+        given_ctx = len(args) > 0 and _is_context(args[0])
         if given_ctx:
             args[0]._fwd_used_autocast, args[0]._dtype = state
         if cast_inputs is not None and enabled:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from amp_plugin.casting.module_class import change_class, made_class
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import nearest
+from amp_plugin.casting.torch_version import torch_older_than
 
 Target = TypeVar("Target")
 
@@ -135,7 +136,10 @@ def _apply_to_instance(module: nn.Module, settings: RunIn) -> nn.Module:
             "before that is done"
         )
         raise ValueError(msg)
-    return change_class(module, _methods_in, settings)
+    changed = change_class(module, _methods_in, settings)
+    if "torch._dynamo" in sys.modules and torch_older_than("2.12"):
+        torch.compiler.reset()  # its guards do not see that a module's class changed
+    return changed
 
 
 def _methods_in(original: type[nn.Module], settings: RunIn) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from amp_plugin.casting import active
 from amp_plugin.casting.dynamo_frames import skip_frames_of
+from amp_plugin.casting.dynamo_types import name_the_type_of_regions
 from amp_plugin.casting.stepping import covers_each_step
 
 if TYPE_CHECKING:
@@ -198,3 +199,4 @@ def _remade(
 
 
 skip_frames_of(autocast.__new__, autocast.__enter__, autocast.__exit__, _check)
+name_the_type_of_regions()

@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 import torch
 import yaml
 
+from amp_plugin.casting.torch_version import torch_older_than
+
 TABLES = ("cpu", "cuda", "mps", "xpu")
 
 
@@ -262,8 +264,14 @@ def _default(device_type: str) -> OpRules:
         msg = f"no autocast rules for device {device_type!r}; allowed: {', '.join(TABLES)}"
         raise ValueError(msg)
     table = resources.files("amp_plugin.casting") / "tables" / f"{device_type}.yaml"
-    groups = yaml.safe_load(table.read_text(encoding="utf-8"))["groups"]
-    rules = {op: OpRule(group["rule"]) for group in groups for op in group["ops"] if is_registered(op)}
+    data = yaml.safe_load(table.read_text(encoding="utf-8"))
+    since = data.get("since", {})
+    rules = {
+        op: OpRule(group["rule"])
+        for group in data["groups"]
+        for op in group["ops"]
+        if is_registered(op) and not (op in since and torch_older_than(since[op]))
+    }
     return OpRules(device_type=device_type, rules=rules)
 
 

