@@ -137,11 +137,11 @@ if not torch.backends.cuda.is_built():
         "torch_fp16-25-gru_cell": "Torch not compiled with CUDA enabled",
         "torch_need_autocast_promote-7-grid_sampler": "PyTorch is not linked with support for cuda devices",
     }
-elif not torch.cuda.is_available() and torch.__version__ >= "2.15":
-    CANNOT_RUN_FAKE |= {
-        "torch_fp16-10-cudnn_convolution": "Found no NVIDIA driver",
-        "torch_fp16-11-cudnn_convolution_transpose": "Found no NVIDIA driver",
-    }
+elif not torch.cuda.is_available():
+    needs_driver = ["10-cudnn_convolution", "11-cudnn_convolution_transpose"]
+    if torch.__version__ < "2.13":
+        needs_driver += ["0-_convolution", "1-_convolution", "25-gru_cell"]
+    CANNOT_RUN_FAKE |= {f"torch_fp16-{name}": "Found no NVIDIA driver" for name in needs_driver}
 # cross without dim, chain_matmul
 DEPRECATED = pytest.mark.filterwarnings("ignore:Using torch.cross", "ignore:torch.chain_matmul")
 

@@ -111,7 +111,10 @@ class MixedForward:
             options.cache_enabled,
             cache=options.cast_cache,
         ):
-            output = self._forward(*args, **kwargs)
+            if self.own is not None:
+                output = self.own(*args, **kwargs)
+            else:  # not bound first: no Dynamo before torch 2.13 can trace that
+                output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if options.fp32_outputs else output
 
     def _notice_mode(self) -> None:

@@ -42,6 +42,8 @@ class ThreadRegion:
 
     def enter(self, *_: Any) -> None:
         """Open the region, in a thread where autocast is on with another dtype."""
+        if torch.compiler.is_compiling():
+            return
         regions = vars(self._opened).setdefault("regions", [])
         regions.append(self._needed() and self._plugin.autocast_context_manager())  # type: ignore[union-attr]
         if regions[-1]:
@@ -49,12 +51,14 @@ class ThreadRegion:
 
     def leave(self, *_: Any) -> None:
         """Close it, if it was opened."""
+        if torch.compiler.is_compiling():
+            return
         region = self._opened.regions.pop()
         if region:
             region.__exit__(None, None, None)
 
     def _needed(self) -> bool:
-        if self._plugin is None or torch.compiler.is_compiling():
+        if self._plugin is None:
             return False
         if threading.current_thread() is threading.main_thread():
             return False

@@ -183,8 +183,19 @@ std::vector<int64_t> innermost_regions() {
   return triples;
 }
 
+namespace {
+
+// Whoever keeps a cast holds a weak reference to the weight's storage; few others do.
+bool may_be_kept(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return false;
+  constexpr uint32_t alive_and_this_one = 2;
+  return tensor.storage().getWeakStorageImpl().weak_use_count() > alive_and_this_one;
+}
+
+}  // namespace
+
 void note_write(const at::Tensor& tensor) {
-  if (open_regions.empty()) return;
+  if (open_regions.empty() || !may_be_kept(tensor)) return;
   forget_casts_of_storage(tensor);
   for (const auto& region : open_regions) {
     if (region.kept) region.kept->forget_storage(tensor);
