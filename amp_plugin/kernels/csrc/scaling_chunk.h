@@ -162,13 +162,15 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
     }
   };
 
-  int64_t i = 0;
-  for (; i + kUnroll * L::kSize <= count; i += kUnroll * L::kSize) {
+  // What is only read is read in several streams, a part of the chunk each: more loads are in flight.
+  const int64_t stream = count / (kUnroll * L::kSize) * L::kSize;
+  for (int64_t i = 0; i < stream; i += L::kSize) {
     for (int u = 0; u < kUnroll; ++u) {
-      step(data + i + u * L::kSize, L::kSize, u * L::kParts);
+      const int64_t at = write ? kUnroll * i + u * L::kSize : u * stream + i;
+      step(data + at, L::kSize, u * L::kParts);
     }
   }
-  for (; i < count; i += L::kSize) {
+  for (int64_t i = kUnroll * stream; i < count; i += L::kSize) {
     step(data + i, std::min(L::kSize, count - i), 0);
   }
 
