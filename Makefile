@@ -1,5 +1,6 @@
 # make demo    train the digits classifier in fp16 and draw its curves
-# make test    lint, types and all tests, on the native core and on the fallback
+# make test    lint, types and the tests, on the native core and on the fallback
+# make test-recipes   train every recipe to its end in three precisions and compare them, some 6 minutes
 # make lint    ruff and mypy alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -19,7 +20,7 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-fallback docs bench bench-check clean
+.PHONY: demo test lint format test-native test-fallback test-recipes docs bench bench-check clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -38,12 +39,15 @@ format: $(READY)
 	$(BIN)/clang-format -i $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 test-native: $(READY)
-	$(PYTEST) $(PARALLEL) -m "not dist"
+	$(PYTEST) $(PARALLEL) -m "not dist and not whole_run"
 	$(PYTEST) -m dist
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
 		tests/adapters tests/casting tests/scaling
+
+test-recipes: $(READY)
+	$(PYTEST) $(PARALLEL) -m whole_run
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -172,6 +172,7 @@ WHOLE = [pytest.param(name, marks=pytest.mark.dist) if name in SEVERAL else name
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
     key, (least, most), tolerance = FINAL[name]
@@ -194,6 +195,7 @@ def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form_s_whole_run_ends_well(name):
     key, (least, most), _ = FINAL[catalogue.plain_name(name)]
