@@ -118,6 +118,18 @@ def test_changing_gradients_after_a_folded_clip_is_refused():
         model.scaler.step(model.optimizer)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_backward_after_a_folded_clip_adds_to_the_clipped_gradients(times):
+    model = Model(fused=True)
+    model.backward()
+    for i in range(times):
+        model.scaler.clip_grad_norm_(model.optimizer, 1.0 / (i + 1), fold=True)
+    model.backward()
+    expected = [c + g.double() for c, g in zip(model.clipped(1.0 / times), model.grads, strict=True)]
+    model.scaler.step(model.optimizer)
+    assert_close([-p.detach() for p in model.params], expected, rtol=2e-6)
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_any_number_of_times_and_mixed(fused):
     model = Model(fused=fused)

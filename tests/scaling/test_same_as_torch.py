@@ -217,3 +217,18 @@ def test_new_scale_may_be_a_number_or_a_tensor(weights):
         scaler.update(-1)
     with pytest.raises(ValueError, match="floating tensor of one element, got \\(2,\\) of torch.float32"):
         scaler.update(torch.ones(2))
+
+
+@pytest.mark.parametrize("option", ["process_groups", "sharded_groups"])
+def test_a_copy_keeps_its_groups_and_a_pickle_cannot(option, tmp_path):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        group = torch.distributed.new_group([0])
+        scaler = GradScaler("cpu", **{option: [group]})
+        twin = copy.deepcopy(scaler)
+        assert twin._groups == scaler._groups
+        assert group in (*twin._groups.agree, *twin._groups.sharded)
+        with pytest.raises(RuntimeError, match=r"cannot be pickled.* save its state_dict\(\) and load it"):
+            pickle.dumps(scaler)
+    finally:
+        torch.distributed.destroy_process_group()
