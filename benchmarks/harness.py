@@ -31,20 +31,26 @@ class Measure:
         of: (ours, theirs) of one round, in the unit of the comparison -> the number.
         at_least: Whether the limit is a lower one.
         text: How the number is written.
+        limit_text: How its limit is, if otherwise.
     """
 
     of: Callable[[float, float], float]
     at_least: bool = False
     text: str = "{:.2f}x"
+    limit_text: str = ""
 
 
 MEASURES = {
     "ours / theirs": Measure(of=lambda ours, theirs: ours / theirs),
     "theirs / ours": Measure(of=lambda ours, theirs: theirs / ours, at_least=True),
-    "ours - theirs": Measure(of=lambda ours, theirs: ours - theirs, text="{:+.3f}"),
+    "ours - theirs": Measure(of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs"),
     "ours": Measure(of=lambda ours, _: ours, text="{:.3g}"),
     # (ours - theirs) / max(5 % of theirs, 0.1 us): up to 1 is allowed
-    "share of max(5 %, 0.1 us)": Measure(of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1)),
+    "share of max(5 %, 0.1 us)": Measure(
+        of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1),
+        text="{:.2f}",
+        limit_text="{:.0f} x max(5 %, 0.1 µs)",
+    ),
 }
 
 
@@ -100,7 +106,8 @@ class Verdict:
         """The value and its limit, as ``1.03x, at most 1.15x``."""
         measure = MEASURES[self.measure]
         bound = "at least" if measure.at_least else "at most"
-        return f"{measure.text.format(self.value)}, {bound} {measure.text.format(self.limit)}"
+        limit_text = measure.limit_text or measure.text
+        return f"{measure.text.format(self.value)}, {bound} {limit_text.format(self.limit)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
