@@ -108,7 +108,9 @@ def test_a_gate_fails_when_it_is_missed_by_more_than_a_tenth(measure_, limit, ou
 def test_a_verdict_says_what_was_allowed():
     assert judge(Gate(limit=1.15), [1.0], [2.0]).text == "0.50x, at most 1.15x"
     assert judge(Gate(limit=3, measure="theirs / ours"), [1.0], [2.0]).text == "2.00x, at least 3.00x"
-    assert judge(Gate(limit=0.2, measure="ours - theirs"), [1.0], [2.0]).text == "-1.000 µs, at most +0.200 µs"
+    assert (
+        judge(Gate(limit=0.2, measure="ours - theirs"), [1.0], [2.0]).text == "-1.000 µs, at most +0.200 µs"
+    )
     share = Gate(limit=1.0, measure="share of max(5 %, 0.1 us)")
     assert judge(share, [10.25], [10.0]).text == "0.50, at most 1 x max(5 %, 0.1 µs)"
 
