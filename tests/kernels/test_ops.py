@@ -60,12 +60,15 @@ def test_norm_and_product(kernel, dtype, size, norm_type):
     start = [g.clone() for g in grads]
     inv_scale = torch.tensor(2.0**-10)
     right = flat_norm(grads, norm_type) * 2.0**-10
+    norms = []
     for write in (False, True):
         norm, found, flags = (kernel.unscale_ if write else kernel.norm_check)(grads, inv_scale, norm_type)
         assert norm.dtype is found.dtype is torch.float32
         assert norm.dim() == found.dim() == 0
         assert norm.item() == pytest.approx(right, rel=TOLERANCE[dtype])
         assert (found.item(), flags.tolist()) == (0.0, [0, 0])
+        norms.append(norm.item())
+    assert norms[0] == norms[1], "clipping folded and in place give the same bits"
     for one, before in zip(grads, start, strict=True):
         assert same(one, (before.to(one.dtype) * 2.0**-10).to(one.dtype))
 

@@ -162,12 +162,12 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
     }
   };
 
-  // What is only read is read in several streams, a part of the chunk each: more loads are in flight.
+  // Several streams, a part of the chunk each: more loads are in flight. With and without writing, the same
+  // elements are added up in the same order: clipping folded or in place gives the same bits.
   const int64_t stream = count / (kUnroll * L::kSize) * L::kSize;
   for (int64_t i = 0; i < stream; i += L::kSize) {
     for (int u = 0; u < kUnroll; ++u) {
-      const int64_t at = write ? kUnroll * i + u * L::kSize : u * stream + i;
-      step(data + at, L::kSize, u * L::kParts);
+      step(data + u * stream + i, L::kSize, u * L::kParts);
     }
   }
   for (int64_t i = kUnroll * stream; i < count; i += L::kSize) {
