@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from tests.adapters.accelerate_pair import Weights, reset
+from tests.rank_exit import leave
 
 OVERFLOW = 1e38
 
@@ -145,6 +146,7 @@ def main():
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.rank_exit import leave
+
 pytestmark = [pytest.mark.dist, pytest.mark.native]
 
 
@@ -47,6 +49,7 @@ def second_forward(rank: int, path: str) -> None:
             layer.reshard()
         assert torch.equal(model(x), expected())
     dist.destroy_process_group()
+    leave()
 
 
 def test_second_forward_uses_the_new_weights(tmp_path):

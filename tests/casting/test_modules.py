@@ -227,7 +227,6 @@ def test_every_device_is_switched_off():
         assert torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # inductor's, within torch
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_in_one_graph_it_equals_eager(backend):
     torch.compiler.reset()
