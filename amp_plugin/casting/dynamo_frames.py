@@ -13,12 +13,12 @@ from torch._C._dynamo import eval_frame
 
 
 def skip_frames_of(*functions: Callable[..., Any]) -> None:
-    """Run these functions as they are; what they call is looked at as ever.
+    """Run these functions, and all that they call, as they are.
 
     Args:
-        *functions: plain Python functions.
+        *functions: plain Python functions that call nothing of the user's.
     """
-    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
+    skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     for function in functions:
         eval_frame.set_code_exec_strategy(function.__code__, skip)
 

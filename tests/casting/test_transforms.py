@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -218,6 +219,25 @@ class TestCompile:
             while nesting() > 0:  # what torch leaked
                 torch.autocast_decrement_nesting()
             torch.clear_autocast_cache()
+
+    def test_code_that_stays_eager_is_not_traced_through_ours(self):
+        """The region of a graph break is entered outside Dynamo: no frame of the package is compiled."""
+        frames = []
+
+        def backend(graph, _):
+            frames.append(graph)
+            return graph.forward
+
+        def forward(x):
+            with amp_plugin.autocast("cpu", dtype=BF16):
+                raise KeyError
+
+        amp_plugin.casting.active.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(KeyError):
+                torch.compile(forward, backend=backend)(torch.ones(2))
+        assert frames == []
 
 
 def nesting():
