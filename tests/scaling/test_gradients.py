@@ -1,6 +1,5 @@
 """Gradients of every kind are found, and seen again for what they are."""
 
-import gc
 import math
 
 import pytest
@@ -55,7 +54,6 @@ def test_a_new_gradient_at_an_old_address_is_new(ledger_of):
         assert ledger.compare(1) == 2
         ledger.remember(1)
         params[0].grad = None
-        gc.collect()
 
 
 def test_a_ledger_keeps_no_gradient_alive(ledger_of):
