@@ -45,6 +45,7 @@ class LossScale:
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
         self._derived_from: tuple[int, int, int] | None = None
+        self._captured = False
 
     def materialize(self, device: torch.device | str) -> Tensor:
         """Make the tensors on ``device`` if there are none, and return the scale."""
@@ -59,13 +60,16 @@ class LossScale:
         return torch.full((), value, dtype=torch.int32, device=device)
 
     def _derive(self, key: Any) -> Tensor | None:
-        """Look up what was computed from this value; forget it if the value has changed."""
+        """Look up what was computed from this value; forget it if the value has changed.
+
+        A replayed graph reads the live scale and changes it unseen: from the first capture on
+        nothing is kept.
+        """
         value = self.require()
         version = 0 if value.is_inference() else value._version
         state = (self.generation, id(value), version)
-        if state != self._derived_from or capturing(
-            value.device
-        ):  # a replayed graph must read the live scale
+        self._captured = self._captured or capturing(value.device)
+        if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
         return self._derived.get(key)
 

@@ -20,13 +20,17 @@ class HostFlag:
 
     Args:
         flag: One element; above 0 means set.
+
+    Attributes:
+        lasting: False if the flag belongs to a CUDA graph, which writes it anew at each replay.
     """
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
         self._copy: Tensor | None = None
         self._arrived: torch.Event | None = None
-        if flag.device.type in {"cuda", "xpu"} and not capturing(flag.device):
+        self.lasting = not capturing(flag.device)
+        if flag.device.type in {"cuda", "xpu"} and self.lasting:
             self._copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
             self._arrived = torch.Event(flag.device)
@@ -82,8 +86,9 @@ def _first(names: Sequence[str], count: int = 5) -> str:
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    Owns its tensors: later steps do not change it. Every property but :attr:`norm` and
-    :attr:`found_inf` waits for the device when first read.
+    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph tells of
+    the last replay. Every property but :attr:`norm` and :attr:`found_inf` waits for the device when
+    first read.
 
     Attributes:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
@@ -111,13 +116,16 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped."""
-        if self._skipped is None and self._flag is not None:
-            self._skipped = self._flag.wait()
-        return bool(self._skipped)
+        if self._skipped is not None or self._flag is None:
+            return bool(self._skipped)
+        skipped = self._flag.wait()
+        if self._flag.lasting:
+            self._skipped = skipped
+        return skipped
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped, or None if the host would have to wait to know."""
-        if self._skipped is None and self._flag is not None:
+        if self._skipped is None and self._flag is not None and self._flag.lasting:
             self._skipped = self._flag.known()
         return self._skipped
 

@@ -138,12 +138,17 @@ def finish(
         known=known,
     )
     scaler._open_results[record.result] = scales[0]
-    record.skipped = found if record.skipped is None else record.skipped + found
-    scaler._skipped = found if scaler._skipped is None else scaler._skipped + found
+    record.skipped = _counted(found, record.skipped)
+    scaler._skipped = _counted(found, scaler._skipped)
     record.stage = OptState.STEPPED
     for one in record.sets:
         one.stepped(record.slot)
     record.forget_window()
+
+
+def _counted(found: Tensor, count: Tensor | None) -> Tensor:
+    """Add to a count in place: a captured step adds to the same tensor at each replay."""
+    return found.clone() if count is None else count.add_(found)
 
 
 class _named_flags:  # noqa: N801 -- a function with storage
