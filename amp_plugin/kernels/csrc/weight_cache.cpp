@@ -6,6 +6,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <c10/util/SmallVector.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <atomic>
@@ -51,13 +52,25 @@ KeptCasts& kept_casts() {
 std::atomic<uint64_t> epoch{0};
 std::atomic<ManagedTest> managed_test{nullptr};
 
-// Asked through a template: torch before 2.13 has no such method, and then nothing is kept.
+// Asks the CUDA driver, which is loaded where there are CUDA tensors; without an answer, yes.
+bool driver_says_capturing(void* stream) {
+  using Query = int (*)(void* stream, int* status);
+  static const auto query = [] {
+    void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<Query>(driver == nullptr ? nullptr : dlsym(driver, "cuStreamIsCapturing"));
+  }();
+  int status = 0;
+  return query == nullptr || query(stream, &status) != 0 || status != 0;
+}
+
+// Asked through a template: torch before 2.13 has no such method, and then the driver is asked.
 template <typename Guard>
 bool is_capturing(const Guard& guard, c10::DeviceType device) {
-  if constexpr (requires(c10::Stream stream) { guard.isStreamCapturing(stream); }) {
-    return guard.isStreamCapturing(guard.getStream(guard.getDevice()));
+  const c10::Stream stream = guard.getStream(guard.getDevice());
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
   } else {
-    return device != c10::DeviceType::CPU;
+    return device != c10::DeviceType::CUDA || driver_says_capturing(guard.getStreamNativeHandle(stream));
   }
 }
 
