@@ -119,8 +119,22 @@ def test_code_is_loaded_outside_of_a_capture_that_then_goes_on(driver):
     launcher.load(MULTIPLY)
     assert driver.modes == [RELAXED, "global"]
     driver.load_status = 200
-    with pytest.raises(RuntimeError, match="the CUDA driver cannot load update_scale for sm_90: 200"):
+    with pytest.raises(RuntimeError, match=r"cannot load update_scale for sm_90, compiled by NVRTC .* \(200\)"):
         launcher.load(UPDATE_SCALE)
+    assert driver.mode == "global"
+
+
+def test_code_that_the_driver_does_not_know_says_what_to_update(driver, monkeypatch):
+    def get_kernel(name):
+        raise OSError("CUDA_ERROR_INVALID_IMAGE")
+
+    monkeypatch.setattr(
+        module, "ObjectCode", SimpleNamespace(from_cubin=lambda _: SimpleNamespace(get_kernel=get_kernel))
+    )
+    message = r"NVRTC \d+\.\d+ \(CUDA_ERROR_INVALID_IMAGE\); update the driver to that major version of CUDA"
+    with pytest.raises(RuntimeError, match=message) as error:
+        a_launcher().load(UPDATE_SCALE)
+    assert isinstance(error.value.__cause__, OSError)
     assert driver.mode == "global"
 
 

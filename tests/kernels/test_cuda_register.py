@@ -45,7 +45,7 @@ def test_without_cuda_core_plain_torch_trains_with_one_warning(monkeypatch):
         register._kernel("cast")(grads, [torch.empty(5, dtype=torch.float16)])
         return grads, norm, found_inf
 
-    message = r"plain torch takes over: .*pip install 'amp-plugin\[cuda\]'"
+    message = r"plain torch takes over: .*pip install --upgrade 'amp-plugin\[cuda\]'"
     with pytest.warns(RuntimeWarning, match=message) as seen:
         step()
     assert len(seen) == 1
@@ -53,7 +53,7 @@ def test_without_cuda_core_plain_torch_trains_with_one_warning(monkeypatch):
     assert (norm.item(), found_inf.item(), grads[0].tolist()) == (pytest.approx(5**0.5), 0.0, [1.0] * 5)
     core = cuda_core()
     assert not core.loaded
-    assert "install cuda-core" in core.reason
+    assert "install or update cuda-core" in core.reason
 
 
 @pytest.mark.usefixtures("undecided")

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_plugin.kernels.cuda.catalogue import WRITE_TABLE, Kernel
-from amp_plugin.kernels.cuda.compile import cached_cubin
+from amp_plugin.kernels.cuda.compile import cached_cubin, nvrtc_version
 from amp_plugin.kernels.cuda.tensor_table import ROW, ROWS_BY_VALUE
 
 OLDEST_CAPABILITY = (7, 5)
@@ -134,13 +134,22 @@ class CudaLauncher:
 
     def _load(self, kernel: Kernel) -> tuple[Any, Any]:
         code = ObjectCode.from_cubin(cached_cubin(kernel, self.architecture))
-        entry = code.get_kernel(kernel.name)
+        try:
+            entry = code.get_kernel(kernel.name)
+        except Exception as error:  # cuda-core's error types are not public
+            raise RuntimeError(self._not_loaded(kernel, error)) from error
         # Asking for the function loads it now; CUDA's lazy loading would do so in the first launch.
         status, function = driver.cuKernelGetFunction(driver.CUkernel(int(entry.handle)))
         if int(status):
-            msg = f"the CUDA driver cannot load {kernel.name} for {self.architecture}: {status!r}"
-            raise RuntimeError(msg)
+            raise RuntimeError(self._not_loaded(kernel, f"{status!r}"))
         return function, (code, entry)  # what must stay alive beside it
+
+    def _not_loaded(self, kernel: Kernel, reason: object) -> str:
+        return (
+            f"the CUDA driver cannot load {kernel.name} for {self.architecture}, compiled by NVRTC "
+            f"{nvrtc_version()} ({reason}); update the driver to that major version of CUDA or a later one, "
+            "or install cuda-bindings and NVRTC of the driver's"
+        )
 
 
 @contextlib.contextmanager

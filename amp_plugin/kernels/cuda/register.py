@@ -106,7 +106,7 @@ def _load(index: int) -> Operations | None:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return f"{error}; install cuda-core (pip install 'amp-plugin[cuda]')"
+        return f"{error}; install or update cuda-core (pip install --upgrade 'amp-plugin[cuda]')"
     return f"{type(error).__name__}: {error}"
 
 
