@@ -119,7 +119,9 @@ def test_code_is_loaded_outside_of_a_capture_that_then_goes_on(driver):
     launcher.load(MULTIPLY)
     assert driver.modes == [RELAXED, "global"]
     driver.load_status = 200
-    with pytest.raises(RuntimeError, match=r"cannot load update_scale for sm_90, compiled by NVRTC .* \(200\)"):
+    with pytest.raises(
+        RuntimeError, match=r"cannot load update_scale for sm_90, compiled by NVRTC .* \(200\)"
+    ):
         launcher.load(UPDATE_SCALE)
     assert driver.mode == "global"
 
