@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling import stepping
+from amp_plugin.scaling.gradient_set import Residue
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.registry import OptimizerRecord
 
@@ -100,7 +101,7 @@ def _leave_scaled(record: OptimizerRecord, unit: LossScale | None, found: Tensor
     if unit is not None:
         scaled = unit.snapshot()
         for one in record.sets:
-            one.unit, one.residue = None, torch.where(found > 0, scaled, torch.ones_like(scaled))
+            one.unit, one.residue = None, Residue(scaled, found)
 
 
 def _factor(unit: LossScale, clip: FoldedClip | None, given: Tensor | None) -> Tensor:

@@ -7,6 +7,8 @@ owner does to a shared gradient is known to the others.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,22 @@ _MEASURED = 0  # the ledger's slot for the last measurement; optimizers' slots s
 _BACKWARD = -1  # the slot for what was there when a backward began after a measurement
 
 
+class Residue(NamedTuple):
+    """What gradients still carry after a folded step: nothing if it was taken, the scale if not.
+
+    Attributes:
+        scale: The scale they had, float32, 0-dim.
+        skipped: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+    """
+
+    scale: Tensor
+    skipped: Tensor
+
+    def factor(self) -> Tensor:
+        """Return the factor, float32, 0-dim; worked out only where gradients live on."""
+        return torch.where(self.skipped > 0, self.scale, torch.ones_like(self.scale))
+
+
 class GradientSet:
     """The gradients of some parameters, and the unit they are in.
 
@@ -25,8 +43,7 @@ class GradientSet:
         params: The parameters.
         owners: Slots of the optimizers that step them.
         unit: The loss scale the gradients are multiplied by; None if they are unscaled.
-        residue: A factor they still carry although ``unit`` is None, float32, 0-dim: after a folded
-            step they are unscaled if it was taken and scaled if not. None means 1.
+        residue: What they may still carry although ``unit`` is None; None means nothing.
         overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if nobody looked.
         overwritten: Measurements that no longer hold, for their flags; joined where they are alike.
         touched: Slots of the owners that have not stepped since the last scaled backward.
@@ -38,7 +55,7 @@ class GradientSet:
         self.params = params
         self.owners = owners
         self.unit: LossScale | None = None
-        self.residue: Tensor | None = None
+        self.residue: Residue | None = None
         self.overflow: Tensor | None = None
         self.overwritten: list[Part] = []
         self.touched: set[int] = set()
@@ -140,7 +157,7 @@ class GradientSet:
         if self.unit is not None:
             return self.unit.inverse(device)
         if self.residue is not None:
-            return self.residue.reciprocal().to(device, non_blocking=True)
+            return self.residue.factor().reciprocal().to(device, non_blocking=True)
         return torch.ones((), dtype=torch.float32, device=device)
 
     def begin_backward(self, unit: LossScale) -> None:
@@ -157,7 +174,7 @@ class GradientSet:
             if self.unit is not None:
                 factor = factor / self.unit.require()
             elif self.residue is not None:
-                factor = factor / self.residue
+                factor = factor / self.residue.factor()
             overflow = self.multiply_(factor)
             if self.unit is not None:
                 self.unit.record(overflow)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling.loss_scale import DynamicLossScale
+from amp_plugin.scaling.loss_scale import DynamicLossScale, LossScale
 
 
 def run(scale, overflows):
@@ -182,3 +182,12 @@ def test_a_constant_scale_still_skips(weights):
         scaler.step(one.optimizer)
         scaler.update()
     assert (one.value, scaler.get_scale(), scaler.skipped_steps()) == (-3.0, 8.0, 1)
+
+
+def test_the_inverse_has_the_bits_of_torchs():
+    words = torch.randint(1, 0x7F800000, (1000,), generator=torch.Generator().manual_seed(0))
+    for value in words.to(torch.int32).view(torch.float32):
+        scale = LossScale(1.0)
+        scale.materialize("cpu")
+        scale.fill_(value)
+        assert torch.equal(scale.inverse(value.device), value.double().reciprocal().float())
