@@ -19,7 +19,7 @@ CPU = {
     "lightning": "lightning",
     "accelerate": "accelerate",
 }
-CUDA = {**CPU, "launches": "cuda"}
+CUDA = {"bandwidth": "cuda", "launches": "cuda", **CPU}
 
 
 def keys(device: str) -> list[str]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.kernels.cuda.register import cuda_core
-from benchmarks.clocks import Call
+from benchmarks.clocks import Call, Sample
 from benchmarks.gradient_path import SETS, Gradients, shapes_of
-from benchmarks.harness import OURS, Comparison
+from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting
 
 OP = torch.ops.amp_plugin
@@ -69,7 +69,8 @@ def launches(call: Call) -> int:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    on_device = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not each.is_user_annotation for each in on_device)  # an optimizer's step is annotated
 
 
 def waits(call: Call) -> int:
@@ -83,6 +84,51 @@ def waits(call: Call) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("synchroniz" in str(one.message) for one in seen)
+
+
+class Bandwidth(Section):
+    """Bytes read and written a second by the device, host time left out."""
+
+    key = "bandwidth"
+    threads = 0
+    timing = "wall time"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each op over several sets of gradients, beside ``copy_`` of one tensor of as many bytes."""
+        for name in ("1 x 100 MB", "ResNet-50", "GPT-2 124M", "1 x 1 GB"):
+            yield from bandwidths(setting, name)
+
+
+def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
+    """Yield each op over a set of gradients."""
+    grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
+    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
+    flat = torch.randn(sum(each.numel() for each in grads), device=setting.device)
+    copied, factor = torch.empty_like(flat), torch.tensor(1.0000001, device=setting.device)
+    calls: dict[str, tuple[Call, float]] = {
+        "norm_check": (lambda: OP.norm_check(grads, factor), 1),
+        "unscale_": (lambda: OP.unscale_(grads, factor), 2),
+        "multiply_": (lambda: OP.multiply_(grads, factor), 2),
+        "cast to bf16": (lambda: OP.cast(grads, half), 1.5),
+    }
+    for label, (call, times) in calls.items():
+        copy = setting.device_clock(lambda: copied.copy_(flat))
+        yield Comparison(
+            name=label,
+            table=f"GB a second over {name}, read and written",
+            samples={
+                OURS: bandwidth(setting.device_clock(call), times * flat.nbytes),
+                "copy_": bandwidth(copy, 2 * flat.nbytes),
+            },
+            unit="GB/s",
+            rounds=setting.rounds(61),
+            gates=(Gate(limit=0.85, measure="share of theirs", against="copy_"),),
+        )
+
+
+def bandwidth(sample: Sample, moved: float) -> Sample:
+    """Turn a sample in microseconds into one in GB a second, for so many bytes moved."""
+    return lambda: moved / sample() / 1e3
 
 
 class Launches(Section):
@@ -115,4 +161,4 @@ class Launches(Section):
                     )
 
 
-SECTIONS = (Launches(),)
+SECTIONS = (Bandwidth(), Launches())

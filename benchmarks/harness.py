@@ -43,6 +43,7 @@ class Measure:
 MEASURES = {
     "ours / theirs": Measure(of=lambda ours, theirs: ours / theirs),
     "theirs / ours": Measure(of=lambda ours, theirs: theirs / ours, at_least=True),
+    "share of theirs": Measure(of=lambda ours, theirs: ours / theirs, at_least=True, text="{:.0%}"),
     "ours - theirs": Measure(of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs"),
     "ours": Measure(of=lambda ours, _: ours, text="{:.3g}"),
     # (ours - theirs) / max(5 % of theirs, 0.1 us): up to 1 is allowed

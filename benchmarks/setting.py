@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import torch
 
-from benchmarks.clocks import Clock, event_time, synchronised_time, thread_time, wall_time
+from benchmarks.clocks import Clock, device_time, event_time, synchronised_time, thread_time, wall_time
 from benchmarks.harness import Comparison
 
 T = TypeVar("T")
@@ -42,13 +42,18 @@ class Setting:
         """For work that memory bandwidth decides."""
         return wall_time if self.device == "cpu" else event_time
 
+    @property
+    def device_clock(self) -> Clock:
+        """For the device's work alone, without what starting it takes."""
+        return wall_time if self.device == "cpu" else device_time
+
     def sized(self, usual: T, tiny: T) -> T:
         """Choose between the usual and the smoke test's value."""
         return tiny if self.tiny else usual
 
     def rounds(self, usual: int) -> int:
-        """Rounds of a comparison."""
-        return self.sized(usual, 1)
+        """Rounds of a comparison; fewer on a GPU, whose times vary less."""
+        return self.sized(usual if self.device == "cpu" else max(3, usual // 3), 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

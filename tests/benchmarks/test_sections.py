@@ -6,6 +6,8 @@ import math
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +149,18 @@ def test_the_check_of_the_kernels_sees_a_wrong_one(monkeypatch):
         cuda.check(grads)
 
 
+def test_launches_are_what_ran_on_the_device_without_annotations(monkeypatch):
+    def event(device, *, annotation=False):
+        return SimpleNamespace(device_type=device, is_user_annotation=annotation)
+
+    kinds = torch.autograd.DeviceType
+    events = [event(kinds.CPU), event(kinds.CUDA), event(kinds.CUDA, annotation=True), event(kinds.CUDA)]
+    profiler = nullcontext(SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    assert cuda.launches(lambda: None) == 2
+
+
 def test_waits_are_counted(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
     calls = []
@@ -158,6 +172,20 @@ def test_waits_are_counted(monkeypatch):
 
     assert cuda.waits(wait) == 1
     assert cuda.waits(lambda: None) == 0
+
+
+def test_bandwidth_counts_what_each_op_reads_and_writes(monkeypatch):
+    monkeypatch.setattr(Setting, "device_clock", property(lambda self: lambda call: lambda: call() or 2.0))
+    monkeypatch.setattr(cuda, "bandwidth", lambda sample, moved: lambda: moved)
+    numel = 3 * 4 + 5 + 1
+    for each in cuda.Bandwidth().comparisons(TINY):
+        times = {"norm_check": 1, "cast to bf16": 1.5}.get(each.name, 2)
+        assert [sample() for sample in each.samples.values()] == [times * 4 * numel, 2 * 4 * numel]
+    monkeypatch.undo()
+    assert cuda.bandwidth(lambda: 100.0, 3e8)() == 3000.0  # 300 MB in 100 us
+    outcomes = command.run(cuda.Bandwidth(), TINY).outcomes
+    assert len(outcomes) == 16
+    assert all(verdict.measure == "share of theirs" for each in outcomes for verdict in each.verdicts)
 
 
 def test_launches_of_each_set_are_compared_with_torchs(monkeypatch):
