@@ -129,3 +129,24 @@ def test_cast_cache_is_exact():
 
     for a, b in zip(run(CastCache()), run(None), strict=True):
         assert torch.equal(a, b)
+
+
+def test_all_stale_casts_are_refreshed_by_one_launch():
+    model, cache = make_model(), CastCache()
+    x = torch.randn(16, 64, device="cuda")
+
+    def forward():
+        with amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache):
+            return model(x)
+
+    forward()
+    forward()
+    assert (len(cache), cache.casts) == (4, 4)  # the weights and biases of two Linears, once
+    before = cache.refreshes
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    ours = forward()
+    assert (cache.casts, cache.refreshes) == (8, before + 1)
+    with amp_plugin.autocast("cuda", dtype=torch.bfloat16):
+        assert torch.equal(ours, model(x))

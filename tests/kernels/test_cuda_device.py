@@ -286,6 +286,8 @@ def test_bfloat16_and_float16_gradients_are_taken():
 UNDER_A_CHECKER = """
 import torch
 import amp_plugin.kernels.ops
+from amp_plugin.kernels.cuda.register import cuda_core
+assert cuda_core().loaded
 amp = torch.ops.amp_plugin
 dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 grads = [torch.randn(n + 1, device="cuda").to(t)[1:] for t in dtypes for n in (0, 1, 15, 17, 1025, 70001)]

@@ -1,4 +1,7 @@
-"""A step captured in a CUDA graph, emulated: replays and eager steps in any order are the eager run."""
+"""A step captured in a CUDA graph: replays and eager steps in any order are the eager run.
+
+The graph is emulated on the CPU, and a real one where there is a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,13 @@ OVERFLOWS = (4, 5, 9)
 class Loop:
     """A loop that clips, and what can be asked of its scaler after each step."""
 
-    def __init__(self, optimizer, clip):
+    def __init__(self, optimizer, clip, device="cpu"):
         torch.manual_seed(0)
-        self.model = torch.nn.Linear(4, 3)
-        self.optimizer = optimizer(self.model.parameters(), lr=0.01, fused=True)
-        self.scaler = GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
-        self.inputs, self.clip = torch.zeros(5, 4), clip
+        self.model = torch.nn.Linear(4, 3).to(device)
+        options = {"capturable": True} if optimizer is torch.optim.AdamW and device == "cuda" else {}
+        self.optimizer = optimizer(self.model.parameters(), lr=0.01, fused=True, **options)
+        self.scaler = GradScaler(device, init_scale=2.0**8, growth_interval=3)
+        self.inputs, self.clip = torch.zeros(5, 4, device=device), clip
 
     def step(self):
         self.optimizer.zero_grad()
@@ -42,8 +46,17 @@ class Loop:
             "skipped": last.skipped,
             "scales": (last.scale_before, last.scale_after),
             "overflow": str(last.overflow_report()),
-            "weights": [p.detach().flatten().tolist() for p in self.model.parameters()],
+            "weights": [p.detach().cpu() for p in self.model.parameters()],
         }
+
+    def run(self, batches):
+        """Step on each batch, and return all answers."""
+        answers = []
+        for batch in batches:
+            self.inputs.copy_(batch)
+            self.step()
+            answers.append(self.answers())
+        return answers
 
 
 def batches():
@@ -53,32 +66,86 @@ def batches():
     return made
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-@pytest.mark.parametrize("clip", [None, "folded", "in place"])
-@pytest.mark.parametrize("eager", [(), (3, 7, 8, 12)], ids=["replays", "replays and eager steps"])
-def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager):
-    data, plain = batches(), Loop(optimizer, clip)
-    want = []
-    for batch in data:
-        plain.inputs.copy_(batch)
-        plain.step()
-        want.append(plain.answers())
-    assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(data))]
+def replay_and_step(loop, graph, eager):
+    """Go on after a capture; return what can be asked after each step."""
+    answers = {}
+    for i, batch in enumerate(batches()[CAPTURED_AT:], CAPTURED_AT):
+        loop.inputs.copy_(batch)
+        loop.step() if i in eager else graph.replay()
+        answers[i] = loop.answers()
+        if eager and i not in eager:  # the result asked for is the last eager step's
+            answers[i] = {key: answers[i][key] for key in ("scale", "counts", "weights")}
+    return answers
 
+
+def check(got, want):
+    for i, answers in got.items():
+        torch.testing.assert_close(answers.pop("weights"), want[i]["weights"])
+        assert answers == {key: want[i][key] for key in answers}, i
+
+
+CASES = [
+    pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW]),
+    pytest.mark.parametrize("clip", [None, "folded", "in place"]),
+    pytest.mark.parametrize("eager", [(), (3, 7, 8, 12)], ids=["replays", "replays and eager steps"]),
+]
+
+
+def cases(test):
+    for mark in CASES:
+        test = mark(test)
+    return test
+
+
+@cases
+def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager):
+    want = Loop(optimizer, clip).run(batches())
+    assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(want))]
     loop, graph = Loop(optimizer, clip), ReplayedGraph()
     for module in (loss_scale, step_result):
         monkeypatch.setattr(module, "capturing", graph.capturing)
-    for batch in data[:CAPTURED_AT]:
-        loop.inputs.copy_(batch)
-        loop.step()
+    loop.run(batches()[:CAPTURED_AT])
     before = loop.counts()
     with graph:
         loop.step()
     assert loop.counts() == before  # a capture runs nothing
-    for i, batch in enumerate(data[CAPTURED_AT:], CAPTURED_AT):
-        loop.inputs.copy_(batch)
-        loop.step() if i in eager else graph.replay()
-        got = loop.answers()
-        if eager and i not in eager:  # the result asked for is the last eager step's
-            got = {key: got[key] for key in ("scale", "counts", "weights")}
-        assert got == {key: want[i][key] for key in got}, i
+    check(replay_and_step(loop, graph, eager), want)
+
+
+@pytest.mark.gpu
+@cases
+def test_a_step_captured_on_the_device_is_the_step(optimizer, clip, eager):
+    want = Loop(optimizer, clip, "cuda").run(batches())
+    assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(want))]
+    loop, graph, side = Loop(optimizer, clip, "cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        loop.run(batches()[:CAPTURED_AT])
+    torch.cuda.current_stream().wait_stream(side)
+    before = loop.counts()
+    with torch.cuda.graph(graph):
+        loop.step()
+    assert loop.counts() == before
+    check(replay_and_step(loop, graph, eager), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+@pytest.mark.parametrize("clip", [None, "folded", "in place"])
+def test_no_step_waits_for_the_device(optimizer, clip):
+    try:
+        loop = Loop(optimizer, clip, "cuda")
+    except RuntimeError as error:  # Adagrad in torch 2.11
+        pytest.skip(f"{error}")
+    loop.run(batches()[:1])
+    data = torch.stack(batches()).cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in data:
+            loop.inputs.copy_(batch)
+            loop.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert loop.counts() == (len(OVERFLOWS),) * 2
+    assert loop.scaler.get_scale() == Loop(optimizer, clip).run([batches()[0], *batches()])[-1]["scale"]
