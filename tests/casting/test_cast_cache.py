@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import time
 
 import pytest
@@ -266,6 +268,41 @@ def test_compiled_code_goes_on_without():
     with torch.autocast("cpu", dtype=BF16):
         assert torch.equal(ours, compiled(BATCHES[0]))
     assert len(cache) == 0
+
+
+COUNTED_WHILE_CASTING = """
+import threading, time, torch, amp_plugin
+from amp_plugin.casting.cast_cache import CastCache
+inside = threading.Event()
+
+def cast_in_python(src, out):  # as on CUDA
+    inside.set()
+    time.sleep(0.5)
+    for one, other in zip(src, out):
+        other.copy_(one.detach())
+
+cache, model = CastCache(), torch.nn.Linear(4, 4, bias=False)
+library = torch.library.Library("amp_plugin", "IMPL")
+library.impl("cast", cast_in_python, "CPU")  # over the native one
+
+def forward():
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16, cache=cache):
+        model(torch.ones(1, 4))
+
+thread = threading.Thread(target=forward)
+thread.start()
+inside.wait()
+print(len(cache), cache.nbytes, cache.casts)
+cache.clear()
+thread.join()
+"""
+
+
+def test_a_cache_may_be_asked_while_another_thread_casts():
+    run = subprocess.run(
+        [sys.executable, "-c", COUNTED_WHILE_CASTING], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert run.stdout == "1 32 1\n", run.stderr
 
 
 def test_repr():

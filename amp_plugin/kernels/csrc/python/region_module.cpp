@@ -66,7 +66,10 @@ PyObject* clear_kept_casts(PyObject* /*module*/, PyObject* capsule) {
   HANDLE_TH_ERRORS
   const Kept* kept = kept_of(capsule);
   if (kept == nullptr) return nullptr;
-  (*kept)->clear();
+  {
+    const pybind11::gil_scoped_release others_may_run;  // whoever casts holds the lock, and may need Python
+    (*kept)->clear();
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -76,9 +79,15 @@ PyObject* kept_casts_counts(PyObject* /*module*/, PyObject* capsule) {
   HANDLE_TH_ERRORS
   const Kept* kept = kept_of(capsule);
   if (kept == nullptr) return nullptr;
+  long long buffers = 0, bytes = 0;
+  {
+    const pybind11::gil_scoped_release others_may_run;
+    buffers = (*kept)->buffers();
+    bytes = (*kept)->bytes();
+  }
   return Py_BuildValue(
-      "LLLL", static_cast<long long>((*kept)->buffers()), static_cast<long long>((*kept)->bytes()),
-      static_cast<long long>((*kept)->casts()), static_cast<long long>((*kept)->refreshes()));
+      "LLLL", buffers, bytes, static_cast<long long>((*kept)->casts()),
+      static_cast<long long>((*kept)->refreshes()));
   END_HANDLE_TH_ERRORS
 }
 
