@@ -300,7 +300,11 @@ thread.join()
 
 def test_a_cache_may_be_asked_while_another_thread_casts():
     run = subprocess.run(
-        [sys.executable, "-c", COUNTED_WHILE_CASTING], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", COUNTED_WHILE_CASTING],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert run.stdout == "1 32 1\n", run.stderr
 
