@@ -74,6 +74,7 @@ def train(config: Config) -> TrainingRecord:
 
     batches = digits_batches(loaders, steps=config.warm_up + config.steps, device=config.device)
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for new in islice(batches, config.warm_up):
             images.copy_(new[0])
