@@ -17,6 +17,7 @@ from benchmarks import __main__ as command
 from benchmarks import cuda, models
 from benchmarks.catalogue import keys, section
 from benchmarks.document import PAGE
+from benchmarks.gradient_path import PROMISED_ON_CUDA
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.setting import Section, Setting, threads
 
@@ -205,3 +206,8 @@ def test_without_a_gpu_the_command_says_what_it_needs():
     last = run.stderr.strip().splitlines()[-1]
     assert last.startswith("the benchmarks for CUDA need a GPU that runs the kernels: ")
     assert "install" in last or "driver" in last
+
+
+def test_what_is_promised_on_a_gpu_is_measured():
+    names = {each.name for key in ("clipping", "steps") for each in SECTIONS[key].comparisons(TINY)}
+    assert set(PROMISED_ON_CUDA) <= names
