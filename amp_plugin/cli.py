@@ -142,10 +142,12 @@ def build(
 
 
 def _build_cuda(architectures: list[str]) -> int:
+    from amp_plugin.kernels.cuda.register import PACKAGES  # noqa: PLC0415 - loads torch
+
     try:
         from amp_plugin.kernels.cuda.compile import build_ahead  # noqa: PLC0415 - needs cuda-core
     except ImportError as error:
-        msg = f"the CUDA kernels cannot be compiled: {error}; run: pip install 'amp-plugin[cuda]'"
+        msg = f"the CUDA kernels cannot be compiled: {error}; run: pip install {PACKAGES}"
         raise RuntimeError(msg) from error
     return build_ahead(architectures)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -19,7 +20,10 @@ from amp_plugin.cli import app
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
+from amp_plugin.kernels.cuda import register
 from amp_plugin.kernels.shared_object import Built
+
+DOCS = [*(Path(__file__).parent.parent / "docs").glob("*.md"), Path(__file__).parent.parent / "README.md"]
 
 
 def amp(*words: str) -> Any:
@@ -186,6 +190,18 @@ def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatc
     assert compiled == ["sm_80", "sm_90a"]
     assert result.output.endswith("20 CUDA kernels for sm_80, sm_90a are in the cache\n")
     assert json.loads(amp("build", "--cuda", "sm_80", "--json").stdout)["cubins"] == 20
+
+
+def test_the_packages_named_for_cuda_are_those_of_the_extra() -> None:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    extra = re.search(r"^cuda = \[(.*?)\]", text, re.MULTILINE)
+    assert extra is not None
+    assert shlex.split(register.PACKAGES) == re.findall(r'"(.*?)"', extra[1])
+
+
+def test_no_message_names_a_package_on_no_index() -> None:
+    for file in (*Path(amp_plugin.__file__).parent.rglob("*.py"), *DOCS):
+        assert not re.search(r"pip install[^\n]*amp-plugin\[", file.read_text()), file
 
 
 def test_a_build_that_fails(no_core: None) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from amp_plugin.kernels.cuda.operations import Operations
 
 OPS = ("norm_check", "unscale_", "multiply_", "cast", "update_scale_", "clip_factor")
+PACKAGES = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # for pip, as in pyproject.toml
 _lock = threading.Lock()
 _operations: dict[int, Operations | None] = {}  # by device index; None: plain torch
 _reasons: dict[int, str] = {}
@@ -106,7 +107,7 @@ def _load(index: int) -> Operations | None:
 
 def _explain(error: Exception) -> str:
     if isinstance(error, ImportError):
-        return f"{error}; install or update cuda-core (pip install --upgrade 'amp-plugin[cuda]')"
+        return f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
     return f"{type(error).__name__}: {error}"
 
 
