@@ -31,7 +31,7 @@ class HostFlag:
         self._arrived: torch.Event | None = None
         self.lasting = not capturing(flag.device)
         if flag.device.type in {"cuda", "xpu"} and self.lasting:
-            self._copy = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
             self._arrived = torch.Event(flag.device)
             self._arrived.record()

@@ -174,3 +174,23 @@ def test_in_a_capture_rows_travel_as_arguments(driver):
     assert first + rest == list(range(len(rows)))
     assert (begin, behind - begin) == (table.data_ptr(), ROWS_BY_VALUE * ROW.itemsize)
     assert driver.compiled == [(WRITE_TABLE, "sm_90")]
+
+
+def test_rows_are_pinned_on_the_host_whatever_the_default_device(driver, monkeypatch):
+    launcher, empty, pinned = a_launcher(), torch.empty, []
+    with torch.device("meta"):
+        assert empty(0).is_meta
+    launcher.device = torch.device("cpu", 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def make(*size, pin_memory=False, **options):  # there is nothing to pin memory for
+        pinned.append(pin_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", make)
+    rows = np.zeros(3, dtype=ROW)
+    rows["numel"] = (1, 2, 3)
+    with torch.device("meta"):
+        table = launcher.upload(rows)
+    assert table.numpy().view(ROW)["numel"].tolist() == [1, 2, 3]
+    assert pinned == [False, True]

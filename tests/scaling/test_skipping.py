@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import OverflowReport
+from amp_plugin.scaling import OverflowReport, step_result
 
 OPTIMIZERS = [
     (torch.optim.SGD, {"momentum": 0.9}),
@@ -310,3 +310,35 @@ def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs):
         assert scaler.last_step(one.optimizer).norm is not None
         scaler.clip_grad_norm_(one.optimizer, 1.0)
     assert not scaler.last_step(one.optimizer).skipped
+
+
+def test_a_flag_comes_to_the_host_whatever_the_default_device(monkeypatch):
+    class OnCuda:
+        device, dtype = torch.device("cuda", 0), torch.float32
+
+        def reshape(self, shape):
+            return torch.ones(shape, device="cpu")
+
+    class Event:
+        def __init__(self, device):
+            self.recorded = False
+
+        def record(self):
+            self.recorded = True
+
+        def query(self):
+            return self.recorded
+
+    empty = torch.empty
+    with torch.device("meta"):
+        assert empty(0).is_meta
+    monkeypatch.setattr(step_result, "capturing", lambda device: False)
+    monkeypatch.setattr(torch, "Event", Event)
+
+    def make(*size, pin_memory, **options):  # there is nothing to pin memory for
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", make)
+    with torch.device("meta"):
+        flag = step_result.HostFlag(OnCuda())
+    assert flag.known() is True

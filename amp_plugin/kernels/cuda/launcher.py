@@ -81,7 +81,7 @@ class CudaLauncher:
             for begin in range(0, len(rows), ROWS_BY_VALUE):
                 self._write_by_value(rows[begin : begin + ROWS_BY_VALUE], table, begin)
             return table
-        pinned = torch.empty(rows.nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(rows.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         pinned.numpy()[:] = rows.view(np.uint8)
         return table.copy_(pinned, non_blocking=True)
 
