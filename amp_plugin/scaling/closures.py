@@ -12,6 +12,7 @@ returns to the optimizer::
     scaler.step(optimizer, closure)
 
 If one of its calls overflows, the step is given up and what it has already changed is put back.
+So it is before the first call if gradients that the optimizer may look at there have overflowed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def step(
         RuntimeError: The closure ran a backward from a loss that was not scaled.
     """
     session = _ClosureStep(scaler, record, closure)
-    if session.overflowed_before():
+    if may_look_first(optimizer) and session.overflowed_before():
         return session.finish()
     saved = _Snapshot(optimizer) if _may_change_first(optimizer) else None
     try:
@@ -128,12 +129,20 @@ class _ClosureStep:
         stepping.finish(self._scaler, self._record, norm, found, known=self._skipped)
 
 
+def may_look_first(optimizer: Optimizer) -> bool:
+    """Whether the optimizer may use gradients that were made before it calls its closure.
+
+    torch's own call the closure first, which often drops those gradients.
+    """
+    return not type(optimizer).__module__.startswith("torch.optim")
+
+
 def _may_change_first(optimizer: Optimizer) -> bool:
     """Whether the optimizer may change anything before the last call of its closure.
 
     torch's own, LBFGS apart, call it once and first.
     """
-    return isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim")
+    return isinstance(optimizer, LBFGS) or may_look_first(optimizer)
 
 
 class _Snapshot:

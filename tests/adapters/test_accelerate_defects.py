@@ -310,6 +310,29 @@ class TestClosures:
             assert optimizer.step(closure) is not None
         assert model.weight.detach().squeeze().tolist() == pytest.approx([1.0, -2.0], abs=1e-2)
 
+    @pytest.mark.parametrize("drops", [False, True])
+    def test_an_overflow_earlier_in_the_window(self, drops):
+        accelerator = ours(init_scale=8.0, steps=2)
+        model = torch.nn.Linear(1, 1, bias=False)
+        model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters(), max_iter=1))
+        losses = []
+
+        def closure():
+            if drops:
+                optimizer.zero_grad()
+            losses.append(model(torch.ones(1, 1)).sum() ** 2)
+            accelerator.backward(losses[-1])
+            return losses[-1]
+
+        for factor in (float("inf"), 1.0):
+            with accelerator.accumulate(model):
+                if factor != 1.0:
+                    accelerator.backward(model(torch.ones(1, 1)).sum() * factor)
+                loss = optimizer.step(closure)
+        assert (loss is losses[0]) is drops
+        assert accelerator.last_step(optimizer).skipped is not drops
+        assert accelerator.scaler.get_scale() == (8.0 if drops else 4.0)
+
     def test_no_closure_runs_within_a_window(self):
         accelerator = ours(init_scale=8.0, steps=2)
         (model,), (optimizer,) = prepared(accelerator)

@@ -387,6 +387,60 @@ def test_an_optimizer_that_calls_its_closure_again(precision):
     assert trainer.precision_plugin.optimizer_steps == 2
 
 
+@pytest.mark.parametrize("overflow_at", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["LBFGS", "Lookback"])
+def test_an_overflow_in_a_window_of_a_repeated_closure(kind, overflow_at):
+    class Module(OneWeight):
+        def __init__(self):
+            super().__init__(overflow_at=(overflow_at,))
+            self.seen = set()
+
+        def training_step(self, batch, batch_idx):
+            self.seen.add(batch_idx)
+            return 0.5 * super().training_step(batch, batch_idx) ** 2
+
+        def configure_optimizers(self):
+            if kind == "Lookback":
+                return Lookback(self.parameters(), lr=0.01)
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+
+    module = Module()
+    trainer = fit(module, AmpPrecision(init_scale=1024.0), steps=2, accumulate_grad_batches=3)
+    plugin = trainer.precision_plugin
+    assert module.seen == set(range(6))  # each batch is shown to the module, as in fp32
+    assert (plugin.optimizer_steps, plugin.skipped_steps) == (1, 1)
+    assert plugin.scaler.get_scale() == 512.0
+    assert 0.0 < module.w.item() < 1.0  # the second window's step
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_an_overflow_before_a_manual_closure(drops):
+    class Module(Linear):
+        def __init__(self):
+            super().__init__(torch.optim.LBFGS, lr=0.1, max_iter=2)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+
+            def closure():
+                if drops:
+                    optimizer.zero_grad()
+                loss = super(Module, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx) * torch.inf)
+            optimizer.step(closure)
+
+    module = Module()
+    plugin = AmpPrecision(init_scale=1024.0)
+    fit(module, plugin, steps=1, data=regression(1))
+    assert plugin.skipped_steps == (not drops)
+    assert len(module.losses) == (3 if drops else 2)
+
+
 # -- schedulers and steps -----------------------------------------------------------------------
 
 

@@ -190,6 +190,28 @@ def test_an_overflow_before_the_step_skips_it():
     assert scaler.last_step(optimizer).skipped
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("drops", [False, True])
+def test_torchs_own_look_at_no_gradient_before_their_closure(kind, drops):
+    param, loss_of = quadratic(torch.float32)
+    optimizer = kind([param], lr=0.1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(loss_of() * math.inf).backward()
+    losses = []
+
+    def closure():
+        if drops:
+            optimizer.zero_grad()
+        losses.append(loss_of())
+        scaler.scale(losses[-1]).backward()
+        return losses[-1]
+
+    assert (scaler.step(optimizer, closure) is losses[0]) is drops
+    scaler.update()
+    assert scaler.last_step(optimizer).skipped is not drops
+    assert scaler.get_scale() == (8.0 if drops else 4.0)
+
+
 def test_an_unscaled_loss_in_the_closure_is_refused():
     param = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param], lr=1.0)

@@ -17,6 +17,7 @@ from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
 from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
+from amp_plugin.scaling.closures import may_look_first
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -183,6 +184,8 @@ class TrainerPrecision(TrainerCheckpoints):
                 return self.plain.optimizer_step(self, optimizer, model, closure, **kwargs)
             if calls_closure_again(optimizer):
                 again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
+                if _gives_up_at_once(self.scaler, optimizer):
+                    again()  # the Trainer counts on each batch being run
                 output = self.scaler.step(optimizer, closure=again, **kwargs)
             else:
                 self._closure_and_hooks(self.scaler, optimizer, model, closure)
@@ -270,6 +273,15 @@ class TrainerPrecision(TrainerCheckpoints):
     def _unwrap(self, optimizer: Any) -> Optimizer:
         inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
         return inner
+
+
+def _gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether earlier micro-batches have overflowed and the step would not call its closure."""
+    if scaler._scale is None or not may_look_first(optimizer):
+        return False
+    record = scaler._record(optimizer)
+    pending = any(one.touched and one.ledger.count() for one in record.sets)
+    return pending and bool(scaler._unscale(record)[1].item() > 0)
 
 
 def _longest_window(trainer: Any) -> int:
