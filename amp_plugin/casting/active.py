@@ -14,7 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_plugin.casting.dynamo_frames import outside_dynamo
 from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules, argument_names, dispatcher_name, is_registered
+from amp_plugin.casting.op_names import argument_names, dispatcher_name, is_registered, written_arguments
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules
 from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 
@@ -144,7 +145,9 @@ def _define(rules: OpRules, number: int) -> None:
     """Give the dispatcher's functors the rules of one set."""
     ops = sorted({*rules.rules, *rules.keep})
     codes = [_CODES[rules[op]] for op in ops]
-    kept = [_bits(op, rules.keep.get(op, frozenset())) for op in ops]
+    default = OpRules.default(rules.device_type).rules
+    written = {op: written_arguments(op) for op in ops if op not in default}
+    kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
     names = [dispatcher_name(op) for op in ops]
     torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
 

@@ -15,8 +15,8 @@ from torch import nn
 from amp_plugin.casting import active
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.module_scopes import ModuleScopes
+from amp_plugin.casting.op_names import argument_names
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import argument_names
 from amp_plugin.kernels.build import require_native
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amp_plugin.casting.modules import run_in
-from amp_plugin.casting.rules import nearest
+from amp_plugin.casting.op_names import nearest
 
 
 def apply_fp32_modules(

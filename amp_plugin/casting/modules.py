@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_plugin.casting.module_class import change_class, made_class
+from amp_plugin.casting.op_names import nearest
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import nearest
 from amp_plugin.casting.torch_version import torch_older_than
 
 Target = TypeVar("Target")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -13,12 +12,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 
+from amp_plugin.casting.op_names import check_arguments, dtype_overload, is_registered, nearest, overloads_of
 from amp_plugin.casting.torch_version import torch_older_than
 
 TABLES = ("cpu", "cuda", "mps", "xpu")
+
+# What people write for a rule who think of the dtype.
+_DTYPE_RULES = {
+    "fp32": "fp32",
+    "float": "fp32",
+    "float32": "fp32",
+    "fp16": "lower_precision",
+    "half": "lower_precision",
+    "float16": "lower_precision",
+    "bf16": "lower_precision",
+    "bfloat16": "lower_precision",
+}
 
 
 class OpRule(str, Enum):
@@ -47,7 +58,9 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        msg = f"unknown rule {value!r}{nearest(str(value), allowed)}; allowed: {', '.join(allowed)}"
+        meant = _DTYPE_RULES.get(str(value).lower().removeprefix("torch."))
+        near = f", did you mean {meant}?" if meant else nearest(str(value).lower(), allowed)
+        msg = f"unknown rule {value!r}{near}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
 
 
@@ -100,10 +113,9 @@ class OpRules:
         Raises:
             ValueError: a key, op, rule or argument is unknown; the text names the nearest.
         """
-        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         try:
-            return _from_mapping(data)
-        except (ValueError, TypeError) as error:
+            return _from_mapping(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError, yaml.YAMLError) as error:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
 
@@ -120,12 +132,14 @@ class OpRules:
         Args:
             op: ``"aten::softmax.int"`` or ``torch.ops.aten.softmax.int`` for one overload,
                 ``"aten::softmax"`` or ``torch.ops.aten.softmax`` for every overload that
-                returns a new tensor; ``"mylib::op"`` for a custom op.
+                returns a new tensor; ``"mylib::op"`` for a custom op. Arguments that a custom
+                op writes into are never cast.
             rule: a value of OpRule; None keeps the rule the op has.
             keep: names of arguments that are never cast.
 
         Raises:
-            ValueError: op, rule or argument is unknown; the text names the nearest.
+            ValueError: op, rule or argument is unknown, the text names the nearest; or the op
+                writes into a tensor it was given, in place or by ``out=``.
         """
         names = overloads_of(op)
         given = None if rule is None else OpRule(rule)
@@ -135,7 +149,7 @@ class OpRules:
             rules[name] = given or self[name]
             if rules[name] is OpRule.FP32_APPEND_DTYPE:
                 _check_has_dtype_overload(name)
-            _check_arguments(name, wanted)
+            check_arguments(name, wanted)
             kept[name] = wanted or kept.get(name, frozenset())
         return OpRules(device_type=self.device_type, rules=rules, keep=kept)
 
@@ -158,8 +172,20 @@ class OpRules:
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
-    def __getitem__(self, op: str) -> OpRule:
-        return self.rules.get(op, OpRule.UNCHANGED)
+    def __getitem__(self, op: object) -> OpRule:
+        """Return the rule of an op, named as for :meth:`with_rule`.
+
+        Raises:
+            ValueError: the op is unknown, or its overloads have several rules.
+        """
+        if isinstance(op, str) and (op in self.rules or is_registered(op)):
+            return self.rules.get(op, OpRule.UNCHANGED)
+        found = {name: self.rules.get(name, OpRule.UNCHANGED) for name in overloads_of(op)}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name}: {rule.value}" for name, rule in found.items())
+            msg = f"the overloads of {op} have several rules; ask for one of {listed}"
+            raise ValueError(msg)
+        return next(iter(found.values()))
 
     def __hash__(self) -> int:
         return hash((self.device_type, tuple(self.rules.items()), tuple(self.keep.items())))
@@ -170,92 +196,6 @@ class OpRules:
         changed = len(self.diff(OpRules.default(self.device_type)))
         counts = f"{len(self.rules)} ops, {changed} unlike the default"
         return f"<OpRules {self.device_type}: {counts}, {self.fingerprint()}>"
-
-
-def overloads_of(op: object) -> list[str]:
-    """Return the full names of the overloads meant by an op or a name.
-
-    Raises:
-        ValueError: the name is not registered; the text names the nearest ones.
-    """
-    if isinstance(op, torch._ops.OpOverload):
-        return [full_name(op._name)]
-    name = op._qualified_op_name if isinstance(op, torch._ops.OpOverloadPacket) else op
-    if not isinstance(name, str) or "::" not in name:
-        msg = f"an op is named like 'aten::softmax.int' or given as torch.ops.aten.softmax.int, got {op!r}"
-        raise ValueError(msg)
-    registered = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
-    if name in registered:
-        return [name]
-    functional = [
-        each for each in registered if each.split(".")[0] == name and not _writes_to_arguments(each)
-    ]
-    if not functional or "." in name:
-        packets = {each.split(".")[0] for each in registered}
-        msg = f"unknown op {name!r}{nearest(name, [*registered, *packets])}"
-        raise ValueError(msg)
-    return sorted(functional)
-
-
-def full_name(dispatcher_name: str) -> str:
-    """Return ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
-    return dispatcher_name if "." in dispatcher_name else f"{dispatcher_name}.default"
-
-
-def dispatcher_name(full: str) -> str:
-    """Return the dispatcher's ``aten::mm`` for ``aten::mm.default``."""
-    return full.removesuffix(".default")
-
-
-def schema_of(full: str) -> torch._C.FunctionSchema:
-    """Return the schema of an op given by its full name."""
-    name, overload = full.split(".", 1)
-    return torch._C._get_schema(name, "" if overload == "default" else overload)
-
-
-def is_registered(full: str) -> bool:
-    """Say whether this build of torch has the op (cuDNN's ops are missing on the CPU build)."""
-    return torch._C._dispatch_has_kernel(dispatcher_name(full))
-
-
-def argument_names(full: str) -> list[str]:
-    """Return the names of an op's arguments, in order."""
-    return [argument.name for argument in schema_of(full).arguments]
-
-
-def _writes_to_arguments(full: str) -> bool:
-    return bool(schema_of(full).is_mutable)
-
-
-def _check_arguments(full: str, wanted: frozenset[str]) -> None:
-    names = argument_names(full)
-    for each in sorted(wanted - set(names)):
-        msg = f"{full} has no argument {each!r}{nearest(each, names)}; it has {', '.join(names)}"
-        raise ValueError(msg)
-
-
-def dtype_overload(full: str) -> str | None:
-    """Return the overload that takes the same arguments and then a dtype, if there is one."""
-    arguments, packet = argument_names(full), full.partition(".")[0]
-    candidates = [
-        each
-        for each in torch._C._dispatch_get_all_op_names()
-        if each.startswith(f"{packet}.") and each.endswith("dtype")
-    ]
-    fitting = (each for each in candidates if argument_names(full_name(each)) == [*arguments, "dtype"])
-    return next(fitting, None)
-
-
-def _check_has_dtype_overload(full: str) -> None:
-    if dtype_overload(full) is None:
-        msg = f"{full} has no overload that takes a dtype after its arguments; use 'fp32' for it"
-        raise ValueError(msg)
-
-
-def nearest(word: str, among: Iterable[str]) -> str:
-    """Return ``", did you mean X or Y?"`` for an unknown word, empty if nothing is near."""
-    near = difflib.get_close_matches(word, list(among), n=3, cutoff=0.6)
-    return f", did you mean {' or '.join(near)}?" if near else ""
 
 
 @cache
@@ -276,17 +216,35 @@ def _default(device_type: str) -> OpRules:
 
 
 def _from_mapping(data: Any) -> OpRules:
-    if not isinstance(data, Mapping) or "device_type" not in data:
-        msg = "a rules file needs the keys device_type and rules"
-        raise ValueError(msg)
-    unknown = sorted(set(data) - {"device_type", "rules"})
-    if unknown:
-        msg = f"unknown key {unknown[0]!r}; allowed: device_type, rules"
+    if not isinstance(data, Mapping):
+        msg = f"a rules file is a mapping with the keys device_type and rules, got {_kind(data)}"
+        raise TypeError(msg)
+    allowed = ("device_type", "rules")
+    for key in data:
+        if key not in allowed:
+            msg = f"unknown key {key!r}{nearest(str(key), allowed)}; allowed: {', '.join(allowed)}"
+            raise ValueError(msg)
+    if "device_type" not in data:
+        msg = f"the key device_type is missing; give one of {', '.join(TABLES)}"
         raise ValueError(msg)
     rules = OpRules.default(data["device_type"])
-    for op, entry in (data.get("rules") or {}).items():
+    entries = data.get("rules") or {}
+    if not isinstance(entries, Mapping):
+        msg = f"rules: give a mapping of op to rule (aten::softmax.int: fp32), got {_kind(entries)}"
+        raise TypeError(msg)
+    for op, entry in entries.items():
         if isinstance(entry, Mapping):
             rules = rules.with_rule(op, entry.get("rule"), keep=entry.get("keep", ()))
         else:
             rules = rules.with_rule(op, entry)
     return rules
+
+
+def _kind(data: Any) -> str:
+    return "nothing" if data is None else f"a {type(data).__name__}"
+
+
+def _check_has_dtype_overload(full: str) -> None:
+    if dtype_overload(full) is None:
+        msg = f"{full} has no overload that takes a dtype after its arguments; use 'fp32' for it"
+        raise ValueError(msg)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules, full_name, overloads_of
+from amp_plugin.casting.op_names import full_name, overloads_of
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 # Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
@@ -92,12 +93,54 @@ def test_unknown_names_are_errors_with_the_nearest():
         ValueError, match=r"aten::mm.default has no argument 'slef', did you mean self\?; it has"
     ):
         rules.with_rule("aten::mm.default", keep={"slef"})
-    with pytest.raises(ValueError, match=r"an op is named like 'aten::softmax.int'"):
-        rules.with_rule("softmax", "fp32")
+    for given, meant in (
+        ("softmax", "aten::softmax"),
+        ("torch.mm", "aten::mm"),
+        ("aten.softmax.int", "aten::softmax.int"),
+        ("sofmax", "aten::softmax"),
+    ):
+        with pytest.raises(ValueError, match=rf"an op is named like .*, got '{given}', did you mean {meant}"):
+            rules.with_rule(given, "fp32")
+    for given in ("float32", "FP32", torch.float32):
+        with pytest.raises(ValueError, match=r"unknown rule .*, did you mean fp32\?; allowed"):
+            rules.with_rule("aten::mm", given)
+    with pytest.raises(ValueError, match=r"unknown rule 'bf16', did you mean lower_precision\?"):
+        rules.with_rule("aten::mm", "bf16")
     with pytest.raises(ValueError, match=r"no overload that takes a dtype"):
         rules.with_rule("aten::mm.default", "fp32_append_dtype")
     with pytest.raises(ValueError, match="no autocast rules for device 'tpu'; allowed: cpu, cuda, mps, xpu"):
         OpRules.default("tpu")
+
+
+@pytest.mark.parametrize("op", ["aten::mm.out", "aten::addmm_", "aten::add_.Tensor", torch.ops.aten.mm.out])
+def test_forms_that_write_into_an_argument_take_no_rule(op):
+    with pytest.raises(ValueError, match=r"writes into (out|self): .* give a rule to aten::(mm|addmm|add)$"):
+        OpRules.default("cpu").with_rule(op, "lower_precision")
+
+
+def test_no_such_form_is_suggested():
+    with pytest.raises(ValueError, match="unknown op") as error:
+        OpRules.default("cpu").with_rule("aten::softmax.in", "fp32")
+    assert "aten::softmax.int" in str(error.value)
+    assert "out" not in str(error.value)
+
+
+def test_the_rule_of_an_op_is_asked_for_by_the_names_that_set_it():
+    rules = OpRules.default("cpu")
+    assert (
+        rules["aten::linear"]
+        is rules[torch.ops.aten.linear]
+        is rules["aten::mm.default"]
+        is OpRule.LOWER_PRECISION
+    )
+    assert rules["aten::relu.default"] is OpRule.UNCHANGED
+    with pytest.raises(ValueError, match=r"unknown op 'aten::mmm', did you mean aten::mm"):
+        rules["aten::mmm"]
+    with pytest.raises(
+        ValueError,
+        match=r"the overloads of aten::mm have several rules; ask for one of aten::mm.default: lower",
+    ):
+        rules["aten::mm"]
 
 
 def test_yaml_round_trip(tmp_path):
@@ -113,7 +156,25 @@ def test_yaml_round_trip(tmp_path):
     with pytest.raises(ValueError, match=r"rules.yaml: unknown op 'aten::sofmax'"):
         OpRules.from_yaml(path)
     path.write_text("device_type: cpu\nrulez: {}\n")
-    with pytest.raises(ValueError, match="unknown key 'rulez'; allowed: device_type, rules"):
+    with pytest.raises(ValueError, match=r"unknown key 'rulez', did you mean rules\?; allowed: device_type"):
+        OpRules.from_yaml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("device: cpu", r"unknown key 'device', did you mean device_type\?; allowed: device_type, rules"),
+        ("rules: {}", "the key device_type is missing; give one of cpu, cuda"),
+        ("device_type: cpu\nrules: [aten::mm]", "rules: give a mapping of op to rule .*, got a list"),
+        ("- aten::mm", "a rules file is a mapping with the keys device_type and rules, got a list"),
+        ("", "a rules file is a mapping .* got nothing"),
+        ("device_type: {cpu", "expected ',' or '}'"),
+    ],
+)
+def test_what_is_wrong_with_a_rules_file(tmp_path, text, error):
+    path = tmp_path / "rules.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"rules.yaml: (.|\n)*{error}"):
         OpRules.from_yaml(path)
 
 
@@ -185,6 +246,33 @@ class TestOwnRules:
             assert twice(x, x).dtype is torch.bfloat16
         with amp_plugin.autocast("cpu"):
             assert twice(x, x).dtype is torch.float32
+
+    @pytest.mark.parametrize("name", ["fill_out", "fill_out.default"])
+    def test_what_a_custom_op_writes_into_is_never_cast(self, name):
+        with torch.library._scoped_library("amp_plugin_tests", "FRAGMENT") as library:
+            library.define("fill_out(Tensor x, Tensor(a!) out) -> ()")
+            seen = []
+
+            def fill_out(x, out):
+                seen.append((x.dtype, out.dtype))
+                out.copy_(x * 2)
+
+            library.impl("fill_out", fill_out, "CPU")
+            rules = OpRules.default("cpu").with_rule(f"amp_plugin_tests::{name}", "lower_precision")
+            out = torch.zeros(2)
+            with amp_plugin.autocast("cpu", rules=rules):
+                torch.ops.amp_plugin_tests.fill_out(torch.ones(2), out)
+            assert out.tolist() == [2.0, 2.0]
+            assert seen == [(torch.bfloat16, torch.float32)]
+
+    def test_a_batch_norm_keeps_its_statistics(self):
+        rules = OpRules.default("cpu").with_rule(
+            "aten::batch_norm", "lower_precision", keep=["weight", "bias"]
+        )
+        norm = torch.nn.BatchNorm1d(4)
+        with amp_plugin.autocast("cpu", rules=rules):
+            norm(torch.randn(8, 4) + 5)
+        assert norm.running_mean.abs().min() > 0.1
 
     def test_cpu_with_the_policy_of_cuda(self):
         rules = OpRules.default("cuda").as_policy_of("cpu")

@@ -1,0 +1,126 @@
+"""Names, overloads and arguments of ops, as torch registered them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import torch
+
+# Statistics that batch norms write into, though most of their schemas do not say so.
+_WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
+
+
+def overloads_of(op: object) -> list[str]:
+    """Return the full names of the overloads that a rule for an op or a name is for.
+
+    Raises:
+        ValueError: the name is not registered, the text names the nearest; or the op writes into
+            a tensor it was given, whose dtype is not autocast's to choose.
+    """
+    name = _name_of(op)
+    registered = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
+    overloads = [name] if name in registered else [each for each in registered if each.split(".")[0] == name]
+    if not overloads:
+        functional = [each for each in registered if not _is_written_form(each)]
+        packets = {each.split(".")[0] for each in functional}
+        msg = f"unknown op {name!r}{nearest(name, [*functional, *packets])}"
+        raise ValueError(msg)
+    functional = [each for each in overloads if not _is_written_form(each)]
+    if not functional:
+        written = sorted({argument for each in overloads for argument in written_arguments(each)})
+        base = name.split(".")[0].rstrip("_")
+        msg = (
+            f"{name} writes into {', '.join(written)}: in-place and out= forms are never autocast; "
+            f"give a rule to {base}"
+        )
+        raise ValueError(msg)
+    return sorted(functional)
+
+
+def _name_of(op: object) -> str:
+    if isinstance(op, torch._ops.OpOverload):
+        return full_name(op._name)
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return str(op._qualified_op_name)
+    if isinstance(op, str) and "::" in op:
+        return op
+    msg = (
+        "an op is named like 'aten::softmax.int' or given as torch.ops.aten.softmax.int, "
+        f"got {op!r}{_in_full(op)}"
+    )
+    raise ValueError(msg)
+
+
+def _in_full(op: object) -> str:
+    """Suggest the full name for ``mm``, ``torch.mm`` or ``aten.mm.default``."""
+    if not isinstance(op, str):
+        return ""
+    name = f"aten::{op.removeprefix('torch.').removeprefix('ops.').removeprefix('aten.')}"
+    known = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
+    names = known | {each.split(".")[0] for each in known}
+    return f", did you mean {name}?" if name in names else nearest(name, names)
+
+
+def _is_written_form(full: str) -> bool:
+    """Whether the op is an in-place or ``out=`` form of torch's own; a custom op has no other form."""
+    return full.startswith("aten::") and bool(schema_of(full).is_mutable)
+
+
+def full_name(dispatcher_name: str) -> str:
+    """Return ``aten::mm.default`` for the dispatcher's ``aten::mm``."""
+    return dispatcher_name if "." in dispatcher_name else f"{dispatcher_name}.default"
+
+
+def dispatcher_name(full: str) -> str:
+    """Return the dispatcher's ``aten::mm`` for ``aten::mm.default``."""
+    return full.removesuffix(".default")
+
+
+def schema_of(full: str) -> torch._C.FunctionSchema:
+    """Return the schema of an op given by its full name."""
+    name, overload = full.split(".", 1)
+    return torch._C._get_schema(name, "" if overload == "default" else overload)
+
+
+def is_registered(full: str) -> bool:
+    """Say whether this build of torch has the op (cuDNN's ops are missing on the CPU build)."""
+    return "." in full and torch._C._dispatch_has_kernel(dispatcher_name(full))
+
+
+def argument_names(full: str) -> list[str]:
+    """Return the names of an op's arguments, in order."""
+    return [argument.name for argument in schema_of(full).arguments]
+
+
+def written_arguments(full: str) -> frozenset[str]:
+    """Return the names of the arguments an op writes into: a cast of them would lose the result."""
+    arguments = schema_of(full).arguments
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    return frozenset(written | (_WRITTEN_UNSAID & {a.name for a in arguments}))
+
+
+def check_arguments(full: str, wanted: Iterable[str]) -> None:
+    """Raise ValueError if an op has no argument of one of these names."""
+    names = argument_names(full)
+    for each in sorted(set(wanted) - set(names)):
+        msg = f"{full} has no argument {each!r}{nearest(each, names)}; it has {', '.join(names)}"
+        raise ValueError(msg)
+
+
+def dtype_overload(full: str) -> str | None:
+    """Return the overload that takes the same arguments and then a dtype, if there is one."""
+    arguments, packet = argument_names(full), full.partition(".")[0]
+    candidates = [
+        each
+        for each in torch._C._dispatch_get_all_op_names()
+        if each.startswith(f"{packet}.") and each.endswith("dtype")
+    ]
+    fitting = (each for each in candidates if argument_names(full_name(each)) == [*arguments, "dtype"])
+    return next(fitting, None)
+
+
+def nearest(word: str, among: Iterable[str]) -> str:
+    """Return ``", did you mean X or Y?"`` for an unknown word, empty if nothing is near."""
+    near = difflib.get_close_matches(word, list(among), n=3, cutoff=0.6)
+    return f", did you mean {' or '.join(near)}?" if near else ""
