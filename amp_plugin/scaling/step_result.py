@@ -34,7 +34,7 @@ class HostFlag:
             self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
             self._arrived = torch.Event(flag.device)
-            self._arrived.record()
+            self._arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
 
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""

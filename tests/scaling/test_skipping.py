@@ -312,28 +312,29 @@ def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs):
     assert not scaler.last_step(one.optimizer).skipped
 
 
-def test_a_flag_comes_to_the_host_whatever_the_default_device(monkeypatch):
+def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(monkeypatch):
     class OnCuda:
-        device, dtype = torch.device("cuda", 0), torch.float32
+        device, dtype = torch.device("cuda", 1), torch.float32
 
         def reshape(self, shape):
             return torch.ones(shape, device="cpu")
 
     class Event:
         def __init__(self, device):
-            self.recorded = False
+            self.behind = None
 
-        def record(self):
-            self.recorded = True
+        def record(self, stream=None):  # without a stream: that of the current device, cuda:0
+            self.behind = stream
 
         def query(self):
-            return self.recorded
+            return self.behind == "the stream of cuda:1"
 
     empty = torch.empty
     with torch.device("meta"):
         assert empty(0).is_meta
     monkeypatch.setattr(step_result, "capturing", lambda device: False)
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
 
     def make(*size, pin_memory, **options):  # there is nothing to pin memory for
         return empty(*size, **options)
