@@ -18,6 +18,7 @@ from rich.progress import track
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import CastCache, GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -29,9 +30,9 @@ class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
     batch_size: int = 16
-    micro_batches: int = 4
+    micro_batches: int = number(4, least=1)
     cast_cache: bool = False
-    width: int = 8
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

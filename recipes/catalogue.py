@@ -6,12 +6,11 @@ import ast
 import difflib
 import importlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from recipes.config import ConfigError, config_from_command_line
+from recipes.config import config_errors, config_from_command_line
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = (
@@ -93,11 +92,8 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
         arguments=arguments,
         program=program,
     )
-    try:
+    with config_errors(program):
         record = recipe.train(config)
-    except ConfigError as error:
-        print(f"{program}: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return
     record.print_table()

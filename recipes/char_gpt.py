@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
+from recipes.config import ConfigError
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
 
@@ -31,12 +33,12 @@ class Config(RecipeConfig):
     steps: int = 600
     batch_size: int = 4
     learning_rate: float = 6e-3
-    micro_batches: int = 2
-    max_norm: float = 1.0
-    context: int = 48
-    width: int = 48
-    heads: int = 4
-    layers: int = 2
+    micro_batches: int = number(2, least=1)
+    max_norm: float = number(1.0, above=0)
+    context: int = number(48, least=1)
+    width: int = number(48, least=1)
+    heads: int = number(4, least=1)
+    layers: int = number(2, least=1)
     compile: bool = False
 
 
@@ -81,7 +83,13 @@ def train(config: Config) -> TrainingRecord:
 
     Args:
         config: a checked config.
+
+    Raises:
+        ConfigError: the heads cannot share the width.
     """
+    if config.width % config.heads:
+        msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
+        raise ConfigError(msg)
     config.start()
     record = TrainingRecord(title=f"character GPT, {config.precision.value}", log_loss=False)
     text = "".join(topics[key] for key in sorted(topics))

@@ -17,6 +17,7 @@ from rich.progress import track
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -28,9 +29,9 @@ class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
     learning_rate: float = 0.3
-    max_norm: float = 1.0
-    max_value: float = 0.0
-    width: int = 8
+    max_norm: float = number(1.0, above=0)
+    max_value: float = number(0.0, least=0)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

@@ -17,8 +17,10 @@ from rich.progress import track
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.config import ConfigError
+from recipes.digits import TRAINING_IMAGES, DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
 
@@ -27,8 +29,9 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
+    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # smaller batches are left out
     backend: str = "inductor"
-    width: int = 8
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
@@ -36,7 +39,13 @@ def train(config: Config) -> TrainingRecord:
 
     Args:
         config: a checked config.
+
+    Raises:
+        ConfigError: torch has no such backend.
     """
+    if config.backend not in torch.compiler.list_backends(exclude_tags=()):
+        msg = f"backend={config.backend} is not known; torch has {', '.join(torch.compiler.list_backends())}"
+        raise ConfigError(msg)
     config.start()
     record = TrainingRecord(title=f"torch.compile, {config.precision.value}")
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, drop_last=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
+
+from recipes.bounds import out_of_bounds
 
 Schema = TypeVar("Schema")
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,16 +51,44 @@ def config_from_command_line(
         description=about,
         epilog=f"keys, as in {default}:\n\n{(ROOT / default).read_text(encoding='utf-8')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--config", default=str(ROOT / default), help=f"YAML file (default: {default})")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values that replace those of the file"
     )
-    given = parser.parse_args(arguments)
-    try:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    given, unknown = parser.parse_known_args(arguments)
+    with config_errors(parser.prog):
+        if unknown:
+            raise ConfigError(_unknown_option(unknown[0], arguments))
         return load_config(schema, Path(given.config), given.overrides)
+
+
+@contextmanager
+def config_errors(program: str) -> Iterator[None]:
+    """End the program with exit code 2 and one line where a config does not fit.
+
+    Args:
+        program: what was called; the line begins with it.
+
+    Raises:
+        SystemExit: for a ``ConfigError``.
+    """
+    try:
+        yield
     except ConfigError as error:
-        parser.exit(2, f"{parser.prog}: {error}\n")
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def _unknown_option(option: str, arguments: Sequence[str]) -> str:
+    name, _, value = option.partition("=")
+    following = arguments[arguments.index(option) + 1 :]
+    if not value and following and "=" not in following[0] and not following[0].startswith("--"):
+        value = following[0]
+    key = name.lstrip("-").replace("-", "_")
+    return f"unknown option {option!r}; keys of the config have no dashes, write {key}={value or '...'}"
 
 
 def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ()) -> Schema:
@@ -68,8 +100,8 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
         overrides: ``"key=value"``, nested keys with dots.
 
     Raises:
-        ConfigError: no such file, an override without ``=``, an unknown key or a value of the
-            wrong type.
+        ConfigError: no such file, an override without ``=``, an unknown key, or a value of the
+            wrong type or out of bounds.
     """
     if not path.is_file():
         near = sorted(str(found) for found in path.parent.glob("*.yaml"))
@@ -81,8 +113,14 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
             raise ConfigError(msg)
     base = OmegaConf.structured(schema)
     merged = _merge(base, base, _read(path), str(path))
-    merged = _merge(base, merged, OmegaConf.from_dotlist([*overrides]), "command line")
-    return OmegaConf.to_object(merged)  # type: ignore[return-value]
+    typed = OmegaConf.from_dotlist([*overrides])
+    config = OmegaConf.to_object(_merge(base, merged, typed, "command line"))
+    for key, value, allowed in out_of_bounds(config):
+        given = OmegaConf.select(typed, key)
+        source, given = (path, value) if given is None else ("command line", given)
+        msg = f"{source}: {key}={given} is not allowed; it must be {allowed}"
+        raise ConfigError(msg)
+    return config  # type: ignore[return-value]
 
 
 def _read(path: Path) -> Any:

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.config import ConfigError
-from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
+from recipes.digits import TRAINING_IMAGES, DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
 
@@ -31,8 +32,9 @@ class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
     device: str = "cuda"
-    warm_up: int = 3
-    width: int = 8
+    batch_size: int = number(64, least=1, most=TRAINING_IMAGES)  # smaller batches are left out
+    warm_up: int = number(3, least=1)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:
@@ -45,10 +47,11 @@ def train(config: Config) -> TrainingRecord:
         ConfigError: this machine has no CUDA device, or the config names another.
     """
     if config.device != "cuda" or not torch.cuda.is_available():
-        found = f"torch {torch.__version__} finds {'one' if torch.cuda.is_available() else 'none'}"
+        found = "finds a CUDA device" if torch.cuda.is_available() else "finds no CUDA device"
         msg = (
-            f"device={config.device}: only a CUDA device has CUDA graphs, and {found} "
-            "here; where there is one use device=cuda, elsewhere typical_training: the same without a graph"
+            f"a CUDA graph needs device=cuda and a CUDA device; given is device={config.device}, "
+            f"and torch {torch.__version__} {found} here. "
+            "Without one, run the same training without a graph: python -m recipes run typical_training"
         )
         raise ConfigError(msg)
     config.start()

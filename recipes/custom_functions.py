@@ -18,6 +18,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from amp_plugin import GradScaler, autocast, custom_bwd, custom_fwd
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.config import ConfigError
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
@@ -33,7 +34,7 @@ class Config(RecipeConfig):
 
     steps: int = 800
     learning_rate: float = 1e-2
-    width: int = 64
+    width: int = number(64, least=1)
 
 
 class LinearReLU(torch.autograd.Function):

@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.ranks import on_ranks, process_group
@@ -31,8 +32,8 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    processes: int = 2
-    width: int = 8
+    processes: int = number(2, least=1)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 CLASSES = 10
+TRAINING_IMAGES = 1257  # of the 1797
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

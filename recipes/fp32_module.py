@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast, run_in
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -32,8 +33,8 @@ class Config(RecipeConfig):
 
     steps: int = 800
     learning_rate: float = 1e-2
-    width: int = 64
-    centres: int = 40
+    width: int = number(64, least=1)
+    centres: int = number(40, least=1)
     keep_fp32: bool = True
 
 

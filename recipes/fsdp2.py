@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.ranks import on_ranks, process_group
@@ -32,9 +33,9 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    processes: int = 2
-    max_norm: float = 1.0
-    width: int = 8
+    processes: int = number(2, least=1)
+    max_norm: float = number(1.0, above=0)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

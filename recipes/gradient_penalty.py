@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
 from amp_plugin.scaling import gradient_penalty
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -30,8 +31,8 @@ PENALTY = "penalty (squared norm)"
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    weight: float = 0.1
-    width: int = 8
+    weight: float = number(0.1, least=0)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

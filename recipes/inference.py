@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -30,7 +31,7 @@ from recipes.training_record import Share, TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    width: int = 8
+    width: int = number(8, least=4, multiple_of=4)
 
 
 def train(config: Config) -> TrainingRecord:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -31,8 +32,8 @@ class Config(RecipeConfig):
     steps: int = 8
     batch_size: int = 2000
     learning_rate: float = 1.0
-    iterations: int = 8
-    width: int = 32
+    iterations: int = number(8, least=1)
+    width: int = number(32, least=1)
 
 
 def train(config: Config) -> TrainingRecord:

@@ -7,6 +7,7 @@ from enum import Enum
 
 import torch
 
+from recipes.bounds import number
 from recipes.config import ConfigError
 
 
@@ -37,10 +38,10 @@ class Precision(Enum):
 class LossScaleConfig:
     """How the loss scale moves; fp16 only."""
 
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 40
+    init_scale: float = number(2.0**16, above=0)
+    growth_factor: float = number(2.0, above=1)
+    backoff_factor: float = number(0.5, above=0, below=1)
+    growth_interval: int = number(40, least=1)
 
 
 @dataclass
@@ -49,11 +50,11 @@ class RecipeConfig:
 
     precision: Precision = Precision.fp16
     device: str = "cpu"
-    threads: int = 1
-    seed: int = 0
-    steps: int = 200
-    batch_size: int = 64
-    learning_rate: float = 3e-3
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    steps: int = number(200, least=1)
+    batch_size: int = number(64, least=1)
+    learning_rate: float = number(3e-3, above=0)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     output: str = "runs"
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -39,8 +40,8 @@ class Config(RecipeConfig):
     steps: int = 800
     learning_rate: float = 1e-2
     scales: Scales = Scales.per_loss
-    drawing_weight: float = 1e-3
-    width: int = 64
+    drawing_weight: float = number(1e-3, above=0)
+    width: int = number(64, least=1)
 
 
 class TwoHeads(nn.Module):

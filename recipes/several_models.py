@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div, nll_loss
 
 from amp_plugin import GradScaler, autocast
+from recipes.bounds import Bounds
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -31,7 +32,9 @@ DISAGREEMENT = "disagreement (nats)"
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    widths: list[int] = field(default_factory=lambda: [4, 8])
+    widths: list[int] = field(
+        default_factory=lambda: [4, 8], metadata={"bounds": Bounds(least=4, multiple_of=4, length=2)}
+    )
 
 
 def joint_loss(first: Tensor, second: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

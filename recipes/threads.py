@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from amp_plugin import GradScaler, autocast, autocast_module
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
@@ -29,8 +30,8 @@ from recipes.training_record import TrainingRecord
 class Config(RecipeConfig):
     """What a config of this recipe may set."""
 
-    workers: int = 2
-    width: int = 8
+    workers: int = number(2, least=1)
+    width: int = number(8, least=4, multiple_of=4)
 
 
 class InThreads(nn.Module):

@@ -12,7 +12,6 @@ import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +22,17 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
 from lightning.pytorch.callbacks.progress.rich_progress import RichProgressBarTheme
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
-from recipes.config import config_from_command_line
+from recipes.bounds import number
+from recipes.config import ConfigError, config_errors, config_from_command_line
 from recipes.digits import CLASSES, DigitsNet, digits_loaders
+from recipes.settings import LossScaleConfig, Precision
 from recipes.training_record import TrainingRecord
-
-
-class Precision(Enum):
-    """Precisions a config may name."""
-
-    fp16 = "fp16"
-    bf16 = "bf16"
-    fp32 = "fp32"
-
-
-@dataclass
-class LossScaleConfig:
-    """How the loss scale moves; fp16 only."""
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 40
 
 
 @dataclass
@@ -58,15 +42,15 @@ class DigitsConfig:
     name: str = "digits_fp16"
     precision: Precision = Precision.fp16
     accelerator: str = "auto"
-    threads: int = 1
-    seed: int = 0
-    epochs: int = 20
-    batch_size: int = 64
-    accumulate: int = 1
-    learning_rate: float = 1e-2
-    weight_decay: float = 1e-2
-    clip_norm: float = 1.0
-    width: int = 16
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    epochs: int = number(20, least=1)
+    batch_size: int = number(64, least=1)
+    accumulate: int = number(1, least=1)
+    learning_rate: float = number(1e-2, above=0)
+    weight_decay: float = number(1e-2, least=0)
+    clip_norm: float = number(1.0, above=0)
+    width: int = number(16, least=4, multiple_of=4)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     output: str = "runs"
 
@@ -139,28 +123,45 @@ def train(config: DigitsConfig) -> TrainingRecord:
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
     record = TrainingRecord(title=f"digits, {config.precision.value}")
     module = DigitsModule(config)
-    trainer = Trainer(
-        plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
-        accelerator=config.accelerator,
-        devices=1,
-        max_epochs=config.epochs,
-        accumulate_grad_batches=config.accumulate,
-        gradient_clip_val=config.clip_norm,
-        callbacks=[
-            AmpMonitor(),
-            Recorder(record),
-            RichProgressBar(theme=RichProgressBarTheme(metrics_format=".6g")),
-        ],
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=0,
-    )
+    trainer = new_trainer(config, record)
     start = time.perf_counter()
     trainer.fit(module, loaders.train, loaders.validation)
     record.seconds = time.perf_counter() - start
     record.test_accuracy = trainer.test(module, loaders.test, verbose=False)[0]["accuracy"]
     return record
+
+
+def new_trainer(config: DigitsConfig, record: TrainingRecord) -> Trainer:
+    """Return a Trainer with the precision plugin.
+
+    Args:
+        config: a checked config.
+        record: filled while it trains.
+
+    Raises:
+        ConfigError: this machine lacks the accelerator.
+    """
+    try:
+        return Trainer(
+            plugins=[AmpPrecision(config.precision.value, **asdict(config.loss_scale))],
+            accelerator=config.accelerator,
+            devices=1,
+            max_epochs=config.epochs,
+            accumulate_grad_batches=config.accumulate,
+            gradient_clip_val=config.clip_norm,
+            callbacks=[
+                AmpMonitor(),
+                Recorder(record),
+                RichProgressBar(theme=RichProgressBarTheme(metrics_format=".6g")),
+            ],
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+        )
+    except (ValueError, MisconfigurationException) as error:
+        msg = f"accelerator={config.accelerator} is not allowed here; use auto, cpu or gpu: {error}"
+        raise ConfigError(" ".join(msg.split())) from error
 
 
 def main() -> None:
@@ -171,7 +172,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices were not found, tips
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
-    record = train(config)
+    with config_errors(Path(sys.argv[0]).name):
+        record = train(config)
     record.print_table()
     plot = Path(config.output) / config.name / "training.png"
     record.save_plot(plot)

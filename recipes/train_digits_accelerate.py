@@ -24,19 +24,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
-from recipes.config import config_from_command_line
+from recipes.bounds import number
+from recipes.config import ConfigError, config_errors, config_from_command_line
 from recipes.digits import DigitsNet, digits_loaders
+from recipes.settings import LossScaleConfig
 from recipes.training_record import TrainingRecord
-
-
-@dataclass
-class LossScaleConfig:
-    """How the loss scale moves; fp16 only."""
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 40
 
 
 @dataclass
@@ -45,15 +37,15 @@ class DigitsConfig:
 
     name: str = "digits_accelerate"
     precision: str | None = None
-    threads: int = 1
-    seed: int = 0
-    epochs: int = 20
-    batch_size: int = 64
-    accumulate: int = 1
-    learning_rate: float = 1e-2
-    weight_decay: float = 1e-2
-    clip_norm: float = 1.0
-    width: int = 16
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    epochs: int = number(20, least=1)
+    batch_size: int = number(64, least=1)
+    accumulate: int = number(1, least=1)
+    learning_rate: float = number(1e-2, above=0)
+    weight_decay: float = number(1e-2, least=0)
+    clip_norm: float = number(1.0, above=0)
+    width: int = number(16, least=4, multiple_of=4)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     output: str = "runs"
 
@@ -65,12 +57,7 @@ def train(config: DigitsConfig) -> TrainingRecord:
         config: a checked config.
     """
     torch.set_num_threads(config.threads)
-    accelerator = AmpAccelerator(
-        mixed_precision=config.precision,
-        gradient_accumulation_steps=config.accumulate,
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
-        kwargs_handlers=[AmpKwargs(**asdict(config.loss_scale))],
-    )
+    accelerator = new_accelerator(config)
     set_seed(config.seed)
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
     model = DigitsNet(config.width)
@@ -107,6 +94,26 @@ def train(config: DigitsConfig) -> TrainingRecord:
     return record
 
 
+def new_accelerator(config: DigitsConfig) -> AmpAccelerator:
+    """Return an Accelerator in the config's precision, or in the launch file's.
+
+    Args:
+        config: a checked config.
+
+    Raises:
+        ConfigError: there is no such precision.
+    """
+    try:
+        return AmpAccelerator(
+            mixed_precision=config.precision,
+            gradient_accumulation_steps=config.accumulate,
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            kwargs_handlers=[AmpKwargs(**asdict(config.loss_scale))],
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
 @torch.no_grad()
 def accuracy(accelerator: AmpAccelerator, model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> float:
     """Return the share of right answers, in [0, 1], over all processes.
@@ -128,7 +135,8 @@ def main() -> None:
     config = config_from_command_line(
         DigitsConfig, default="configs/accelerate/digits.yaml", about=str(__doc__).splitlines()[0]
     )
-    record = train(config)
+    with config_errors(Path(sys.argv[0]).name):
+        record = train(config)
     if not AmpAccelerator().is_main_process:
         return
     record.print_table()

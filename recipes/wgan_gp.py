@@ -17,6 +17,7 @@ from rich.progress import track
 
 from amp_plugin import GradScaler, autocast
 from amp_plugin.scaling import gradient_penalty
+from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import digits_batches, digits_loaders
 from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples
@@ -34,10 +35,10 @@ class Config(RecipeConfig):
     batch_size: int = 64
     learning_rate: float = 2e-3
     loss_scale: LossScaleConfig = field(default_factory=lambda: LossScaleConfig(growth_interval=200))
-    critic_steps: int = 2
-    penalty: float = 1.0
-    latent: int = 16
-    width: int = 192
+    critic_steps: int = number(2, least=1)
+    penalty: float = number(1.0, least=0)
+    latent: int = number(16, least=1)
+    width: int = number(192, least=1)
 
 
 def train(config: Config) -> TrainingRecord:

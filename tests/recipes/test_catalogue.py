@@ -20,7 +20,9 @@ from accelerate.state import AcceleratorState, GradientState
 
 from amp_plugin import set_default_rules
 from recipes import catalogue
+from recipes.bounds import bounds_of
 from recipes.config import ConfigError, load_config
+from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,81 @@ def test_a_wrong_key_is_named_with_the_nearest_right_one():
         config_of("clipping", "fp16", "steps=many")
 
 
+def numbers_of(schema, prefix=""):
+    """Key, class that holds it and default of each number of a config."""
+    for field, default in ((field, getattr(schema(), field.name)) for field in fields(schema)):
+        if is_dataclass(default):
+            yield from numbers_of(type(default), f"{prefix}{field.name}.")
+        elif isinstance(default, int | float | list) and not isinstance(default, bool):
+            yield prefix + field.name, schema, default
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *WITHOUT_CPU])
+def test_every_number_of_a_config_has_bounds_that_its_default_keeps(name):
+    for key, schema, default in numbers_of(catalogue.load(name).Config):
+        bounds = bounds_of(schema, key.rpartition(".")[2])
+        assert bounds is not None, f"{name}: {key}"
+        assert bounds.hold(default)
+        wrong = [4, -1] if isinstance(default, list) else -1
+        for value in (wrong, "nan") if isinstance(default, float) else (wrong,):
+            with pytest.raises(ConfigError) as error:
+                config_of(name, "fp16", f"{key}={value}")
+            expected = f"command line: {key}={value} is not allowed; it must be {bounds}"
+            assert str(error.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "allowed"),
+    [
+        ("clipping", "steps=0", "at least 1"),
+        ("clipping", "batch_size=0", "at least 1"),
+        ("clipping", "learning_rate=0", "above 0"),
+        ("clipping", "learning_rate=inf", "above 0"),
+        ("clipping", "width=6", "at least 4 and a multiple of 4"),
+        ("clipping", "seed=4294967296", "at least 0 and at most 4,294,967,295"),
+        ("clipping", "loss_scale.growth_factor=1", "above 1"),
+        ("clipping", "loss_scale.backoff_factor=1", "above 0 and below 1"),
+        ("wgan_gp_lightning", "steps=0", "at least 1"),
+        ("compiled", "batch_size=1258", "at least 1 and at most 1,257"),
+        ("several_models", "widths=[4]", "2 numbers, each at least 4 and a multiple of 4"),
+    ],
+)
+def test_a_number_out_of_bounds_is_named(name, override, allowed):
+    message = re.escape(override) + r" is not allowed; it must be " + re.escape(allowed) + "$"
+    with pytest.raises(ConfigError, match=message):
+        config_of(name, "fp16", override)
+
+
+def test_a_number_out_of_bounds_in_a_file_is_named_with_the_file(tmp_path):
+    (tmp_path / "wrong.yaml").write_text("steps: -1\n")
+    schema = catalogue.load("clipping").Config
+    with pytest.raises(ConfigError, match=r"wrong\.yaml: steps=-1 is not allowed"):
+        load_config(schema, tmp_path / "wrong.yaml", ["seed=1"])
+    assert load_config(schema, tmp_path / "wrong.yaml", ["steps=2"]).steps == 2
+
+
+def test_training_images_are_as_many_as_a_bound_says():
+    assert len(digits_loaders(batch_size=64, seed=0).train.dataset) == TRAINING_IMAGES
+
+
+def test_values_that_do_not_go_together_are_named():
+    with pytest.raises(ConfigError, match="width=48 is not allowed; it must be a multiple of heads=5"):
+        catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "heads=5"))
+    with pytest.raises(ConfigError, match="backend=induktor is not known; torch has .*inductor"):
+        catalogue.load("compiled").train(config_of("compiled", "fp16", "backend=induktor"))
+
+
+@pytest.mark.parametrize("given", [["--steps", "10"], ["--steps=10"], ["max_norm=2", "--steps", "10"]])
+def test_a_key_written_as_an_option_is_answered_with_how_to_write_it(given, capsys):
+    with pytest.raises(SystemExit) as stop:
+        catalogue.run("clipping", given)
+    assert stop.value.code == 2
+    assert re.fullmatch(
+        r"python -m recipes run clipping: unknown option '--steps(=10)?'; keys .* no dashes, write steps=10\n",
+        capsys.readouterr().err,
+    )
+
+
 def test_a_device_that_is_not_there_is_named():
     with pytest.raises(
         ConfigError, match="device=meta, but torch .* finds no such device here; use device=cpu"
@@ -209,7 +286,10 @@ def test_a_form_s_whole_run_ends_well(name):
 @pytest.mark.parametrize("options", [["device=cuda"], ["device=cpu"]])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says so only where there is no GPU")
 def test_cuda_graph_says_that_it_needs_a_gpu(options):
-    with pytest.raises(ConfigError, match="only a CUDA device has CUDA graphs, and torch .* finds none here"):
+    told = (
+        r"needs device=cuda and a CUDA device; given is device=.*, and torch .* finds no CUDA device here\. "
+    )
+    with pytest.raises(ConfigError, match=told + "Without one, .*: python -m recipes run typical_training"):
         catalogue.load("cuda_graph").train(config_of("cuda_graph", "fp16", *options))
 
 
@@ -250,7 +330,7 @@ def test_list_and_run_from_the_command_line(tmp_path):
     assert wrong.stderr.startswith("python -m recipes run clipping: command line: unknown key 'max_nrom'; ")
     graph = call("run", "cuda_graph", "device=cpu")
     assert graph.returncode == 2
-    assert graph.stderr.startswith("python -m recipes run cuda_graph: device=cpu: only a CUDA device")
+    assert graph.stderr.startswith("python -m recipes run cuda_graph: a CUDA graph needs device=cuda and")
     ran = call("run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from recipes.config import ConfigError, config_from_command_line, load_config
 from recipes.digits import DigitsNet, digits_loaders
-from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, train
+from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, main, train
 from recipes.training_record import TrainingRecord
 
 ROOT = Path(__file__).parents[2]
@@ -60,6 +61,9 @@ def test_overrides_replace_values_of_the_file():
         ("precision=fp8", r"precision must be one of fp16, bf16, fp32: .*fp8"),
         ("clip_norm=[1]", "clip_norm must be float"),
         ("loss_scale=3", "LossScaleConfig.*a section takes keys of its own"),
+        ("epochs=0", r"command line: epochs=0 is not allowed; it must be at least 1"),
+        ("clip_norm=-1", r"clip_norm=-1 is not allowed; it must be above 0"),
+        ("loss_scale.growth_interval=0", r"loss_scale.growth_interval=0 is not allowed; .*at least 1"),
         ("epochs", r"override 'epochs' has no '='; write key=value"),
     ],
 )
@@ -87,6 +91,17 @@ def test_a_wrong_command_line_ends_the_program(capsys):
         )
     assert error.value.code == 2
     assert "did you mean epochs?" in capsys.readouterr().err
+
+
+def test_an_accelerator_that_is_not_there_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train_digits.py", "accelerator=gppu"])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == 2
+    assert re.fullmatch(
+        r"train_digits.py: accelerator=gppu is not allowed here; use auto, cpu or gpu: .*\n",
+        capsys.readouterr().err,
+    )
 
 
 # -- data and model -----------------------------------------------------------------------------
