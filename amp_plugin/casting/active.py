@@ -7,6 +7,7 @@ regions are torch's own with the weight cache off, which follow the default rule
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,10 +96,12 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
 
     Raises:
         ValueError: the rules are for another device, or there are too many rule sets.
+        TypeError: they are no OpRules.
         RuntimeError: other rules than the default ones, and no native core.
     """
     if rules is None:
         return DEFAULT
+    _check_is_rules(rules)
     if rules.device_type != device_type:
         msg = (
             f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
@@ -167,6 +170,7 @@ def set_default_rules(rules: OpRules | None) -> None:
         rules: the rules of their device; None gives torch's kernels back on every device.
 
     Raises:
+        TypeError: they are no OpRules.
         RuntimeError: other rules than torch's, and no native core.
     """
     if rules is None:
@@ -174,9 +178,18 @@ def set_default_rules(rules: OpRules | None) -> None:
             for device_type in TABLES:
                 torch.ops.amp_plugin._set_default_rules(device_type, _NO_RULES)
         return
+    _check_is_rules(rules)
     number = number_of(rules, rules.device_type)
     if native_enter is not None:
         torch.ops.amp_plugin._set_default_rules(rules.device_type, number)
+
+
+def _check_is_rules(rules: object) -> None:
+    if not isinstance(rules, OpRules):
+        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
+        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
+        raise TypeError(msg)
 
 
 def invalidate() -> None:

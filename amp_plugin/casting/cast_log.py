@@ -247,6 +247,7 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
 
     Raises:
         RuntimeError: there is no native core, or (on entry) another log is open.
+        TypeError: ``model`` is no module.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)
@@ -255,6 +256,9 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         >>> [(cast.argument, cast.kind, cast.elements) for cast in log.records()]
         [('input', 'input', 12), ('weight', 'weight', 8), ('bias', 'weight', 2)]
     """
+    if model is not None and not isinstance(model, nn.Module):
+        msg = f"log_casts({model!r}): a torch.nn.Module is wanted, or nothing"
+        raise TypeError(msg)
     return CastLog(model)
 
 

@@ -62,6 +62,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
+        TypeError: ``dtype``, ``rules`` or ``cache`` is something else.
         RuntimeError: the device has no autocast, or ``rules`` or ``cache`` were given where
             they cannot work (no native core, or inside compiled code).
 
@@ -102,7 +103,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             checked[1],
             cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
             0 if rules is None else active.number_of(rules, device_type),
-            None if cache is None else cache._kept,
+            None if cache is None else _kept_by(cache),
             device_type,
         )
         return self
@@ -178,6 +179,11 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     Returns:
         The number of a device on which our kernels stand, else None, and whether autocast is on.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(str(dtype), str(dtype))
+        near = name if name in {"bfloat16", "float16"} else "float16 or torch.bfloat16"
+        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give torch.{near}"
+        raise TypeError(msg)
     active.install()
     theirs = torch.autocast(device_type, dtype, enabled)
     number = active.DEVICE_NUMBERS.get(device_type) if active.native_enter is not None else None
@@ -185,6 +191,17 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if theirs._enabled == enabled:  # else it warned, and will again
         active.checked[device_type, dtype, enabled] = checked
     return checked
+
+
+def _kept_by(cache: CastCache) -> object:
+    try:
+        return cache._kept
+    except AttributeError:
+        msg = (
+            f"autocast(cache={cache!r}): an amp_plugin.CastCache is wanted, made once and given to every "
+            "region; torch's cache of one region is cache_enabled=True, the default"
+        )
+        raise TypeError(msg) from None
 
 
 def _remade(

@@ -135,6 +135,11 @@ def _norm_of_sets(scaler: OptimizerCalls, sets: list[GradientSet], norm_type: fl
 def _params_of(target: Target) -> list[Tensor]:
     if isinstance(target, Optimizer):
         return [param for group in target.param_groups for param in group["params"]]
+    if isinstance(target, torch.nn.Module):
+        msg = (
+            f"clip: an optimizer or parameters are wanted, got {type(target).__name__}: give its parameters()"
+        )
+        raise TypeError(msg)
     return [target] if isinstance(target, Tensor) else list(target)
 
 

@@ -53,7 +53,8 @@ class GradScaler(ScalerState):
             ``"deepspeed"`` (a whole growth interval).
         on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
-        losses: Names of losses with a scale of their own, for ``scale(loss, name=...)``.
+        losses: Names of losses with a scale of their own, for ``scale(loss, name=...)``; a loss scaled
+            without a name has the scaler's.
         process_groups: Groups whose ranks take the same decision.
         sharded_groups: Groups whose ranks hold different parts of the plain gradients (FSDP1):
             as ``process_groups``, and norms are added up over them.
@@ -121,7 +122,7 @@ class GradScaler(ScalerState):
             )
 
         self._loss_scale = new_scale()
-        self._loss_scales = {name: new_scale() for name in losses}
+        self._loss_scales = {name: new_scale() for name in _checked_names(losses)}
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
@@ -135,6 +136,7 @@ class GradScaler(ScalerState):
         self._skipped = None
         self._floor = []
         self._open_results = weakref.WeakKeyDictionary()
+        self._passed = weakref.WeakKeyDictionary()
         self._last_backward = None
         self._backward = -1
         if self._enabled:
@@ -228,7 +230,15 @@ class GradScaler(ScalerState):
             updating.settle(self, force=True)
 
 
+def _checked_names(losses: Sequence[str]) -> Sequence[str]:
+    if isinstance(losses, str) or len(set(losses)) < len(losses):
+        msg = f"losses={losses!r} is not allowed; give a list of different names, such as ['pixel', 'edges']"
+        raise ValueError(msg)
+    return losses
+
+
 def _usable(device: str) -> bool:
+    torch.device(device)  # raises for a device that there is not
     if device.startswith("cuda") and not torch.cuda.is_available():
         warnings.warn(
             "GradScaler(device='cuda') is disabled: CUDA is not available. "

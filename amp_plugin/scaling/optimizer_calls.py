@@ -32,6 +32,7 @@ class OptimizerCalls(TorchInterface):
     _last_backward: tuple[LossScale, int, Tensor] | None
     _backward: int
     _skipped: Tensor | None
+    _passed: weakref.WeakKeyDictionary[Optimizer, StepResult]
     _skipped_before: int = 0
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
@@ -49,14 +50,24 @@ class OptimizerCalls(TorchInterface):
             *optimizers: The optimizers.
             names: Their parameters' names for :meth:`last_step`'s ``overflow_report()``: a module, the
                 pairs of ``module.named_parameters()``, or a mapping of names to parameters.
+
+        Raises:
+            TypeError: Something is no optimizer, or ``names`` none of these.
+            ValueError: ``names`` names parameters, but none of an optimizer's.
         """
         if not self._enabled:
             return
-        named = dict(names.named_parameters() if isinstance(names, torch.nn.Module) else names or {})
+        named = _named(names)
         by_id = {id(param): name for name, param in named.items()}
         for optimizer in optimizers:
             record = self._record(optimizer)
             if named:
+                if record.params and not any(id(p) in by_id for p in record.params):
+                    msg = (
+                        f"register(names=...): none of the {len(named)} names is of a parameter of this "
+                        f"{type(optimizer).__name__}; give the module that it optimizes"
+                    )
+                    raise ValueError(msg)
                 defaults = OptimizerRecord.all_names(record)
                 record.names = [by_id.get(id(p), d) for p, d in zip(record.params, defaults, strict=True)]
 
@@ -163,7 +174,10 @@ class OptimizerCalls(TorchInterface):
             RuntimeError: Called twice without new gradients, or before ``scale()``.
         """
         if not self._enabled:
-            return optimizer.step(*args, **kwargs)
+            value = optimizer.step(*args, **kwargs)
+            if optimizer not in self._passed:
+                self._passed[optimizer] = StepResult.unscaled()
+            return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is not None:
             return closures.step(self, self._record(optimizer), optimizer, closure, args, kwargs)
@@ -175,7 +189,7 @@ class OptimizerCalls(TorchInterface):
         return stepping.step(self, record, optimizer, args, kwargs)
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of the optimizer's last step.
+        """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
 
         Args:
             optimizer: The optimizer.
@@ -183,11 +197,12 @@ class OptimizerCalls(TorchInterface):
         Raises:
             RuntimeError: It has not stepped yet.
         """
-        record = self._registry.find(optimizer) if self._enabled else None
-        if record is None or record.result is None:
+        record = self._registry.find(optimizer)
+        result = self._passed.get(optimizer) if record is None else record.result
+        if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
-        return record.result
+        return result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or of all: a host sync.
@@ -199,3 +214,18 @@ class OptimizerCalls(TorchInterface):
             return self._skipped_before + (0 if self._skipped is None else int(self._skipped.item()))
         record = self._registry.find(optimizer)
         return 0 if record is None or record.skipped is None else int(record.skipped.item())
+
+
+def _named(names: Any) -> dict[str, Tensor]:
+    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
+    try:
+        named = dict(pairs)
+    except (TypeError, ValueError):
+        named = {"": None}
+    if not all(isinstance(param, Tensor) for param in named.values()):
+        msg = (
+            f"register(names=...): a module, its named_parameters(), or a mapping of names to parameters is "
+            f"wanted, got {type(names).__name__}"
+        )
+        raise TypeError(msg)
+    return named

@@ -36,6 +36,7 @@ class OptimizerRecord:
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
         result: The last step's; None before the first.
         skipped: Steps skipped so far, float32, 0-dim, on the device; None before the first step.
+        unanswered: Steps since the last ``update()``.
         takes_scaler: Whether ``step`` has a ``grad_scaler`` parameter; None if not looked up yet.
         momentum_started: Whether the momentum buffers of a fused SGD exist.
         found_inf_per_device: As torch's scaler keeps it.
@@ -51,6 +52,7 @@ class OptimizerRecord:
         self.stage = OptState.READY
         self.result: StepResult | None = None
         self.skipped: Tensor | None = None
+        self.unanswered = 0
         self.takes_scaler: bool | None = None
         self.momentum_started = False
         self.forget_window()
@@ -137,7 +139,7 @@ class Registry:
         record = self._records.get(id(optimizer))
         if record is not None:
             return record
-        groups = optimizer.param_groups
+        groups = getattr(optimizer, "param_groups", None)
         return next((one for one in self if one.optimizer.param_groups is groups), None)
 
     def add(self, optimizer: Optimizer) -> OptimizerRecord:

@@ -114,6 +114,7 @@ class ScalerState(OptimizerCalls):
             "_last_backward",
             "_backward",
             "_open_results",
+            "_passed",
             "_groups",
             "_skipped",
         ):

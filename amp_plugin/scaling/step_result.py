@@ -80,7 +80,8 @@ class OverflowReport:
 
 def _first(names: Sequence[str], count: int = 5) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{len(names)} gradients: {', '.join(names[:count])}{more}"
+    gradients = "1 gradient" if len(names) == 1 else f"{len(names)} gradients"
+    return f"{gradients}: {', '.join(names[:count])}{more}"
 
 
 class StepResult:
@@ -92,7 +93,7 @@ class StepResult:
 
     Attributes:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
-            had no gradients.
+            had no gradients, or nothing was measured because the scaler is disabled.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
     """
 
@@ -112,6 +113,11 @@ class StepResult:
         self._flags = flags
         self._skipped = known
         self._flag = None if known is not None else HostFlag(found_inf)
+
+    @classmethod
+    def unscaled(cls) -> StepResult:
+        """Return the result of a step without a loss scale: taken, nothing measured."""
+        return cls(norm=None, found_inf=torch.zeros(()), scale_before=None, flags=tuple, known=False)
 
     @property
     def skipped(self) -> bool:

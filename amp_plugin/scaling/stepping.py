@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,15 @@ from torch.optim import Optimizer
 from amp_plugin.scaling import folding, sync_free
 from amp_plugin.scaling.distributed import Part, agree_on_core, combine
 from amp_plugin.scaling.gradient_set import GradientSet
-from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scale import DynamicLossScale, LossScale
 from amp_plugin.scaling.registry import OptimizerRecord
 from amp_plugin.scaling.step_result import StepResult
 
 if TYPE_CHECKING:
     from amp_plugin.scaling.optimizer_calls import OptimizerCalls
+
+# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
+_STEPS_WITHOUT_UPDATE = 200
 
 
 def check(
@@ -141,9 +145,20 @@ def finish(
     record.skipped = _counted(found, record.skipped)
     scaler._skipped = _counted(found, scaler._skipped)
     record.stage = OptState.STEPPED
+    record.unanswered += 1
+    if record.unanswered == _STEPS_WITHOUT_UPDATE and isinstance(scales[0], DynamicLossScale):
+        warnings.warn(_no_update_text(record), UserWarning, stacklevel=2)
     for one in record.sets:
         one.stepped(record.slot)
     record.forget_window()
+
+
+def _no_update_text(record: OptimizerRecord) -> str:
+    return (
+        f"{record.unanswered} steps of {type(record.optimizer).__name__} without scaler.update(): the loss "
+        "scale stays where it is, and if it is too high every step is skipped. Call update() once per "
+        "iteration, or make the scaler with dynamic=False."
+    )
 
 
 def _counted(found: Tensor, count: Tensor | None) -> Tensor:

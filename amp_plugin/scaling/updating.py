@@ -21,6 +21,7 @@ def request(scaler: OptimizerCalls, new_scale: float | Tensor | None) -> None:
     _raise_at_floor(scaler)
     for record in scaler._registry:
         record.stage = OptState.READY
+        record.unanswered = 0
     if new_scale is None:
         scaler._requested = True
         settle(scaler, force=False)

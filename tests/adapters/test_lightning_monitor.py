@@ -65,7 +65,7 @@ def test_a_scale_below_one_warns_once():
 def test_skips_in_a_row_stop_the_run_and_name_the_parameters():
     module = OneWeight(overflow_at=(0, 1, 3, 4, 5, 6, 7))
     monitor = AmpMonitor(max_skips_in_a_row=3)
-    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradients: w") as error:
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradient: w") as error:
         fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
     assert "fp32_modules" in str(error.value)
     assert module.w.item() == 1.0 - 3.0  # batch 2 alone was finite
@@ -82,7 +82,7 @@ def overflow_in_a(module, batch, batch_idx):
 
 def test_each_optimizer_has_a_row_of_its_own():
     module, monitor = TwoOptimizers(step=overflow_in_a), AmpMonitor(max_skips_in_a_row=3)
-    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradients: a\)"):
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*inf in 1 gradient: a\)"):
         fit(module, AmpPrecision(), steps=20, callbacks=[monitor])
     assert (module.a.item(), module.b.item()) == (1.0, 1.0 - 3 * 3.0)
 

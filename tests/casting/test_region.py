@@ -65,6 +65,23 @@ class TestLikeTorch:
         with pytest.raises(TypeError, match="requires a callable, but got int"):
             amp_plugin.autocast("cpu")(3)
 
+    @pytest.mark.parametrize(
+        ("arguments", "error"),
+        [
+            ({"dtype": "bf16"}, r"autocast\(dtype='bf16'\): a torch.dtype is wanted, give torch.bfloat16$"),
+            ({"dtype": "fp8"}, r"give torch.float16 or torch.bfloat16$"),
+            ({"cache": True}, r"autocast\(cache=True\): an amp_plugin.CastCache is wanted"),
+            ({"rules": "my.yaml"}, r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('my.yaml'\)"),
+            ({"rules": {}}, r"rules=\{\}: an amp_plugin.OpRules is wanted, for example OpRules.default\('cpu'\)"),
+        ],
+    )
+    def test_arguments_of_another_type(self, arguments, error):
+        with pytest.raises(TypeError, match=error):
+            amp_plugin.autocast("cpu", **arguments)
+        if "rules" in arguments:
+            with pytest.raises(TypeError, match=error):
+                amp_plugin.set_default_rules(arguments["rules"])
+
     def test_unsupported_dtype_warns_every_time(self):
         for _ in range(2):
             with pytest.warns(UserWarning, match="target dtype is not supported. Disabling autocast"):

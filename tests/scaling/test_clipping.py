@@ -208,6 +208,15 @@ def test_parameters_of_an_unknown_optimizer_are_refused():
         model.scaler.clip_grad_norm_([*model.params, other], 1.0)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_module_is_no_target(enabled):
+    module = torch.nn.Linear(2, 2)
+    scaler = GradScaler("cpu", enabled=enabled)
+    scaler.scale(module(torch.ones(2)).sum()).backward()
+    with pytest.raises(TypeError, match=r"an optimizer or parameters are wanted, got Linear: give its param"):
+        scaler.clip_grad_norm_(module, 1.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_keep_a_float32_norm(dtype):
     model = Model(dtype=dtype)

@@ -145,6 +145,8 @@ def test_getters_and_setters():
 
 def test_disabled_passes_everything_through(weights):
     scaler, one = GradScaler("cpu", enabled=False), weights()
+    with pytest.raises(RuntimeError, match="has not stepped under this scaler"):
+        scaler.last_step(one.optimizer)
     loss = one.loss(2.0)
     assert scaler.scale(loss) is loss
     loss.backward()
@@ -157,8 +159,13 @@ def test_disabled_passes_everything_through(weights):
     scaler.end_iteration()
     assert one.value == -1.0
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
-    with pytest.raises(RuntimeError, match="has not stepped under this scaler"):
-        scaler.last_step(one.optimizer)
+    result = scaler.last_step(one.optimizer)
+    assert (result.skipped, result.skipped_if_known(), result.norm) == (False, False, None)
+    assert (result.found_inf.item(), result.scale_before, result.scale_after) == (0.0, 1.0, 1.0)
+    assert not result.overflow_report()
+    assert scaler.skipped_steps() == scaler.skipped_steps(one.optimizer) == 0
+    copy.deepcopy(scaler)
+    pickle.loads(pickle.dumps(scaler))
 
 
 def test_private_names_other_code_touches(weights):

@@ -165,7 +165,7 @@ def test_the_report_names_the_parameters(fused, names):
     report = scaler.last_step(optimizer).overflow_report()
     first, last = ("group 0[0]", "group 0[3]") if names == "none" else ("0.weight", "1.bias")
     assert report == OverflowReport(inf=(first, last), nan=(last,))
-    assert str(report) == f"inf in 2 gradients: {first}, {last}; nan in 1 gradients: {last}"
+    assert str(report) == f"inf in 2 gradients: {first}, {last}; nan in 1 gradient: {last}"
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -221,6 +221,21 @@ def test_the_report_is_short_for_many():
     report = OverflowReport(inf=tuple(f"p{i}" for i in range(9)))
     assert str(report) == "inf in 9 gradients: p0, p1, p2, p3, p4 and 4 more"
     assert str(OverflowReport(elsewhere=True)) == "overflow on another rank"
+
+
+def test_what_cannot_be_registered():
+    model, optimizer = build(torch.optim.SGD, {})
+    scaler = GradScaler("cpu")
+    with pytest.raises(TypeError, match="expected an optimizer with param_groups, got Sequential"):
+        scaler.register(model)
+    scaler.register(optimizer, names=model)
+    with pytest.raises(TypeError, match="expected an optimizer with param_groups, got Sequential"):
+        scaler.register(model)
+    for names in (["a"], 3, {"a": 1}):
+        with pytest.raises(TypeError, match=r"names=\.\.\.\): a module, .* is wanted, got (list|int|dict)"):
+            scaler.register(optimizer, names=names)
+    with pytest.raises(ValueError, match="none of the 2 names is of a parameter of this SGD"):
+        scaler.register(optimizer, names=torch.nn.Linear(2, 2))
 
 
 def test_names_from_the_optimizer():

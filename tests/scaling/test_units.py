@@ -373,6 +373,36 @@ def test_the_update_is_applied_at_the_boundary(weights, boundary):
     assert b.value == -5.0
 
 
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_forgotten_update_is_noticed(weights, dynamic):
+    """torch.amp refuses the second step; ours may belong to one iteration, so many are needed to tell."""
+    scaler, one = GradScaler("cpu", init_scale=8.0, dynamic=dynamic), weights()
+
+    def steps(count):
+        for _ in range(count):
+            scaler.scale(one.loss(1.0)).backward()
+            scaler.step(one.optimizer)
+
+    steps(199)
+    scaler.update()
+    steps(199)
+    if dynamic:
+        with pytest.warns(UserWarning, match=r"200 steps of SGD without scaler.update\(\): .* Call update"):
+            steps(1)
+    steps(200)  # said once
+
+
+@pytest.mark.parametrize("names", ["abc", ["a", "a"]])
+def test_names_of_losses_are_a_list_without_repeats(names):
+    with pytest.raises(ValueError, match=r"losses=.* is not allowed; give a list of different names"):
+        GradScaler("cpu", losses=names)
+
+
+def test_a_device_there_is_not():
+    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
+        GradScaler("gpu")
+
+
 def test_no_update_without_a_check(weights):
     one = weights()
     scaler = fresh(GradScaler, one.optimizer)
