@@ -72,7 +72,10 @@ class TestLikeTorch:
             ({"dtype": "fp8"}, r"give torch.float16 or torch.bfloat16$"),
             ({"cache": True}, r"autocast\(cache=True\): an amp_plugin.CastCache is wanted"),
             ({"rules": "my.yaml"}, r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('my.yaml'\)"),
-            ({"rules": {}}, r"rules=\{\}: an amp_plugin.OpRules is wanted, for example OpRules.default\('cpu'\)"),
+            (
+                {"rules": {}},
+                r"rules=\{\}: an amp_plugin.OpRules is wanted, for example OpRules.default\('cpu'\)",
+            ),
         ],
     )
     def test_arguments_of_another_type(self, arguments, error):
