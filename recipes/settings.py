@@ -7,6 +7,8 @@ from enum import Enum
 
 import torch
 
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
 from recipes.bounds import number
 from recipes.config import ConfigError
 
@@ -59,7 +61,9 @@ class RecipeConfig:
     output: str = "runs"
 
     def start(self) -> None:
-        """Set the number of CPU threads and the seed of weights and noise.
+        """Set the number of CPU threads and the seed of weights and noise, and load the native core.
+
+        Where the core is compiled first, that takes its time before the training's begins.
 
         Raises:
             ConfigError: this machine lacks the device.
@@ -69,5 +73,8 @@ class RecipeConfig:
             found = f"torch {torch.__version__} finds no such device here"
             msg = f"device={self.device}, but {found}; use device=cpu"
             raise ConfigError(msg)
+        if kind == "cuda":
+            cuda_core()
+        native_core()
         torch.set_num_threads(self.threads)
         torch.manual_seed(self.seed)

@@ -4,6 +4,7 @@
 1e-3 on another machine; fp16 and bf16 within their rounding, see ``TOLERANCE``).
 """
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import yaml
 from accelerate.state import AcceleratorState, GradientState
 
 from amp_plugin import set_default_rules
-from recipes import catalogue
+from recipes import catalogue, settings
 from recipes.bounds import bounds_of
 from recipes.config import ConfigError, load_config
 from recipes.digits import TRAINING_IMAGES, digits_loaders
@@ -240,6 +242,29 @@ def test_a_framework_s_form_has_the_losses_of_the_plain_one(name, precision):
     assert form.skipped == plain.skipped
     assert form.curves.keys() == plain.curves.keys()
     assert form.test_accuracy == plain.test_accuracy
+
+
+class ClockReadError(Exception):
+    """The recipe looked at the clock."""
+
+
+@pytest.mark.parametrize("name", [*ON_CPU, "train_digits", "train_digits_accelerate"])
+def test_the_clock_starts_after_the_native_core_is_loaded(name, monkeypatch):
+    recipe, loaded = importlib.import_module(f"recipes.{name}"), []
+
+    def read_clock():
+        raise ClockReadError
+
+    monkeypatch.setattr(recipe, "time", SimpleNamespace(perf_counter=read_clock))
+    monkeypatch.setattr(
+        recipe if name.startswith("train_") else settings, "native_core", lambda: loaded.append(1)
+    )
+    config = (
+        recipe.DigitsConfig() if name.startswith("train_") else config_of(name, "bf16", *QUICK.get(name, []))
+    )
+    with pytest.raises(ClockReadError):
+        recipe.train(config)
+    assert loaded
 
 
 # -- whole runs ---------------------------------------------------------------------------------
