@@ -100,11 +100,11 @@ class Recorder(Callback):
         """Record the loss, the scale and whether the step was skipped."""
         if trainer.fit_loop._should_accumulate():
             return
-        step = trainer.precision_plugin.last_step(trainer.optimizers[0])
-        loss = float(outputs["loss"])
-        if step is None:
+        plugin, loss = trainer.precision_plugin, float(outputs["loss"])
+        if plugin.scaler is None:
             self.record.add_step(loss=loss, loss_scale=None, skipped=False)
         else:
+            step = plugin.last_step(trainer.optimizers[0])
             self.record.add_step(loss=loss, loss_scale=step.scale_before, skipped=step.skipped)
             self.record.final_loss_scale = step.scale_after
 

@@ -85,12 +85,12 @@ def train(config: DigitsConfig) -> TrainingRecord:
                 result = accelerator.last_step(optimizer)
                 record.add_step(
                     loss=float(accelerator.gather(loss.detach()).mean()),
-                    loss_scale=None if result is None else result.scale_before,
-                    skipped=result is not None and result.skipped,
+                    loss_scale=None if accelerator.scaler is None else result.scale_before,
+                    skipped=result.skipped,
                 )
         record.add_accuracy(accuracy(accelerator, model, validation))
     record.seconds = time.perf_counter() - start
-    record.final_loss_scale = accelerator.amp_metrics().get("loss_scale")
+    record.final_loss_scale = None if accelerator.scaler is None else accelerator.scaler.get_scale()
     record.test_accuracy = accuracy(accelerator, model, test)
     accelerator.end_training()
     return record

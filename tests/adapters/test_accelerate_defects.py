@@ -1,5 +1,6 @@
 """Each defect of stock Accelerate, with its numbers, and AmpAccelerator right in the same program."""
 
+import copy
 import math
 
 import pytest
@@ -268,10 +269,41 @@ class TestSkips:
         accelerator.backward(a(1.0) + b(OVERFLOW))
         opt_a.step()
         opt_b.step()
-        assert accelerator.last_step(opt_b).overflow_report().inf == ("Weights.weight",)
+        assert accelerator.last_step(opt_b).overflow_report().inf == ("Weights[1].weight",)
         assert not accelerator.last_step(opt_a).overflow_report()
         accelerator.scaler.end_iteration()
-        assert accelerator.amp_metrics() == {"loss_scale": 4.0, "skipped_steps": 1.0}
+        assert accelerator.amp_metrics() == {"loss_scale": 4.0, "skipped_steps": 1}
+
+    def test_an_optimizer_whose_model_is_not_prepared_has_no_names(self):
+        accelerator = ours(init_scale=8.0)
+        prepared(accelerator)
+        other = Weights()
+        optimizer = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1.0))
+        accelerator.backward(other(OVERFLOW))
+        optimizer.step()
+        assert accelerator.last_step(optimizer).overflow_report().inf == ("group 0[0]",)
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+    def test_any_precision_tells_of_its_steps(self, precision):
+        accelerator = ours(precision=precision, init_scale=8.0, steps=2)
+        (model,), (optimizer,) = prepared(accelerator)
+        raw = optimizer.optimizer
+        for value in (3.0, 5.0):
+            with accelerator.accumulate(model):
+                with pytest.raises(RuntimeError, match="has not stepped"):
+                    accelerator.last_step(optimizer)
+                accelerator.backward(model(value))
+                optimizer.step()
+        for given in (optimizer, raw):
+            result = accelerator.last_step(given)
+            scale = 8.0 if precision == "fp16" else 1.0
+            assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
+            assert not result.overflow_report()
+            assert (result.norm is None) is (precision != "fp16")
+        metrics = accelerator.amp_metrics()
+        assert metrics == {"loss_scale": scale, "skipped_steps": 0}
+        assert type(metrics["skipped_steps"]) is int
+        assert copy.deepcopy(optimizer).step_was_skipped is False
 
 
 class TestClosures:

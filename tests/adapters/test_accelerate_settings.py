@@ -169,8 +169,8 @@ class TestAccelerator:
         assert accelerator.clip_grad_norm_(model.parameters(), 1e9).item() == pytest.approx(3**0.5)
         optimizer.step()
         assert not accelerator.optimizer_step_was_skipped
-        assert accelerator.last_step(optimizer) is None
-        assert accelerator.amp_metrics() == {}
+        assert not accelerator.last_step(optimizer).skipped
+        assert accelerator.amp_metrics() == {"loss_scale": 1.0, "skipped_steps": 0}
 
     def test_autocast_kwargs_disable_the_region(self):
         handlers = [AutocastKwargs(enabled=False)]

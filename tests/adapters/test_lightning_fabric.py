@@ -290,6 +290,28 @@ def test_a_module_set_up_compiles_without_graph_breaks():
     assert torch.equal(compiled(x), plain)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_any_precision_tells_of_its_steps(precision):
+    plugin = FabricAmpPrecision(precision, init_scale=8.0)
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    module = nn.Linear(4, 1, bias=False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    with pytest.raises(RuntimeError, match="has not stepped"):
+        plugin.last_step(optimizer)
+    for clip in (True, False):
+        fabric.backward(model(torch.ones(1, 4)).sum())
+        norm = plugin.clip_grad_norm_(optimizer, 1.0) if clip else None
+        optimizer.step()
+        optimizer.zero_grad()
+        result = plugin.last_step(optimizer)
+        scale = 8.0 if precision == "fp16" else 1.0
+        assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
+        if clip or precision == "fp16":
+            assert result.norm.item() == 2.0 if norm is None else norm.item()
+        else:
+            assert result.norm is None
+
+
 def test_errors():
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision()])
     with pytest.raises(RuntimeError, match=r"does not know its device yet.*fabric\.setup"), fabric.autocast():

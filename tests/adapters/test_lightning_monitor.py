@@ -46,18 +46,33 @@ def test_other_loggers_and_the_progress_bar(tmp_path):
     header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
     assert {"loss_scale", "skipped_steps", "grad_norm"} <= set(header.split(","))
     assert len(rows) == 3
-    assert shown == {"loss_scale": 4.0, "skipped_steps": 1.0}
+    assert shown == {"loss_scale": 4.0, "skipped_steps": 1.0, "grad_norm": 3.0}
 
 
-def test_nothing_is_logged_where_nothing_is_scaled():
-    trainer = fit(OneWeight(), AmpPrecision("bf16"), callbacks=[AmpMonitor()])
-    assert dict(trainer.callback_metrics) == {}
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_the_norm_alone_is_logged_where_nothing_is_scaled(precision, clip):
+    shown = {}
+
+    class Look(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            shown.update(trainer.progress_bar_metrics)
+
+    monitor = AmpMonitor()
+    plugin = AmpPrecision(precision)
+    callbacks = [monitor, Look()]
+    trainer = fit(
+        OneWeight(), plugin, steps=2, callbacks=callbacks, gradient_clip_val=clip, accumulate_grad_batches=2
+    )
+    assert dict(trainer.callback_metrics) == shown == {"grad_norm": 3.0}  # the mean of the window
+    assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # before clipping
+    assert monitor.skipped_steps == 0
 
 
 def test_a_scale_below_one_warns_once():
     module = OneWeight(overflow_at=range(4))
     plugin = AmpPrecision(init_scale=2.0, min_scale=2.0**-8)
-    with pytest.warns(UserWarning, match=r"the loss scale fell to 0\.5, below 1.*1 gradients: w") as caught:
+    with pytest.warns(UserWarning, match=r"the loss scale fell to 0\.5, below 1.*1 gradient: w") as caught:
         fit(module, plugin, steps=4, callbacks=[AmpMonitor()])
     assert sum("below 1" in str(each.message) for each in caught) == 1
 
@@ -91,7 +106,7 @@ def test_the_last_steps_are_read_at_the_end():
     monitor = AmpMonitor(every_n_steps=4)
     module = OneWeight(overflow_at=(4, 5))
     plugin = AmpPrecision(init_scale=2.0, min_scale=2.0**-8)
-    with pytest.warns(UserWarning, match=r"fell to 0\.5, below 1.*1 gradients: w"):
+    with pytest.warns(UserWarning, match=r"fell to 0\.5, below 1.*1 gradient: w"):
         fit(module, plugin, steps=6, callbacks=[monitor])
     assert monitor.skipped_steps == 2
 

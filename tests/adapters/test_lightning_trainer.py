@@ -689,6 +689,42 @@ def test_testing_a_checkpoint_of_another_precision_does_not_warn(tmp_path):
     make_trainer(AmpPrecision("bf16")).test(module, batches(1), ckpt_path=tmp_path / "a.ckpt", verbose=False)
 
 
+# -- what became of a step ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("manual", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_any_precision_tells_of_its_steps(precision, manual):
+    def step(module, batch, batch_idx):
+        if batch_idx == 0:
+            with pytest.raises(RuntimeError, match="has not stepped"):
+                module.trainer.precision_plugin.last_step(module.optimizers()[0])
+        module.manual_backward(batch * (module.a + module.b))
+        for optimizer in module.optimizers():
+            optimizer.step()
+            results.append(module.trainer.precision_plugin.last_step(optimizer))
+            optimizer.zero_grad()
+
+    results = []
+    plugin = AmpPrecision(precision, init_scale=8.0)
+    trainer = fit(TwoOptimizers(step=step) if manual else OneWeight(), plugin, steps=2)
+    results.append(plugin.last_step(trainer.optimizers[0]))
+    scale = 8.0 if precision == "fp16" else 1.0
+    for result in results:
+        assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
+        assert not result.overflow_report()
+        assert (result.norm is None) is (precision != "fp16")
+    assert (plugin.skipped_steps, plugin.optimizer_steps) == (0, 2)
+    copy.deepcopy(plugin), pickle.dumps(plugin)
+
+
+@pytest.mark.filterwarnings("ignore:.*training_step.*returned.*None.*")
+def test_a_step_before_the_first_loss_is_told_of():
+    plugin = AmpPrecision()
+    trainer = fit(OneWeight(none_at=(0,)), plugin)
+    assert not plugin.last_step(trainer.optimizers[0]).skipped
+
+
 # -- refusals -----------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import checkpoints, engagement
@@ -22,6 +22,8 @@ from amp_plugin.adapters.accelerate.gradients import Gradients
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.casting.active import set_default_rules
 
 if TYPE_CHECKING:
@@ -74,6 +76,7 @@ class AmpAccelerator(Gradients):
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._skips = SkipLedger(exact=self._amp.get("exact_schedulers", False))
+        self._unscaled_steps = UnscaledSteps()
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
@@ -124,7 +127,7 @@ class AmpAccelerator(Gradients):
             self.scaler = scaler
         if isinstance(prepared, AmpOptimizer):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, scaler, self._skips)
+        ours = AmpOptimizer.adopt(prepared, scaler, self._skips, self._unscaled_steps)
         if scaler is not None and not self.is_fsdp2:  # its parameters are yet to be replaced there
             scaler.register(ours.optimizer)
         return ours
@@ -132,14 +135,9 @@ class AmpAccelerator(Gradients):
     def _register_names(self) -> None:
         if self.scaler is None:
             return
-        several = len(self._models) > 1
-        names: dict[str, Tensor] = {}
-        for model in self._models:
-            inner = self.unwrap_model(model)
-            prefix = f"{type(inner).__name__}." if several else ""
-            names.update({prefix + name: param for name, param in inner.named_parameters()})
-        for optimizer in self._optimizers:
-            self.scaler.register(torch_optimizer(optimizer), names=names)
+        named = names_in([self.unwrap_model(model) for model in self._models])
+        for optimizer in map(torch_optimizer, self._optimizers):
+            self.scaler.register(optimizer, names=names_of(optimizer, named))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -17,6 +17,7 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 
 if TYPE_CHECKING:
+    from amp_plugin.adapters.unscaled_steps import UnscaledSteps
     from amp_plugin.scaling.step_result import StepResult
 
 
@@ -25,6 +26,7 @@ class Gradients(Accelerator):
 
     scaler: GradScaler | None
     _engaged: bool
+    _unscaled_steps: UnscaledSteps
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
@@ -111,30 +113,39 @@ class Gradients(Accelerator):
     def _amp_scaler(self) -> GradScaler | None:
         return self.scaler if isinstance(self.scaler, GradScaler) and self.scaler.is_enabled() else None
 
-    def last_step(self, optimizer: Optimizer) -> StepResult | None:
+    def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
 
         Args:
             optimizer: prepared or not.
 
         Returns:
-            The result; None where nothing is scaled.
+            The result; where nothing is scaled (bf16, no mixed precision) no step is skipped, both
+            scales are 1 and ``norm`` is None.
 
         Raises:
-            RuntimeError: the optimizer has not stepped yet.
+            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
         """
-        scaler = self._amp_scaler()
-        return None if scaler is None else scaler.last_step(torch_optimizer(optimizer))
+        if not self._engaged:
+            msg = (
+                f"last_step(): steps are left to Accelerate's own code here ({self.distributed_type}, "
+                f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
+            )
+            raise RuntimeError(msg)
+        scaler, optimizer = self._amp_scaler(), torch_optimizer(optimizer)
+        return self._unscaled_steps.last(optimizer) if scaler is None else scaler.last_step(optimizer)
 
-    def amp_metrics(self) -> dict[str, float]:
+    def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
 
-        Empty where nothing is scaled.
+        1.0 and 0 where nothing is scaled; empty where another engine steps (DeepSpeed, ...).
         """
+        if not self._engaged:
+            return {}
         scaler = self._amp_scaler()
         if scaler is None:
-            return {}
-        return {"loss_scale": scaler.get_scale(), "skipped_steps": float(scaler.skipped_steps())}
+            return {"loss_scale": 1.0, "skipped_steps": 0}
+        return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
 
 
 def _parameters(given: Tensor | Iterable[Tensor] | Optimizer) -> list[Tensor]:

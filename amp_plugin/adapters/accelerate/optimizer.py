@@ -10,6 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.scaling.grad_scaler import GradScaler
 
 
@@ -21,10 +22,15 @@ class AmpOptimizer(AcceleratedOptimizer):
 
     scaler: GradScaler | None
     _skips: SkipLedger
+    _unscaled_steps: UnscaledSteps
 
     @classmethod
     def adopt(
-        cls, prepared: AcceleratedOptimizer, scaler: GradScaler | None, skips: SkipLedger
+        cls,
+        prepared: AcceleratedOptimizer,
+        scaler: GradScaler | None,
+        skips: SkipLedger,
+        unscaled_steps: UnscaledSteps,
     ) -> AmpOptimizer:
         """Turn an optimizer that Accelerate has prepared into one of ours.
 
@@ -32,9 +38,10 @@ class AmpOptimizer(AcceleratedOptimizer):
             prepared: made without a scaler.
             scaler: None where nothing is scaled.
             skips: shared by the optimizers of one accelerator.
+            unscaled_steps: so too.
         """
         prepared.__class__ = cls
-        prepared.scaler, prepared._skips = scaler, skips
+        prepared.scaler, prepared._skips, prepared._unscaled_steps = scaler, skips, unscaled_steps
         return prepared  # type: ignore[no-any-return]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -48,7 +55,10 @@ class AmpOptimizer(AcceleratedOptimizer):
             What the optimizer's ``step`` returns; None within a window or if the step was skipped.
         """
         if self.scaler is None:
-            return super().step(closure)
+            value = super().step(closure)
+            if self.gradient_state.sync_gradients:
+                self._unscaled_steps.stepped(self.optimizer)
+            return value
         if not self.gradient_state.sync_gradients:
             return None
         if closure is None:
@@ -57,6 +67,8 @@ class AmpOptimizer(AcceleratedOptimizer):
         if self.scaler.is_enabled():
             self.scaler.update()
             self._skips.stepped(id(self), self.scaler.last_step(self.optimizer))
+        else:
+            self._unscaled_steps.stepped(self.optimizer)
         return value
 
     @property
@@ -78,12 +90,12 @@ class AmpOptimizer(AcceleratedOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave behind what was told about past steps."""
-        return {**super().__getstate__(), "_skips": None}
+        return {**super().__getstate__(), "_skips": None, "_unscaled_steps": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no steps taken, the optimizer known to the scaler."""
         self.__dict__.update(state)
-        self._skips = SkipLedger(exact=False)
+        self._skips, self._unscaled_steps = SkipLedger(exact=False), UnscaledSteps()
         if self.scaler is not None:
             self.scaler.register(self.optimizer)
 

@@ -18,6 +18,7 @@ from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
+from amp_plugin.adapters.parameter_names import names_in, names_of
 
 
 class FabricPrecision(PrecisionCore):
@@ -102,13 +103,14 @@ class FabricPrecision(PrecisionCore):
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
         self._attempted_steps += 1
+        inner = self._unwrap(optimizer)
         if self.scaler is None:
-            return self.plain.optimizer_step(self, optimizer, **kwargs)
+            output = self.plain.optimizer_step(self, optimizer, **kwargs)
+            self._report(inner, self._unscaled_steps.stepped(inner))
+            return output
         output = self._known(self.scaler, optimizer).step(optimizer, **kwargs)
         self.scaler.update()
-        result = self.scaler.last_step(optimizer)
-        for observer in self.observers:
-            observer(optimizer, result)
+        self._report(inner, self.scaler.last_step(inner))
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -132,17 +134,16 @@ class FabricPrecision(PrecisionCore):
         self._ready()
         if self.scaler is None:
             params = list(self.plain.main_params(self, optimizer))
-            return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+            norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
+            self._unscaled_steps.note(optimizer, norm)
+            return norm
         return self._known(self.scaler, optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
 
     def _known(self, scaler: GradScaler, optimizer: Optimizer) -> GradScaler:
         """Register an optimizer when it is first seen, its parameters by name."""
         if optimizer not in self._named:
             self._named.add(optimizer)
-            names = {
-                name: param for module in self._living_modules() for name, param in module.named_parameters()
-            }
-            scaler.register(optimizer, names=names)
+            scaler.register(optimizer, names=names_of(optimizer, names_in(self._living_modules())))
         return scaler
 
     def _unwrap(self, optimizer: Any) -> Optimizer:

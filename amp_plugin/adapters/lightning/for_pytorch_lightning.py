@@ -94,7 +94,9 @@ class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecis
 class AmpMonitor(Monitor, Callback):
     """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
 
-    The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``.
+    The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
+    the unscaled gradients before clipping. In bf16 and fp32, where nothing is scaled or skipped, they
+    get ``grad_norm`` alone; it costs one more read of the gradients at each optimizer step there.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:

@@ -65,13 +65,16 @@ class Monitor:
         if not self._unread:
             return
         last = self._unread[-1][1]
-        on_host = trainer.precision_plugin.device == "cpu"
+        plugin = trainer.precision_plugin
+        on_host = plugin.device == "cpu"
         if len(self._unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
             self._read()
-        scale = trainer.precision_plugin.scaler._get_scale_async()  # last.scale_after waits for the device
-        pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         if last.norm is not None:
-            pl_module.log("grad_norm", last.norm)
+            pl_module.log("grad_norm", last.norm, prog_bar=True)
+        if plugin.scaler is None:
+            return
+        scale = plugin.scaler._get_scale_async()  # last.scale_after waits for the device
+        pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
 
     def _read(self) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
+from amp_plugin import GradScaler
+from amp_plugin.scaling.closures import may_look_first
+
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Say whether an optimizer may call its closure several times, or change weights before it.
@@ -25,3 +28,12 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return issubclass(kind, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
+
+
+def gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Whether earlier micro-batches have overflowed and the step would not call its closure."""
+    if scaler._scale is None or not may_look_first(optimizer):
+        return False
+    record = scaler._record(optimizer)
+    pending = any(one.touched and one.ledger.count() for one in record.sets)
+    return pending and bool(scaler._unscale(record)[1].item() > 0)

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
 from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
+from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
@@ -85,6 +86,7 @@ class PrecisionCore:
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
         self._attempted_steps = 0
+        self._unscaled_steps = UnscaledSteps()
         self._loaded_state: dict[str, Any] = {}
 
     def __repr__(self) -> str:
@@ -184,9 +186,26 @@ class PrecisionCore:
 
     # -- steps --------------------------------------------------------------------------------
 
-    def last_step(self, optimizer: Optimizer) -> StepResult | None:
-        """Return what became of an optimizer's last step; None where nothing is scaled."""
-        return None if self.scaler is None else self.scaler.last_step(self._unwrap(optimizer))
+    def last_step(self, optimizer: Optimizer) -> StepResult:
+        """Return what became of an optimizer's last step, in any precision.
+
+        Without a loss scale no step is skipped and both scales are 1. ``norm`` is None there unless
+        somebody has measured it: AmpMonitor, or ``plugin.clip_grad_norm_`` in Fabric.
+
+        Args:
+            optimizer: the framework's or torch's.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped yet.
+        """
+        optimizer = self._unwrap(optimizer)
+        if self.scaler is None or self.scaler._scale is None:  # or no loss has been scaled yet
+            return self._unscaled_steps.last(optimizer)
+        return self.scaler.last_step(optimizer)
+
+    def _report(self, optimizer: Optimizer, result: StepResult) -> None:
+        for observer in self.observers:
+            observer(optimizer, result)
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
         return optimizer  # type: ignore[no-any-return]

@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from amp_plugin.scaling.distributed import Groups
+
 _REFUSED = {
     "DeepSpeedStrategy": (
         "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
@@ -48,6 +50,13 @@ def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
     return model if isinstance(model, FullyShardedDataParallel) else None
 
 
+def step_groups(root: FullyShardedDataParallel | None) -> Groups:
+    """Return the groups whose ranks hold parts of each gradient: those of FSDP's first version."""
+    group = None if root is None else root.process_group
+    return Groups() if group is None else Groups(sharded=(group,))
+
+
 def scaler_options(root: FullyShardedDataParallel | None) -> dict[str, Any]:
     """Return GradScaler options for a strategy: FSDP's ranks hold parts of each gradient."""
-    return {} if root is None else {"sharded_groups": (root.process_group,)}
+    groups = step_groups(root)
+    return {"sharded_groups": groups.sharded} if groups else {}

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.scaling.registry import OptimizerRecord
+
 
 class StrayGradients:
     """The gradients that came from another backward, whose loss was not scaled.
@@ -66,3 +68,14 @@ class StrayGradients:
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def stray_text(optimizer: Optimizer, strays: list[Tensor], record: OptimizerRecord) -> str:
+    """Say which gradients are stray and what to write instead, for the error."""
+    names = dict(zip(map(id, record.params), record.all_names(), strict=True))
+    listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
+    return (
+        f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
+        "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "
+        "write self.manual_backward(loss) instead of loss.backward()"
+    )

@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin import GradScaler
-from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again
+from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again, gives_up_at_once
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
-from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
-from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of
+from amp_plugin.adapters.lightning.strategies import (
+    fsdp_root,
+    refuse_unsupported,
+    scaler_options,
+    step_groups,
+)
+from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
-from amp_plugin.scaling.closures import may_look_first
+from amp_plugin.adapters.parameter_names import names_in, names_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -88,7 +93,8 @@ class TrainerPrecision(TrainerCheckpoints):
         self._looked_at = None
         self._holds.clear()
         if self.scaler is not None and optimizers:
-            self.scaler.register(*optimizers, names=model)
+            for optimizer in optimizers:
+                self.scaler.register(optimizer, names=names_of(optimizer, names_in([model])))
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
             if self._manual:
                 self._strays.watch(optimizers)
@@ -181,21 +187,38 @@ class TrainerPrecision(TrainerCheckpoints):
         with self._outside_region():
             self._attempted_steps += 1
             if self.scaler is None:
-                return self.plain.optimizer_step(self, optimizer, model, closure, **kwargs)
+                output = self.plain.optimizer_step(
+                    self, optimizer, model, self._measured(optimizer, closure), **kwargs
+                )
+                self._report(optimizer, self._unscaled_steps.stepped(optimizer))
+                return output
             if calls_closure_again(optimizer):
                 again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
-                if _gives_up_at_once(self.scaler, optimizer):
+                if gives_up_at_once(self.scaler, optimizer):
                     again()  # the Trainer counts on each batch being run
                 output = self.scaler.step(optimizer, closure=again, **kwargs)
             else:
                 self._closure_and_hooks(self.scaler, optimizer, model, closure)
                 if self.scaler._scale is None:  # no loss has been scaled in this run yet
                     self._holds.after_step(optimizer, None)
+                    self._unscaled_steps.stepped(optimizer)
                     return optimizer.step(**kwargs)
                 output = self.scaler.step(optimizer, **kwargs)
             self.scaler.update()
             self._report(optimizer, self.scaler.last_step(optimizer))
             return output
+
+    def _measured(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Let a closure also measure the gradients, if somebody watches, before they are clipped."""
+        if not self.observers:
+            return closure
+
+        def measured() -> Any:
+            result = closure()
+            self._unscaled_steps.measure(optimizer, step_groups(self._sharded_root))
+            return result
+
+        return measured
 
     def _closure_and_hooks(
         self, scaler: GradScaler, optimizer: Optimizer, model: Any, closure: Callable[[], Any]
@@ -230,19 +253,11 @@ class TrainerPrecision(TrainerCheckpoints):
         if not scaled and any(one.renewed(record.slot) for one in record.sets):
             strays = [param for param in params_of(optimizer) if param.grad is not None]
         if strays:
-            names = dict(zip(map(id, record.params), record.all_names(), strict=True))
-            listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
-            msg = (
-                f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
-                "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "
-                "write self.manual_backward(loss) instead of loss.backward()"
-            )
-            raise RuntimeError(msg)
+            raise RuntimeError(stray_text(optimizer, strays, record))
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._holds.after_step(optimizer, result)
-        for observer in self.observers:
-            observer(optimizer, result)
+        super()._report(optimizer, result)
 
     # -- clipping -----------------------------------------------------------------------------
 
@@ -273,15 +288,6 @@ class TrainerPrecision(TrainerCheckpoints):
     def _unwrap(self, optimizer: Any) -> Optimizer:
         inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
         return inner
-
-
-def _gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Whether earlier micro-batches have overflowed and the step would not call its closure."""
-    if scaler._scale is None or not may_look_first(optimizer):
-        return False
-    record = scaler._record(optimizer)
-    pending = any(one.touched and one.ledger.count() for one in record.sets)
-    return pending and bool(scaler._unscale(record)[1].item() > 0)
 
 
 def _longest_window(trainer: Any) -> int:
