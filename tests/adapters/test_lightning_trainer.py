@@ -781,6 +781,13 @@ def test_malicious_releases_are_refused_before_they_are_imported(monkeypatch, ve
 def test_plugins_of_the_other_kind_say_so():
     with pytest.raises(Exception, match=r"FabricAmpPrecision.*the Trainer takes AmpPrecision"):
         make_trainer(FabricAmpPrecision())
+    with pytest.raises(Exception, match=r"delete precision=\.\.\. and keep this plugin"):
+        make_trainer(AmpPrecision(), precision="16-mixed")
+
+
+@pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
+def test_a_plugin_is_printed_without_advice(cls):
+    assert str(cls("bf16")) == repr(cls("bf16")) == f"{cls.__name__}('bf16')"
 
 
 # -- two packages -------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ class FabricPrecision(PrecisionCore):
     registered at their first step or clip; a requested update waits for the next loss.
     """
 
+    advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
     plain: ClassVar[Any]
     """The framework's plain Precision."""
     wrapper: ClassVar[Any]
@@ -41,10 +42,6 @@ class FabricPrecision(PrecisionCore):
         self._modules: list[weakref.ref[nn.Module]] = []
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._started = False
-
-    def __str__(self) -> str:
-        """Show the precision, and where the plugin belongs."""
-        return f"{self!r} (for Fabric without precision=...; the Trainer takes AmpPrecision)"
 
     # -- set-up -------------------------------------------------------------------------------
 

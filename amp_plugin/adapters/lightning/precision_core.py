@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ class PrecisionCore:
         scaler: The loss scale's owner; None where nothing is scaled, or before training starts.
         observers: Called with each optimizer and the result of its step.
     """
+
+    advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
+    """What to do where a framework complains of the plugin."""
 
     def __init__(
         self,
@@ -93,9 +96,9 @@ class PrecisionCore:
         """Show the precision."""
         return f"{type(self).__name__}({self.settings.precision!r})"
 
-    def __str__(self) -> str:
-        """Show the precision, and what to do where a framework complains of two precisions."""
-        return f"{self!r} (which sets the precision itself: delete precision=... and keep this plugin)"
+    def __format__(self, spec: str) -> str:
+        """Say what to do too: Lightning's errors, such as that of two precisions, hold ``f"{plugin}"``."""
+        return format(f"{self!r} ({self.advice})", spec)
 
     # -- starting and ending ------------------------------------------------------------------
 
