@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from rich import filesize
-from rich.box import SIMPLE
 from rich.table import Table
 from torch import nn
 
 from amp_plugin.casting import active
+from amp_plugin.casting.cast_table import REFRESH, cast_table
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
@@ -34,7 +34,7 @@ class Cast:
 
     Attributes:
         module: path of the module that ran the op, beginning with the class of the outermost one;
-            empty outside modules.
+            empty outside modules. Where a CastCache refreshed its buffers, all at once: the weight's module.
         op: ``"aten::linear.default"``; ``"amp_plugin::cast.default"`` where a CastCache
             refreshed its buffers.
         argument: name of the op's argument.
@@ -135,7 +135,7 @@ class CastLog:
         if not parameter and self._scopes.is_input(identity):
             kind = "input"
         return Cast(
-            module=self._scopes.path(scope),
+            module=_owner(self._scopes.path(scope), parameter) if op == REFRESH else self._scopes.path(scope),
             op=op,
             argument=argument_names(op)[argument],
             kind=kind,
@@ -182,32 +182,11 @@ class CastLog:
 
         Args:
             by: ``"cast"`` for a row per module, op, argument and dtypes; ``"module"``; ``"op"``.
+
+        Raises:
+            ValueError: ``by`` is something else.
         """
-        columns = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
-        if by not in columns:
-            msg = f"table(by={by!r}): allowed are {', '.join(columns)}"
-            raise ValueError(msg)
-        groups = self._grouped(lambda cast: tuple(_SHOWN[name](cast) for name in columns[by]))
-        total = self.totals()
-        table = Table(
-            title="Casts",
-            box=SIMPLE,
-            padding=(0, 1, 0, 0),
-            show_footer=True,
-            caption=_NOTHING if not self.records() else None,
-        )
-        for column in columns[by]:
-            table.add_column(
-                column,
-                overflow="fold",
-                no_wrap=column in {"argument", "dtypes"},
-                footer="total" if column == columns[by][0] else "",
-            )
-        for column, footer in zip(("casts", "cached", "moved"), _counts(total), strict=True):
-            table.add_column(column, justify="right", no_wrap=True, footer=footer)
-        for key, totals in groups.items():
-            table.add_row(*key, *_counts(totals))
-        return table
+        return cast_table(self.records(), by, CastTotals.of)
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings.
@@ -280,20 +259,10 @@ def casts_of(
     return log
 
 
-_SHOWN: dict[str, Callable[[Cast], str]] = {
-    "module": lambda cast: cast.module,
-    "op": lambda cast: cast.op.removeprefix("aten::").removesuffix(".default"),
-    "argument": lambda cast: (
-        cast.argument if cast.argument == cast.kind else f"{cast.argument} ({cast.kind})"
-    ),
-    "dtypes": lambda cast: f"{short_name(cast.before)} → {short_name(cast.after)}",
-}
-_NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
+def _owner(running: str, parameter: str) -> str:
+    """Return the path of a parameter's module, in the model that ``running`` belongs to."""
+    return ".".join(filter(None, (running.partition(".")[0], parameter.rpartition(".")[0])))
 
 
 def _device_of(values: list[Any]) -> str:
     return next((str(each.device.type) for each in values if isinstance(each, torch.Tensor)), "cpu")
-
-
-def _counts(totals: CastTotals) -> tuple[str, str, str]:
-    return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
