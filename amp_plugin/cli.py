@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from enum import Enum
@@ -54,6 +55,8 @@ class By(str, Enum):
     module = "module"
     op = "op"
 
+
+_NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -168,12 +171,27 @@ def casts(
     except (RuntimeError, ValueError) as error:
         _fail(str(error), code=1)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        log, code = run_logged(script, arguments or [])
+        run = run_logged(script, arguments or [])
     if as_json:
-        print(json.dumps({"script": str(script), "by": by.value, "rows": rows(log, by.value)}))
-    else:
-        Console(soft_wrap=not sys.stdout.isatty()).print(log.table(by=by.value))
-    raise typer.Exit(code)
+        print(json.dumps({"script": str(script), "by": by.value, "rows": rows(run.log, by.value)}))
+    elif len(run.log) or not run.failed:
+        table = run.log.table(by=by.value)
+        table.caption = table.caption and _NO_CASTS
+        _show(table)
+    raise typer.Exit(run.code)
+
+
+def _show(table: Table) -> None:
+    """Print a table without blanks at its right; as wide as it likes where no terminal limits it."""
+    console = Console(highlight=False)
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(width=10_000)).maximum
+        )
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())
 
 
 def _fail(message: str, *, code: int) -> None:

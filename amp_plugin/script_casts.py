@@ -5,7 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,36 +29,60 @@ _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
 }
 
 
-def run_logged(script: Path, arguments: Sequence[str]) -> tuple[CastLog, int]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedRun:
+    """What came of a script.
+
+    Attributes:
+        log: Its casts, closed.
+        code: Its exit code.
+        failed: It ended in an error, which has been printed.
+    """
+
+    log: CastLog
+    code: int
+    failed: bool
+
+
+def run_logged(script: Path, arguments: Sequence[str]) -> LoggedRun:
     """Run ``script`` as the main program with a cast log open.
 
     ``torch.autocast`` blocks are listed too: while the script runs they follow this package's
-    default rules, which are torch's.
+    default rules, which are torch's. An error of the script is printed as ``python script.py`` prints it.
 
     Args:
         script: A Python file.
         arguments: Its arguments.
 
-    Returns:
-        The log and the script's exit code.
-
     Raises:
         RuntimeError: There is no native core.
     """
-    log, code, argv, path = log_casts(), 0, sys.argv, list(sys.path)
+    log, code, failed, argv, path = log_casts(), 0, False, sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
     for device_type in TABLES:
         if torch.amp.is_autocast_available(device_type):
             set_default_rules(OpRules.default(device_type))
     try:
         with log:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(str(script.absolute()), run_name="__main__")
     except SystemExit as stop:
         code = _exit_code(stop)
+    except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
+        code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
+        _print_error(error, script.absolute())
     finally:
         set_default_rules(None)
         sys.argv, sys.path[:] = argv, path
-    return log, code
+    return LoggedRun(log=log, code=code, failed=failed)
+
+
+def _print_error(error: BaseException, script: Path) -> None:
+    """Print an error from the script's first frame on, by the hook that the script may have set."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    hook = sys.excepthook if getattr(sys.excepthook, "__module__", "") != "typer.main" else sys.__excepthook__
+    hook(type(error), error.with_traceback(frames), frames)
 
 
 def _exit_code(stop: SystemExit) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -281,10 +282,40 @@ def test_the_exit_code_is_the_scripts(end: str, code: int, script: Path) -> None
 
 @pytest.mark.native
 def test_an_error_of_the_script_is_not_hidden(script: Path) -> None:
-    script.write_text("raise RuntimeError('of the script')")
+    script.write_text("def fail():\n    raise RuntimeError('of the script')\nfail()")
+    python = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     result = amp("casts", str(script))
-    assert result.exit_code == 1
-    assert str(result.exception) == "of the script"
+    assert result.exit_code == python.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == python.stderr
+    assert result.stderr.endswith("RuntimeError: of the script\n")
+
+
+@pytest.mark.native
+def test_what_was_cast_before_an_error_is_listed(script: Path) -> None:
+    script.write_text(SCRIPT.replace("sys.exit(3)", "raise KeyboardInterrupt"))
+    result = amp("casts", str(script))
+    assert result.exit_code == 130
+    assert re.search(r"Linear +linear +weight +fp32 → bf16 +1 +0 +48 bytes", result.stdout)
+    assert result.stderr.startswith('Traceback (most recent call last):\n  File "' + str(script))
+    assert "no casts" not in result.output
+
+
+@pytest.mark.native
+def test_a_script_without_casts_is_told_what_counts(script: Path) -> None:
+    script.write_text("print('nothing')")
+    result = amp("casts", str(script))
+    assert result.exit_code == 0
+    told = "no casts: was the code in an autocast block, amp_plugin's or torch's"
+    assert told in " ".join(result.output.split())
+
+
+@pytest.mark.native
+def test_a_list_of_casts_has_no_blanks_at_its_right(script: Path) -> None:
+    result = CliRunner().invoke(app, ["casts", str(script)], env={"COLUMNS": "60", "TERM": "dumb"})
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 60
+    assert all(line == line.rstrip() for line in lines)
 
 
 def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
