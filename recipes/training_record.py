@@ -163,11 +163,11 @@ class TrainingRecord:
             if axis.get_legend_handles_labels()[0]:  # above the panel, where it covers nothing
                 axis.legend(loc="lower right", bbox_to_anchor=(1, 0.98), ncols=2, fontsize=9, frameon=False)
         axes[-1, 0].set_xlabel("optimizer steps")
-        axes[-1, 0].set_xlim(0, max(1, len(self.losses) - 1))
+        axes[-1, 0].set_xlim(0, max(1, len(self.losses)))
         _write(figure, path)
 
     def _draw_loss(self, axis: Axes) -> None:
-        axis.plot(self.losses, linewidth=1, label="loss of the batch")
+        axis.plot(self.losses, linewidth=1, zorder=3, label="loss of the batch")
         if self.log_loss:
             _logarithmic(axis)
         axis.set_ylabel(self.loss_label)
@@ -175,17 +175,19 @@ class TrainingRecord:
 
     def _draw_accuracy(self, axis: Axes) -> None:
         steps, accuracies = zip(*self.accuracies, strict=True) if self.accuracies else ((), ())
-        axis.plot(steps, [100 * value for value in accuracies], marker="o", markersize=3, color="tab:green")
+        percent = [100 * value for value in accuracies]
+        axis.plot(steps, percent, marker="o", markersize=3, color="tab:green", clip_on=False, zorder=3)
         axis.set_ylabel("validation accuracy (%)")
 
     def _draw_scale(self, axis: Axes) -> None:
-        axis.step(range(len(self.loss_scales)), self.loss_scales, where="post", color="tab:orange")
+        scales = [*self.loss_scales, self.loss_scales[-1]]  # the last step ends, too
+        axis.step(range(len(scales)), scales, where="post", color="tab:orange", zorder=3)
         axis.set_yscale("log", base=2)
         axis.set_ylabel("loss scale (factor)")
         self._mark_skips(axis)
 
     def _draw_curve(self, name: str, axis: Axes) -> None:
-        axis.plot(self.curves[name], linewidth=1, color="tab:purple")
+        axis.plot(self.curves[name], linewidth=1, color="tab:purple", zorder=3)
         if "loss scale" in name:
             axis.set_yscale("log", base=2)
         axis.set_ylabel(name)
@@ -194,7 +196,7 @@ class TrainingRecord:
     def _mark_skips(self, axis: Axes, label: str | None = None) -> None:
         for number, step in enumerate(self.skipped):
             first = label if number == 0 else None
-            axis.axvline(step, color="tab:red", linestyle="--", linewidth=1, alpha=0.7, label=first)
+            axis.axvline(step, color="tab:red", linewidth=0.8, alpha=0.5, zorder=1, label=first)
 
 
 def _shown(value: float | str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes import training_record
 from recipes.config import ConfigError, config_from_command_line, load_config
 from recipes.digits import DigitsNet, digits_loaders
 from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, main, train
@@ -150,6 +151,25 @@ def test_the_record_counts_taken_and_skipped_steps(capsys):
     assert (table["optimizer steps taken"], table["optimizer steps skipped"]) == ("2", "1")
     assert (table["final loss scale"], table["test accuracy"]) == ("4", "50.00%")
     assert record.accuracies == [(3, 0.25)]
+
+
+def test_the_plot_ends_with_the_last_step_and_skips_are_drawn_behind_the_scale(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(training_record, "_write", lambda figure, path: drawn.append(figure))
+    record = TrainingRecord(title="run")
+    for step in range(400):
+        record.add_step(loss=1.0, loss_scale=8.0, skipped=step == 399)
+    record.add_accuracy(0.5)
+    record.save_plot(tmp_path / "training.png")
+    loss, accuracy, scale = drawn[0].axes
+    assert loss.get_xlim() == (0, 400)
+    assert 400 in scale.get_xticks()
+    assert accuracy.lines[0].get_xdata()[-1] == 400
+    assert not accuracy.lines[0].get_clip_on()
+    curve, skip = scale.lines
+    assert skip.get_xdata() == [399, 399]
+    assert skip.get_zorder() < curve.get_zorder()
+    assert list(curve.get_xdata()) == list(range(401))
 
 
 # -- runs ---------------------------------------------------------------------------------------
