@@ -322,6 +322,13 @@ def test_errors():
     with pytest.raises(TypeError, match=r"in Fabric use FabricAmpPrecision\('fp16'\)"):
         fabric.setup(nn.Linear(1, 1))
 
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision("bf16", device="cuda")])
+    model = fabric.setup(nn.Linear(1, 1))
+    with pytest.raises(
+        ValueError, match=r"FabricAmpPrecision\('bf16', device='cuda'\).*on 'cpu'.*delete device='cuda'"
+    ):
+        model(torch.ones(1, 1))
+
     class DeepSpeedEngine(nn.Linear):
         pass
 

@@ -778,6 +778,28 @@ def test_malicious_releases_are_refused_before_they_are_imported(monkeypatch, ve
     refuse_malicious_release()
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("verb", ["fit", "validate"])
+def test_another_device_than_the_trainers_is_refused(precision, verb):
+    text = (
+        rf"AmpPrecision\('{precision}', device='cuda'\) .*on 'cpu'.*delete device='cuda'.*accelerator='cuda'"
+    )
+    module = OneWeight()
+    if verb == "validate":
+        module.validation_step = module.training_step
+    with pytest.raises(ValueError, match=text):
+        getattr(make_trainer(AmpPrecision(precision, device="cuda")), verb)(module, batches(2))
+    assert module.w.item() == 1.0
+
+
+def test_a_plugin_follows_its_model_to_another_device():
+    plugin = AmpPrecision("bf16")
+    for device in ("xpu", "cpu"):
+        plugin._start(device)
+        assert plugin.device == device
+        plugin.teardown()
+
+
 def test_plugins_of_the_other_kind_say_so():
     with pytest.raises(Exception, match=r"FabricAmpPrecision.*the Trainer takes AmpPrecision"):
         make_trainer(FabricAmpPrecision())

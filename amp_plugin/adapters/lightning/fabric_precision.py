@@ -19,6 +19,7 @@ from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.scaling.spread import parameter_spreads
 
 
 class FabricPrecision(PrecisionCore):
@@ -65,7 +66,12 @@ class FabricPrecision(PrecisionCore):
             )
             raise RuntimeError(msg)
         root = next((fsdp_root(each) for module in modules for each in module.modules()), None)
-        self._start(self.device if tensor is None else tensor.device.type, **scaler_options(root))
+        device = self.device if tensor is None else tensor.device.type
+        may_be_offloaded = tensor is None or root is not None or parameter_spreads([tensor])
+        if not may_be_offloaded:
+            remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
+            self._refuse_other_device(device, remedy)
+        self._start(device, **scaler_options(root))
         self._keep_casts(window=1)
         self._started = True
 

@@ -34,7 +34,7 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
 
     Args:
         precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``.
-        device: device type; None: the model's, found when training starts.
+        device: device type, an error where training runs on another; None: the one it runs on.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
@@ -54,7 +54,8 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
 
     Raises:
-        ValueError: an argument is not one of the allowed values.
+        ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
+            device is not the one given.
         TypeError: when training starts, under a strategy with a precision of its own (DeepSpeed, XLA).
 
     Example:

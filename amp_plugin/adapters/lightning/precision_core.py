@@ -102,9 +102,20 @@ class PrecisionCore:
 
     # -- starting and ending ------------------------------------------------------------------
 
+    def _refuse_other_device(self, found: str, remedy: str) -> None:
+        """Raise if a device was asked for on which nothing runs: all would silently compute in fp32."""
+        given = self.settings.device
+        if given is not None and given != found:
+            msg = (
+                f"{type(self).__name__}({self.settings.precision!r}, device={given!r}) was given, but the "
+                f"model runs on {found!r}: autocast and the loss scale of {given!r} do nothing there; delete "
+                f"device={given!r} (the plugin finds the model's), or {remedy}"
+            )
+            raise ValueError(msg)
+
     def _start(self, device_type: str, **scaler_options: Any) -> None:
         """Make what depends on the device, once it is known."""
-        self.device = self.device or device_type
+        self.device = self.settings.device or device_type
         rules = self.settings.rules
         if rules is not None:
             self._rules = OpRules.from_yaml(rules) if isinstance(rules, str) else rules

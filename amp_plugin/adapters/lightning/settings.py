@@ -24,7 +24,7 @@ class PrecisionSettings:
     Attributes:
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the dtype of training forwards.
         eval_precision: the same for validation, test and prediction; None: as in training.
-        device: ``"cuda"``, ``"cpu"``, ...; None: the device of the model, found when training starts.
+        device: ``"cuda"``, ``"cpu"``, ...; None: the device training runs on, found when it starts.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
             (``"LayerNorm"``) which compute in fp32 whatever the precision.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -63,6 +63,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._looked_at: bool | None = None
         self._window = 1
         self._sharded_root: Any = None
+        self._root_device = ""
 
     # -- set-up -------------------------------------------------------------------------------
 
@@ -75,6 +76,8 @@ class TrainerPrecision(TrainerCheckpoints):
             )
             raise TypeError(msg)
         refuse_unsupported(trainer.strategy)
+        self._root_device = trainer.strategy.root_device.type
+        self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
         self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
@@ -84,17 +87,17 @@ class TrainerPrecision(TrainerCheckpoints):
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[LRSchedulerConfig]
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
-        tensors = (tensor for group in (model.parameters(), model.buffers()) for tensor in group)
         self._sharded_root = fsdp_root(model)
-        self._start(next(tensors, torch.empty(0)).device.type, **scaler_options(self._sharded_root))
+        self._start(self._root_device, **scaler_options(self._sharded_root))
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
         self._looked_at = None
         self._holds.clear()
         if self.scaler is not None and optimizers:
+            named = names_in([model])
             for optimizer in optimizers:
-                self.scaler.register(optimizer, names=names_of(optimizer, names_in([model])))
+                self.scaler.register(optimizer, names=names_of(optimizer, named))
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
             if self._manual:
                 self._strays.watch(optimizers)
@@ -292,10 +295,6 @@ class TrainerPrecision(TrainerCheckpoints):
 
 def _longest_window(trainer: Any) -> int:
     """Return the most micro-batches an optimizer step has; callbacks may change it between epochs."""
-    later: list[int] = [
-        max(each.scheduling.values())
-        for each in trainer.callbacks
-        if hasattr(each, "going_to_accumulate_grad_batches")
-    ]
-    now: int = trainer.accumulate_grad_batches
-    return max([now, *later])
+    schedulers = [each for each in trainer.callbacks if hasattr(each, "going_to_accumulate_grad_batches")]
+    later = chain.from_iterable(each.scheduling.values() for each in schedulers)
+    return int(max(trainer.accumulate_grad_batches, *later, 1))
