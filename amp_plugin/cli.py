@@ -7,15 +7,18 @@ environment is wrong. With ``--json`` standard output is one JSON object and not
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
 import sys
-from enum import Enum
+import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import filesize
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -31,29 +34,19 @@ app = typer.Typer(
 )
 
 
-class Precision(str, Enum):
-    """A precision to plan for."""
+def _one_of(*allowed: str, called: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
+    """Return the check of an option that takes one of some words; ``called`` holds other names of them."""
 
-    fp16 = "fp16"
-    bf16 = "bf16"
-    fp32 = "fp32"
+    def check(given: str | None) -> str | None:
+        if given is None or given in allowed:
+            return given
+        near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
+        meant = (called or {}).get(given) or next(iter(near), None)
+        hint = f"; did you mean {meant!r}?" if meant else ""
+        msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
+        raise typer.BadParameter(msg)
 
-
-class Device(str, Enum):
-    """A type of device to plan for."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-    xpu = "xpu"
-    mps = "mps"
-
-
-class By(str, Enum):
-    """What one row of a list of casts stands for."""
-
-    cast = "cast"
-    module = "module"
-    op = "op"
+    return check
 
 
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
@@ -78,18 +71,31 @@ def main(
 
 @app.command()
 def doctor(
-    precision: Annotated[Precision, typer.Option(help="Precision to plan for.")] = Precision.fp16,
-    device: Annotated[Device | None, typer.Option(help="Device to plan for; default: the best here.")] = None,
+    precision: Annotated[
+        str,
+        typer.Option(
+            metavar="fp16|bf16|fp32",
+            callback=_one_of("fp16", "bf16", "fp32"),
+            help="Precision to plan for.",
+        ),
+    ] = "fp16",
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="cpu|cuda|xpu|mps",
+            callback=_one_of("cpu", "cuda", "xpu", "mps", called={"gpu": "cuda"}),
+            help="Device to plan for; default: the best here.",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
-    from amp_plugin.doctor import default_device, environment, examine  # noqa: PLC0415 - loads torch
+    from amp_plugin.doctor import default_device, examine  # noqa: PLC0415 - loads torch
 
     try:
-        report = examine(precision.value, device.value if device else default_device())
+        report = examine(precision, device or default_device())
     except ValueError as error:
         _fail(str(error), code=2)
-    report["environment"] = environment()
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -159,7 +165,14 @@ def _build_cuda(architectures: list[str]) -> int:
 def casts(
     script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    by: Annotated[By, typer.Option(help="What a row stands for.")] = By.cast,
+    by: Annotated[
+        str,
+        typer.Option(
+            metavar="cast|module|op",
+            callback=_one_of("cast", "module", "op"),
+            help="What a row stands for.",
+        ),
+    ] = "cast",
     as_json: AsJson = False,
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
@@ -173,9 +186,9 @@ def casts(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         run = run_logged(script, arguments or [])
     if as_json:
-        print(json.dumps({"script": str(script), "by": by.value, "rows": rows(run.log, by.value)}))
+        print(json.dumps({"script": str(script), "by": by, "rows": rows(run.log, by)}))
     elif len(run.log) or not run.failed:
-        table = run.log.table(by=by.value)
+        table = run.log.table(by=by)  # type: ignore[arg-type]
         table.caption = table.caption and _NO_CASTS
         _show(table)
     raise typer.Exit(run.code)
@@ -200,20 +213,28 @@ def _fail(message: str, *, code: int) -> None:
 
 
 def _print_report(report: dict[str, Any]) -> None:
-    console = Console(soft_wrap=not sys.stdout.isatty(), highlight=False)
+    console = Console(soft_wrap=True, highlight=False)
     parts = {title: _rows(part) for title, part in report.items() if part and title != "healthy"}
     width = max(len(name) for rows in parts.values() for name, _ in rows)
     for title, rows in parts.items():
         console.print(f"[bold]{title.replace('_', ' ')}[/]")
-        table = Table(show_header=False, box=None, pad_edge=False)
-        table.add_column(min_width=width, style="cyan")
-        table.add_column(overflow="fold")
         for name, value in rows:
-            table.add_row(f"  {escape(name)}", escape(_text(value)))
-        console.print(table)
+            first, *others = _lines(_text(value), console.width - width - 4)
+            console.print(f"  [cyan]{escape(name):<{width}}[/]  {escape(first)}")
+            for line in others:
+                console.print(f"  {'':<{width}}  {escape(line)}")
     console.print(
-        "[green]All is well.[/]" if report["healthy"] else "[yellow]Something is missing: see the reasons.[/]"
+        "[green]All is well.[/]"
+        if report["healthy"]
+        else "[yellow]Something is missing or wrong: see the reasons.[/]"
     )
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """Break text between words for a terminal; a path stays whole, to be copied."""
+    if not sys.stdout.isatty():
+        return [text]
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
 
 
 def _rows(part: Any) -> list[tuple[str, Any]]:
@@ -222,7 +243,8 @@ def _rows(part: Any) -> list[tuple[str, Any]]:
             (entry["device"], {key: value for key, value in entry.items() if key != "device"})
             for entry in part
         ]
-    return [(_words(name), value) for name, value in part.items() if value not in ("", None, {})]
+    rows = ((_words(name), value) for name, value in part.items() if value not in ("", None, {}))
+    return [("size", filesize.decimal(value)) if name == "bytes" else (name, value) for name, value in rows]
 
 
 def _words(name: str) -> str:

@@ -19,6 +19,7 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.environment_variables import read_variables, unknown_variables
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
@@ -39,21 +40,27 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
 
     Returns:
-        ``versions``, ``devices``, ``native_core``, ``cuda_kernels``, ``cache``, ``plan`` and
-        ``healthy``: True if nothing that this machine could use is missing.
+        ``versions``, ``devices``, ``native_core``, ``cuda_kernels``, ``cache``, ``plan``, ``environment``,
+        ``unknown_variables`` and ``healthy``: True if nothing that this machine could use is missing, the
+        planned device is there and no variable of the environment is misspelt.
 
     Raises:
         ValueError: The environment holds a setting that is not allowed.
     """
     core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
+    planned, unknown = plan(precision, device_type), unknown_variables(os.environ)
     return {
         "versions": versions(),
         "devices": devices(),
         "native_core": core,
         "cuda_kernels": kernels,
         "cache": cache,
-        "plan": plan(precision, device_type),
-        "healthy": not (core["reason"] or kernels["reason"] or cache["problem"]),
+        "plan": planned,
+        "environment": read_variables(os.environ),
+        "unknown_variables": unknown,
+        "healthy": not (
+            core["reason"] or kernels["reason"] or cache["problem"] or planned["problem"] or unknown
+        ),
     }
 
 
@@ -120,7 +127,7 @@ def native_core_state() -> Part:
         "kernels": core.loaded,
         "regions": core.region is not None,
         "library": str(core.library) if core.library else None,
-        "compile_seconds": round(core.seconds, 1),
+        "compile_seconds": round(core.seconds, 1) if core.loaded else None,
         "reason": core.reason,
     }
 
@@ -151,10 +158,10 @@ def plan(precision: str, device_type: str) -> Part:
 
     Returns:
         ``autocast`` is on or off, ``dtype`` its dtype, ``ops`` the number of ops per rule,
-        ``kernels`` who casts, ``loss_scale`` the scaler's settings or None, ``advice``
-        what the user should know.
+        ``kernels`` who casts, ``loss_scale`` the scaler's settings or None, ``problem`` why nothing
+        can run there, ``advice`` what the user should know.
     """
-    core = native_core_state()
+    core, problem = native_core_state(), _problem(device_type)
     mixed = precision != "fp32"
     rules = (
         Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else Counter()
@@ -165,9 +172,14 @@ def plan(precision: str, device_type: str) -> Part:
         "autocast": mixed,
         "dtype": str(DTYPES[precision]).removeprefix("torch."),
         "ops": dict(sorted(rules.items())),
-        "kernels": "amp_plugin" if core["regions"] else "torch",
+        "kernels": None
+        if (problem := _problem(device_type))
+        else "amp_plugin"
+        if core["regions"]
+        else "torch",
         "loss_scale": _loss_scale() if precision == "fp16" else None,
-        "advice": _advice(precision, device_type),
+        "problem": problem,
+        "advice": "" if problem else _advice(precision, device_type),
     }
 
 
@@ -177,9 +189,14 @@ def _loss_scale() -> Part:
     return {name: parameters[name].default for name in names}
 
 
+def _problem(device_type: str) -> str:
+    if device_type == "cpu" or torch.get_device_module(device_type).is_available():
+        return ""
+    found = f"torch {torch.__version__} finds no {device_type} device on this machine"
+    return f"{found}; plan for another with --device, or ask on a machine that has one"
+
+
 def _advice(precision: str, device_type: str) -> str:
-    if device_type != "cpu" and not torch.get_device_module(device_type).is_available():
-        return f"there is no {device_type} device on this machine"
     if precision == "fp32":
         return ""
     here = next((device for device in devices() if device["device"].startswith(device_type)), None)
@@ -188,11 +205,3 @@ def _advice(precision: str, device_type: str) -> str:
         better = f"; {other} is" if here[f"fast_{other}"] else ", expect no speed-up"
         return f"{precision} is not fast on this {device_type}{better}"
     return ""
-
-
-def environment() -> Part:
-    """Return the settings of the environment that this package reads."""
-    others = {"XDG_CACHE_HOME", "CXX", "MAX_JOBS"}
-    return {
-        name: value for name, value in os.environ.items() if name.startswith("AMP_PLUGIN_") or name in others
-    }

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import amp_plugin
-from amp_plugin import doctor
+from amp_plugin import cli, doctor, environment_variables
 from amp_plugin.cli import app
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
@@ -66,10 +66,19 @@ def test_help_names_every_command() -> None:
     [
         (["docter"], r"No such command 'docter'\. Did you mean 'doctor'\?"),
         (["doctor", "--precison", "fp16"], r"No such option: --precison .*--precision"),
-        (["doctor", "--precision", "fp61"], r"--precision.*'fp61' is not one of 'fp16', 'bf16', 'fp32'"),
-        (["doctor", "--device", "gpu"], r"--device.*'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'"),
+        (
+            ["doctor", "--precision", "fp61"],
+            r"'--precision': 'fp61' is not one of 'fp16', 'bf16', 'fp32'; did you mean 'fp16'\?",
+        ),
+        (
+            ["doctor", "--device", "gpu"],
+            r"'--device': 'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'; did you mean 'cuda'\?",
+        ),
         (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
-        (["casts", "--by", "modul", __file__], r"--by.*'modul' is not one of 'cast', 'module', 'op'"),
+        (
+            ["casts", "--by", "modle", __file__],
+            r"'--by': 'modle' is not one of .*'op'; did you mean 'module'\?",
+        ),
         (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is no GPU architecture; give it as sm_90"),
         (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
     ],
@@ -93,6 +102,7 @@ def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
     assert result.exit_code == 1
     assert re.search(r"reason +there is no C\+\+ compiler on PATH; install the package", result.output)
     assert re.search(r"kernels +torch", result.output)
+    assert "compile seconds" not in result.output
     assert "Something is missing" in result.output
 
 
@@ -134,7 +144,56 @@ def test_the_plan(whole_core: None, precision: str, device: str, expected: dict[
 
 def test_a_device_that_is_not_here(whole_core: None) -> None:
     result = amp("doctor", "--device", "xpu")
-    assert re.search(r"advice +there is no xpu device on this machine", result.output)
+    assert result.exit_code == 1
+    assert re.search(
+        r"problem +torch .* finds no xpu device on this machine; plan for another", result.output
+    )
+    assert not re.search(r"^  kernels +(amp_plugin|torch)$", result.output, re.MULTILINE)
+    assert "All is well" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("AMP_PLUGIN_NATVE", r"did you mean AMP_PLUGIN_NATIVE\?"),
+        ("AMP_PLUGIN_INITSCALE", r"did you mean AMP_PLUGIN_INIT_SCALE\?"),
+        ("AMP_PLUGIN_XYZ", r"unset it; known are AMP_PLUGIN_NATIVE, .*AMP_PLUGIN_INIT_SCALE"),
+    ],
+)
+def test_a_misspelt_variable_is_not_well(
+    name: str, hint: str, whole_core: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "1024")
+    assert amp("doctor").exit_code == 0
+    monkeypatch.setenv(name, "0")
+    result = amp("doctor")
+    assert result.exit_code == 1
+    assert re.search(rf"{name} +nothing reads this variable; {hint}", result.output)
+    assert not re.search(r"AMP_PLUGIN_INIT_SCALE +nothing", result.output)
+    assert "All is well" not in result.output
+
+
+def test_the_variables_known_are_those_of_the_adapter() -> None:
+    settings = pytest.importorskip("amp_plugin.adapters.accelerate.settings")
+    assert set(environment_variables.ACCELERATE_OPTIONS) == set(settings.OPTIONS)
+    assert {settings.CONFIG, *settings._OF_OTHER_PARTS} == set(environment_variables.OWN)
+
+
+def test_the_report_is_for_people_without_json(whole_core: None, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache/entry").write_bytes(bytes(2_881_316))
+    output = amp("doctor").output
+    assert re.search(r"^  size +2\.9 MB$", output, re.MULTILINE)
+    assert json.loads(amp("doctor", "--json").stdout)["cache"]["bytes"] == 2_881_316
+    assert all(line == line.rstrip() for line in output.splitlines())
+
+
+def test_lines_break_between_words_and_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = "/home/somebody/.cache/amp_plugin/libamp_plugin-70d5e8e1acc8004a/libamp_plugin.so"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert cli._lines(f"kept in {path} now", 40) == ["kept in", path, "now"]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert cli._lines(f"kept in {path} now", 40) == [f"kept in {path} now"]
 
 
 def test_json_and_text_agree(whole_core: None) -> None:
