@@ -1,6 +1,7 @@
 # make demo    train the digits classifier in fp16 and draw its curves
-# make test    lint, types and the tests, on the native core and on the fallback
+# make test    lint, types and the tests, on the native core and on the fallback, some 10 minutes
 # make test-recipes   train every recipe to its end in three precisions and compare them, some 6 minutes
+#              more; not part of make test
 # make lint    ruff and mypy alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -9,7 +10,8 @@
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
 # Each makes .venv with the pinned versions first, if it is not there.
-# TORCH=2.15.0 takes another torch, PYTHON=python3.12 another Python, JOBS=8 more test processes.
+# TORCH=2.15.0 takes another torch, PYTHON=python3.12 another Python (for a new .venv: make clean first),
+# JOBS=8 more test processes.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -20,7 +22,7 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-fallback test-recipes docs bench bench-check clean
+.PHONY: demo test lint format test-native test-fallback test-recipes docs bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -61,7 +63,17 @@ bench-check: $(READY)
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache build dist site
 
-$(READY): pyproject.toml constraints.txt
+VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+
+asked-python: # where somebody asked for one, .venv must have it
+ifneq ($(origin PYTHON),file)
+	@asked=$$($(PYTHON) $(VERSION)) || { \
+		echo "PYTHON=$(PYTHON) does not run; name a Python that does" >&2; exit 1; }; \
+	test ! -x $(BIN)/python || has=$$($(BIN)/python $(VERSION)) && test "$${has:-$$asked}" = "$$asked" || { \
+		echo ".venv has Python $$has, PYTHON=$(PYTHON) is $$asked; run make clean to make .venv anew" >&2; exit 1; }
+endif
+
+$(READY): pyproject.toml constraints.txt | asked-python
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 		echo "amp_plugin needs Python 3.10 or newer, $(PYTHON) is older or missing; use make PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv 2>/dev/null || { \
