@@ -1,3 +1,4 @@
+import inspect
 import os
 
 import pytest
@@ -139,6 +140,31 @@ class TestErrorsNameTheirSource:
             ValueError, match=r"ACCELERATE_MIXED_PRECISION='amp_fp16'.*allowed are no, fp8, fp16, bf16"
         ):
             AmpAccelerator(cpu=True)
+
+    @pytest.mark.parametrize(
+        ("make", "message"),
+        [
+            (
+                lambda: AmpAccelerator(mixed_precison="fp16"),
+                r"AmpAccelerator: unknown option 'mixed_precison'; allowed are .*; did you mean mixed_precision\?",
+            ),
+            (
+                lambda: AmpAccelerator(init_scale=8.0),
+                r"'init_scale' is an option of AmpKwargs: write .*kwargs_handlers=\[AmpKwargs\(init_scale=",
+            ),
+            (lambda: AmpAccelerator(*[None] * 40), "AmpAccelerator: too many positional arguments"),
+            (
+                lambda: AmpKwargs(init_scal=8.0),
+                r"AmpKwargs: unknown option 'init_scal'; allowed are init_scale, .*; did you mean init_scale\?",
+            ),
+        ],
+    )
+    def test_misspelt_arguments(self, make, message):
+        with pytest.raises(TypeError, match=message):
+            make()
+
+    def test_the_signature_names_the_options(self):
+        assert list(inspect.signature(AmpKwargs).parameters) == list(OPTIONS)
 
     def test_a_bad_precision_by_argument(self):
         with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp17"):

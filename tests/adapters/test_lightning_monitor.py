@@ -151,3 +151,5 @@ def test_it_watches_amp_precision_only():
 def test_wrong_numbers(option):
     with pytest.raises(ValueError, match=f"{option}=0 must be at least 1"):
         AmpMonitor(**{option: 0})
+    with pytest.raises(TypeError, match=f"{option}='3' is not allowed; give a number"):
+        AmpMonitor(**{option: "3"})

@@ -2,7 +2,9 @@
 
 import copy
 import importlib
+import inspect
 import pickle
+import re
 import sys
 from importlib import metadata
 
@@ -15,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import amp_plugin
-from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
+from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
 from tests.adapters.lightning_models import (
     QUIET,
@@ -743,6 +745,11 @@ def test_a_step_before_the_first_loss_is_told_of():
         ({"growth_factor": 0.5}, "growth factor must be > 1"),
         ({"init_scale": -1.0}, "init_scale=-1.0 is not allowed"),
         ({"hysteresis_mode": "none"}, "hysteresis_mode='none' is not known"),
+        ({"rules": "nofile.yaml"}, r"rules='nofile.yaml': .*No such file.*; give an OpRules or the path"),
+        (
+            {"rules": {"aten::mm": "fp32"}},
+            r"rules=\{'aten::mm': 'fp32'\} is not allowed; give an OpRules or the path",
+        ),
     ],
 )
 def test_wrong_options(arguments, message):
@@ -753,6 +760,69 @@ def test_wrong_options(arguments, message):
 def test_one_string_of_fp32_modules():
     with pytest.raises(TypeError, match="give a list"):
         AmpPrecision(fp32_modules="LayerNorm")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("cast_cache", "yes", "True, False or None"),
+        ("exact_schedulers", 1, "True or False"),
+        ("dynamic", None, "True or False"),
+        ("init_scale", "1024", "a number"),
+        ("growth_interval", None, "a number"),
+        ("hysteresis", True, "a number"),
+        ("min_scale", "low", "a number or None"),
+        ("fp32_modules", [3], "a list of names"),
+        ("fp32_modules", 3, "a list of names"),
+    ],
+)
+def test_values_of_another_type(precision, option, value, allowed):
+    text = re.escape(f"{option}={value!r} is not allowed; give {allowed}")
+    with pytest.raises(TypeError, match=f"^{text}"):
+        AmpPrecision(precision, **{option: value})
+
+
+def test_rules_are_read_when_the_plugin_is_made(tmp_path):
+    path = tmp_path / "rules.yaml"
+    path.write_text("device_type: cpu\nrules:\n  aten::softmax.int: lower_precision\n")
+    for given in (path, str(path)):
+        rules = AmpPrecision(rules=given).settings.rules
+        assert rules == amp_plugin.OpRules.from_yaml(path)
+        assert AmpPrecision(rules=rules).settings.rules is rules
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: AmpPrecision("fp16", init_scal=1.0),
+            r"AmpPrecision: unknown option 'init_scal'; allowed are precision, device, .*; did you mean init_scale\?",
+        ),
+        (
+            lambda: FabricAmpPrecision(eval_prec="bf16"),
+            r"FabricAmpPrecision: .*did you mean eval_precision\?",
+        ),
+        (
+            lambda: AmpMonitor(max_skip=3),
+            r"AmpMonitor: unknown option 'max_skip'; allowed are .*; did you mean max_skips_in_a_row\?",
+        ),
+        (
+            lambda: AmpPrecision("fp16", "cuda"),
+            "AmpPrecision: too many positional arguments; allowed are precis",
+        ),
+        (lambda: classes_for("pytorch_lightning").AmpPrecision(min_scal=1.0), "AmpPrecision: unknown option"),
+    ],
+)
+def test_misspelt_options(make, message):
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_signatures_name_the_options():
+    for cls in (AmpPrecision, FabricAmpPrecision):
+        assert list(inspect.signature(cls).parameters)[:2] == ["precision", "device"]
+    assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps"]
 
 
 @pytest.mark.parametrize(

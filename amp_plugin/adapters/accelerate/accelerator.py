@@ -20,8 +20,9 @@ from amp_plugin.adapters.accelerate import checkpoints, engagement
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
 from amp_plugin.adapters.accelerate.gradients import Gradients
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, torch_optimizer
-from amp_plugin.adapters.accelerate.settings import AmpKwargs, resolve
+from amp_plugin.adapters.accelerate.settings import OPTIONS, AmpKwargs, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.casting.active import set_default_rules
@@ -49,6 +50,7 @@ class AmpAccelerator(Gradients):
         scaler: the ``amp_plugin.GradScaler``; None unless fp16.
 
     Raises:
+        TypeError: an argument is unknown.
         ValueError: an option or ``mixed_precision`` has a bad value; the text names its source.
 
     Example:
@@ -68,6 +70,7 @@ class AmpAccelerator(Gradients):
     native_amp: bool
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _refuse_misfits(type(self).__name__, args, kwargs)
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         handlers = list(given.get("kwargs_handlers") or ())
         self._amp = resolve(handlers, os.environ)
@@ -208,3 +211,14 @@ class AmpAccelerator(Gradients):
         super().end_training()
         if self._engaged:
             set_default_rules(None)
+
+
+def _refuse_misfits(owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ours = next((name for name in kwargs if name in OPTIONS), None)
+    if ours is not None:
+        msg = (
+            f"{owner}: {ours!r} is an option of AmpKwargs: "
+            f"write {owner}(kwargs_handlers=[AmpKwargs({ours}=...)])"
+        )
+        raise TypeError(msg)
+    refuse_misfits(owner, _SIGNATURE, args, kwargs)

@@ -62,9 +62,18 @@ class Gradients(Accelerator):
         if not self.sync_gradients:
             return self._norm_so_far(params, norm_type)
         if self.scaler is None or (self.distributed_type == DistributedType.FSDP and not self.is_fsdp2):
-            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
+            self._note(params, norm)
+            return norm
         refuse_before_backward(self.scaler, "clip_grad_norm_()")
         return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
+
+    def _note(self, params: list[Tensor], norm: Tensor | None) -> None:
+        """Keep the norm for the optimizer that has these parameters, for ``last_step``."""
+        given = set(map(id, params))
+        for optimizer in map(torch_optimizer, self._optimizers):
+            if norm is not None and given == set(map(id, _parameters(optimizer))):
+                self._unscaled_steps.note(optimizer, norm)
 
     def _norm_so_far(self, params: list[Tensor], norm_type: float) -> Tensor:
         if self.distributed_type == DistributedType.FSDP:
@@ -121,7 +130,7 @@ class Gradients(Accelerator):
 
         Returns:
             The result; where nothing is scaled (bf16, no mixed precision) no step is skipped, both
-            scales are 1 and ``norm`` is None.
+            scales are 1 and ``norm`` is that of :meth:`clip_grad_norm_`, if its parameters were clipped.
 
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).

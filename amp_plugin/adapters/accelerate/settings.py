@@ -20,6 +20,7 @@ from typing import Any, Literal
 import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
+from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
 from amp_plugin.casting.rules import OpRules
 
 PREFIX = "AMP_PLUGIN_"
@@ -32,7 +33,8 @@ class AmpKwargs(KwargsHandler):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names.
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. All but the last four are the loss scale's: they are checked
+    in any precision and have an effect in fp16.
 
     Attributes:
         init_scale: first loss scale; 65536.
@@ -77,6 +79,7 @@ class AmpKwargs(KwargsHandler):
     exact_schedulers: bool | None = None
 
 
+AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
 OPTIONS = tuple(one.name for one in fields(AmpKwargs))
 ADAPTER_OPTIONS = frozenset({"rules", "fp32_outputs", "cast_cache", "exact_schedulers"})
 _WHOLE = frozenset({"growth_interval", "hysteresis"})
@@ -191,17 +194,14 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
         raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
     for name in given:
         if name not in OPTIONS:
-            near = difflib.get_close_matches(str(name), OPTIONS, n=1, cutoff=0.5)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            msg = f"{source}: unknown option {name!r}; allowed are {', '.join(OPTIONS)}{hint}"
-            raise ValueError(msg)
+            raise ValueError(unknown_option(source, name, OPTIONS))
     return [(source, {name: value for name, value in given.items() if value is not None})]
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
     """Return ``value`` as the option's type, from text too."""
     if name == "rules":
-        return value if isinstance(value, OpRules) else _rules(value, source)
+        return rules_from(value, source)
     if name in _FLAGS:
         words = {"1": True, "true": True, "yes": True, "on": True}
         words |= {"0": False, "false": False, "no": False, "off": False}
@@ -229,13 +229,3 @@ def _number(value: Any) -> float | None:
         return None if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         return None
-
-
-def _rules(path: Any, source: str) -> OpRules:
-    try:
-        return OpRules.from_yaml(path)
-    except (OSError, ValueError, TypeError) as error:
-        msg = (
-            f"rules={str(path)!r} from {source}: {error}; give an OpRules or the path of a YAML file of rules"
-        )
-        raise ValueError(msg) from error

@@ -38,8 +38,7 @@ class FabricPrecision(PrecisionCore):
     guard: ClassVar[Any]
     """The framework's module whose flag allows backward passes."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _begin(self) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._started = False

@@ -38,7 +38,7 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
-        init_scale: first loss scale.
+        init_scale: first loss scale. This and the options that follow have an effect in fp16 only.
         growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
         backoff_factor: factor of the scale after an overflow.
         growth_interval: optimizer steps without overflow before the scale grows.
@@ -52,7 +52,8 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
             device is not the one given.
-        TypeError: when training starts, under a strategy with a precision of its own (DeepSpeed, XLA).
+        TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
+            precision of its own (DeepSpeed, XLA).
 
     Example:
         >>> from pytorch_lightning import Trainer

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
+from amp_plugin.adapters.option_checks import names_checked, number
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -18,8 +19,11 @@ class Monitor:
     warn: ClassVar[Any]
     """The framework's ``rank_zero_warn``."""
 
+    @names_checked
     def __init__(self, *, max_skips_in_a_row: int = 50, every_n_steps: int | None = None) -> None:
         for name, value in (("max_skips_in_a_row", max_skips_in_a_row), ("every_n_steps", every_n_steps)):
+            if value is not None or name == "max_skips_in_a_row":
+                number(name, value)
             if value is not None and value < 1:
                 msg = f"{name}={value} must be at least 1 (optimizer steps)"
                 raise ValueError(msg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
 from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
+from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
@@ -38,13 +40,14 @@ class PrecisionCore:
     advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
     """What to do where a framework complains of the plugin."""
 
+    @names_checked
     def __init__(
         self,
         precision: PrecisionName = "fp16",
         *,
         device: str | None = None,
         eval_precision: PrecisionName | None = None,
-        rules: OpRules | str | None = None,
+        rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
@@ -91,6 +94,10 @@ class PrecisionCore:
         self._attempted_steps = 0
         self._unscaled_steps = UnscaledSteps()
         self._loaded_state: dict[str, Any] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Set what a framework's plugin begins with: a subclass's ``__init__`` would hide the options."""
 
     def __repr__(self) -> str:
         """Show the precision."""
@@ -116,10 +123,10 @@ class PrecisionCore:
     def _start(self, device_type: str, **scaler_options: Any) -> None:
         """Make what depends on the device, once it is known."""
         self.device = self.settings.device or device_type
-        rules = self.settings.rules
+        rules = self.settings.op_rules
         if rules is not None:
-            self._rules = OpRules.from_yaml(rules) if isinstance(rules, str) else rules
-            set_default_rules(self._rules)
+            self._rules = rules
+            set_default_rules(rules)
         if self.settings.scales_loss and self.scaler is None:
             self.scaler = GradScaler(self.device, **self.settings.loss_scale, **scaler_options)
             if self._loaded_state:

@@ -9,12 +9,26 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
+from amp_plugin.adapters.option_checks import flag, number, rules_from
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from amp_plugin.casting.rules import OpRules
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+
+_NUMBERS: Final = (
+    "init_scale",
+    "growth_factor",
+    "backoff_factor",
+    "growth_interval",
+    "min_scale",
+    "max_scale",
+    "hysteresis",
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +52,7 @@ class PrecisionSettings:
     precision: str
     eval_precision: str | None = None
     device: str | None = None
-    rules: OpRules | str | None = None
+    rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
     cast_cache: bool | None = None
     exact_schedulers: bool = False
@@ -50,9 +64,19 @@ class PrecisionSettings:
             _check_precision("eval_precision", self.eval_precision)
         if self.device is not None:
             _check_device(self.device)
-        if isinstance(self.fp32_modules, str):
-            msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
-            raise TypeError(msg)
+        _check_names("fp32_modules", self.fp32_modules)
+        flag("cast_cache", self.cast_cache, none=True)
+        flag("exact_schedulers", self.exact_schedulers)
+        flag("dynamic", self.loss_scale["dynamic"])
+        for name in _NUMBERS:
+            number(name, self.loss_scale[name], none=name in {"min_scale", "max_scale"})
+        if self.rules is not None:
+            object.__setattr__(self, "rules", rules_from(self.rules))
+
+    @property
+    def op_rules(self) -> OpRules | None:
+        """The rules, read from their file."""
+        return self.rules  # type: ignore[return-value]
 
     @property
     def stock_name(self) -> str:
@@ -80,6 +104,15 @@ def _check_precision(name: str, given: str) -> None:
     hint = f"; did you mean {name}={nearest!r}?" if nearest else ""
     msg = f"{name}={given!r} is unknown; allowed are {', '.join(map(repr, DTYPES))}{hint}"
     raise ValueError(msg)
+
+
+def _check_names(option: str, given: object) -> None:
+    if isinstance(given, str):
+        msg = f"{option}={given!r} is one string; give a list: [{given!r}]"
+        raise TypeError(msg)
+    if not isinstance(given, Sequence) or not all(isinstance(name, str) for name in given):
+        msg = f"{option}={given!r} is not allowed; give a list of names"
+        raise TypeError(msg)
 
 
 def _check_device(given: str) -> None:

@@ -51,8 +51,7 @@ class TrainerPrecision(TrainerCheckpoints):
     is_overridden: ClassVar[Any]
     """The framework's test for a hook that a user has written."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def _begin(self) -> None:
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
         self._evaluated = False
