@@ -164,13 +164,18 @@ class TestClipping:
         assert optimizer.step_was_skipped
         assert optimizer.optimizer.seen == []
 
-    def test_parameters_of_no_optimizer_are_refused(self):
+    @pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+    def test_parameters_of_no_optimizer_are_refused(self, call):
         accelerator = ours(init_scale=8.0)
         (model,), _ = prepared(accelerator)
         stray = Weights()
         accelerator.backward(model(3.0) + stray(1.0))
-        with pytest.raises(RuntimeError, match="belong to no optimizer this scaler knows"):
-            accelerator.clip_grad_norm_([*model.parameters(), *stray.parameters()], 1.0)
+        text = rf"{call}\(\): 1 of the 2 parameters .* no prepared optimizer.*scale.*accelerator\.prepare\(optimizer\)"
+        params = [*model.parameters(), *stray.parameters()]
+        with pytest.raises(RuntimeError, match=text):
+            getattr(accelerator, call)(params, 1.0)
+        accelerator.prepare(torch.optim.SGD(stray.parameters(), lr=1.0))
+        getattr(accelerator, call)(params, 1.0)
 
     def test_a_float16_parameter_is_refused_by_name(self):
         accelerator = ours(init_scale=8.0)

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate.optimizer import refuse_before_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import naming_unprepared, refuse_before_backward, torch_optimizer
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 
@@ -66,7 +66,8 @@ class Gradients(Accelerator):
             self._note(params, norm)
             return norm
         refuse_before_backward(self.scaler, "clip_grad_norm_()")
-        return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
+        with naming_unprepared(self.scaler, params, "clip_grad_norm_()"):
+            return self.scaler.clip_grad_norm_(params, max_norm, norm_type)
 
     def _note(self, params: list[Tensor], norm: Tensor | None) -> None:
         """Keep the norm for the optimizer that has these parameters, for ``last_step``."""
@@ -96,7 +97,8 @@ class Gradients(Accelerator):
             super().clip_grad_value_(params, clip_value)
         else:
             refuse_before_backward(self.scaler, "clip_grad_value_()")
-            self.scaler.clip_grad_value_(params, clip_value)
+            with naming_unprepared(self.scaler, params, "clip_grad_value_()"):
+                self.scaler.clip_grad_value_(params, clip_value)
 
     def grad(
         self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **kwargs: Any

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.skips import SkipLedger
@@ -112,6 +113,29 @@ def refuse_before_backward(scaler: GradScaler, call: str) -> None:
             "write accelerator.backward(loss) instead of loss.backward()"
         )
         raise RuntimeError(msg)
+
+
+@contextmanager
+def naming_unprepared(scaler: GradScaler, params: list[Tensor], call: str) -> Iterator[None]:
+    """Let the scaler's error about parameters of no optimizer it knows say what to do in Accelerate.
+
+    Raises:
+        RuntimeError: parameters with gradients belong to no optimizer that was prepared.
+    """
+    try:
+        yield
+    except RuntimeError:
+        optimizers = [record.optimizer for record in scaler._registry]
+        known = {id(param) for one in optimizers for group in one.param_groups for param in group["params"]}
+        foreign = sum(param.grad is not None and id(param) not in known for param in params)
+        if not foreign:
+            raise
+        msg = (
+            f"{call}: {foreign} of the {len(params)} parameters belong to no prepared optimizer, so that in "
+            "fp16 the scale of their gradients is unknown; call optimizer = accelerator.prepare(optimizer) "
+            "for the one that steps them, or clip the parameters of prepared optimizers only"
+        )
+        raise RuntimeError(msg) from None
 
 
 def torch_optimizer(optimizer: Optimizer) -> Optimizer:
