@@ -155,9 +155,14 @@ class TestModuleRoute:
         __main__.main(["-m", "unedited", "x"])
         assert capsys.readouterr().out == "AmpAccelerator fp16 256.0 ['x']\n"
 
-    @pytest.mark.parametrize(
-        ("arguments", "text"), [([], "script.py"), (["-h"], "script.py"), (["no.py"], "no.py is no file")]
-    )
+    @pytest.mark.parametrize("flag", ["-h", "--help"])
+    def test_help_is_printed(self, flag, capsys):
+        __main__.main([flag])
+        out, err = capsys.readouterr()
+        assert "python -m amp_plugin.adapters.accelerate script.py" in out
+        assert not err
+
+    @pytest.mark.parametrize(("arguments", "text"), [([], "script.py"), (["no.py"], "no.py is no file")])
     def test_without_a_script(self, arguments, text):
         with pytest.raises(SystemExit, match=text):
             __main__.main(arguments)

@@ -25,7 +25,10 @@ def main(arguments: list[str]) -> None:
     """
     is_module = arguments[:1] == ["-m"]
     target = arguments[1:] if is_module else arguments
-    if not target or target[0] in {"-h", "--help"}:
+    if target[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    if not target:
         sys.exit(str(__doc__))
     if not is_module and not Path(target[0]).is_file():
         sys.exit(f"{target[0]} is no file; give the path of a script, or -m and the name of a module")
