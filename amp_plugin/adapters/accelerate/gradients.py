@@ -12,7 +12,11 @@ from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate.optimizer import naming_unprepared, refuse_before_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    naming_unprepared,
+    refuse_before_backward,
+    torch_optimizer,
+)
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 
