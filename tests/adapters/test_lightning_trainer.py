@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
+from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
 from tests.adapters.lightning_models import (
     QUIET,
@@ -837,6 +840,17 @@ def test_strategies_with_a_precision_of_their_own_are_refused(name, message):
     strategy = type(name, (SingleDeviceStrategy,), {})(device="cpu")
     with pytest.raises(TypeError, match=f"does not work under {name}.*{message}"):
         fit(OneWeight(), AmpPrecision(), strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", list(ShardingStrategy))
+def test_ranks_without_shards_do_not_add_up_their_norms(strategy):
+    root = SimpleNamespace(process_group="group", sharding_strategy=strategy)
+    whole = strategy is ShardingStrategy.NO_SHARD
+    assert scaler_options(root) == {
+        "process_groups": ("group",) if whole else (),
+        "sharded_groups": () if whole else ("group",),
+    }
+    assert scaler_options(None) == {}
 
 
 @pytest.mark.parametrize("version", ["2.6.2", "2.6.3"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 from amp_plugin.scaling.distributed import Groups
 
@@ -51,12 +51,19 @@ def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
 
 
 def step_groups(root: FullyShardedDataParallel | None) -> Groups:
-    """Return the groups whose ranks hold parts of each gradient: those of FSDP's first version."""
-    group = None if root is None else root.process_group
-    return Groups() if group is None else Groups(sharded=(group,))
+    """Return the groups whose ranks step together under FSDP's first version.
+
+    They hold parts of each gradient, or with ``NO_SHARD`` the whole of it.
+    """
+    if root is None or root.process_group is None:
+        return Groups()
+    group = (root.process_group,)
+    return (
+        Groups(agree=group) if root.sharding_strategy is ShardingStrategy.NO_SHARD else Groups(sharded=group)
+    )
 
 
 def scaler_options(root: FullyShardedDataParallel | None) -> dict[str, Any]:
     """Return GradScaler options for a strategy: FSDP's ranks hold parts of each gradient."""
     groups = step_groups(root)
-    return {"sharded_groups": groups.sharded} if groups else {}
+    return {"sharded_groups": groups.sharded, "process_groups": groups.agree} if groups else {}
