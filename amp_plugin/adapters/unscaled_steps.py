@@ -25,6 +25,7 @@ class UnscaledSteps:
 
     def __init__(self) -> None:
         self._norms: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
+        self._never = torch.zeros(())
         self._results: weakref.WeakKeyDictionary[Optimizer, StepResult] = weakref.WeakKeyDictionary()
 
     def measure(self, optimizer: Optimizer, groups: Groups = _NO_GROUPS) -> None:
@@ -49,7 +50,7 @@ class UnscaledSteps:
         """Note a step, and return what there is to tell of it."""
         result = StepResult(
             norm=self._norms.pop(optimizer, None),
-            found_inf=torch.zeros(()),
+            found_inf=self._never,
             scale_before=None,
             flags=tuple,
             known=False,

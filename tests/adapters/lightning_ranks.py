@@ -1,6 +1,6 @@
-"""A Trainer on two processes, as a script: ``python lightning_ranks.py STRATEGY FOLDER``.
+"""A Trainer on two processes, as a script: ``python lightning_ranks.py STRATEGY PRECISION FOLDER``.
 
-Each rank writes what it saw to ``FOLDER/rankN.json``. At step 2 the gradient of one element of
+Each rank writes what it saw to ``FOLDER/rankN.json``. In fp16 at step 2 the gradient of one element of
 one weight overflows, so that under FSDP2 only one rank holds a shard that is not finite.
 """
 
@@ -42,7 +42,8 @@ class Module(LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
-        factor = torch.inf if self.global_step == OVERFLOW_AT else 0.0
+        overflows = self.global_step == OVERFLOW_AT and self.trainer.precision_plugin.scaler is not None
+        factor = torch.inf if overflows else 0.0
         out, extra = self.net(x, factor)
         return nn.functional.mse_loss(out, y) + extra
 
@@ -64,11 +65,13 @@ class Module(LightningModule):
     def on_train_end(self):
         plugin = self.trainer.precision_plugin
         weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in self.parameters()]
+        last = plugin.last_step(self.trainer.optimizers[0])
         result = {
             "norms": self.seen,
-            "scale": plugin.scaler.get_scale(),
+            "norm": last.norm.item(),
+            "scale": last.scale_after,
             "skipped": plugin.skipped_steps,
-            "overflow": str(plugin.last_step(self.trainer.optimizers[0]).overflow_report()),
+            "overflow": str(last.overflow_report()),
             "weights": [w.detach().double().sum().item() for w in weights],
         }
         (self.folder / f"rank{self.trainer.global_rank}.json").write_text(json.dumps(result))
@@ -82,11 +85,11 @@ def strategy_of(name):
     return DDPStrategy(process_group_backend="gloo", start_method="spawn" if name == "ddp_spawn" else "popen")
 
 
-def main(name, folder):
+def main(name, precision, folder):
     warnings.filterwarnings("ignore")
     devices = 1 if name == "single" else 2
     trainer = Trainer(
-        plugins=[AmpPrecision("fp16", init_scale=2.0**12)],
+        plugins=[AmpPrecision(precision, init_scale=2.0**12)],
         callbacks=[AmpMonitor()],
         accelerator="cpu",
         strategy="auto" if name == "single" else strategy_of(name),
