@@ -42,7 +42,11 @@ class Bounds:
     def __str__(self) -> str:
         """Say what is allowed."""
         named = {"at least": self.least, "at most": self.most, "above": self.above, "below": self.below}
-        said = [f"{word} {limit:,}" for word, limit in named.items() if limit is not None]
+        said = [
+            f"{word} {limit:g}" if isinstance(limit, float) else f"{word} {limit:,}"
+            for word, limit in named.items()
+            if limit is not None
+        ]
         said += [f"a multiple of {self.multiple_of}"] if self.multiple_of > 1 else []
         return (f"{self.length} numbers, each " if self.length else "") + " and ".join(said)
 

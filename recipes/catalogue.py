@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from recipes.config import config_errors, config_from_command_line
+from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent
 NAMES = (
@@ -93,9 +93,10 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
         program=program,
     )
     with config_errors(program):
+        folder = make_folder(config.output, f"{name}_{config.precision.value}")
         record = recipe.train(config)
     if int(os.environ.get("RANK", "0")):  # under torchrun the first process reports
         return
     record.print_table()
-    for path in record.save(Path(config.output) / f"{name}_{config.precision.value}"):
+    for path in record.save(folder):
         print(path)

@@ -85,7 +85,7 @@ def train(config: Config) -> TrainingRecord:
         config: a checked config.
 
     Raises:
-        ConfigError: the heads cannot share the width.
+        ConfigError: the heads cannot share the width, or the text is shorter than a window.
     """
     if config.width % config.heads:
         msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
@@ -96,6 +96,9 @@ def train(config: Config) -> TrainingRecord:
     characters = sorted(set(text))
     codes = torch.tensor([characters.index(each) for each in text], device=config.device)
     training, held_out = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
+    if config.context >= len(held_out):
+        msg = f"context={config.context} is not allowed; the text held out has {len(held_out):,} characters"
+        raise ConfigError(msg)
     net = CharGPT(len(characters), config).to(config.device)
     model = torch.compile(net) if config.compile else net
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate, betas=(0.9, 0.95), fused=True)

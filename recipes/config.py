@@ -82,6 +82,25 @@ def config_errors(program: str) -> Iterator[None]:
         raise SystemExit(2) from error
 
 
+def make_folder(output: str, name: str) -> Path:
+    """Make the folder of a run's results before the run, and return it.
+
+    Args:
+        output: the config's key of that name.
+        name: of the folder in it.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    folder = Path(output) / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"output={output} is not allowed; {folder} cannot be made: {error.strerror}"
+        raise ConfigError(msg) from error
+    return folder
+
+
 def _unknown_option(option: str, arguments: Sequence[str]) -> str:
     name, _, value = option.partition("=")
     following = arguments[arguments.index(option) + 1 :]

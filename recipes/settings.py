@@ -40,7 +40,7 @@ class Precision(Enum):
 class LossScaleConfig:
     """How the loss scale moves; fp16 only."""
 
-    init_scale: float = number(2.0**16, above=0)
+    init_scale: float = number(2.0**16, above=0, most=torch.finfo(torch.float32).max)
     growth_factor: float = number(2.0, above=1)
     backoff_factor: float = number(0.5, above=0, below=1)
     growth_interval: int = number(40, least=1)

@@ -30,7 +30,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
 from amp_plugin.kernels.build import native_core
 from recipes.bounds import number
-from recipes.config import ConfigError, config_errors, config_from_command_line
+from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import CLASSES, DigitsNet, digits_loaders
 from recipes.settings import LossScaleConfig, Precision
 from recipes.training_record import TrainingRecord
@@ -175,9 +175,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
     with config_errors(Path(sys.argv[0]).name):
+        folder = make_folder(config.output, config.name)
         record = train(config)
     record.print_table()
-    plot = Path(config.output) / config.name / "training.png"
+    plot = folder / "training.png"
     record.save_plot(plot)
     print(f"plot: {plot}")
 

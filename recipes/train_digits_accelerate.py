@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.kernels.build import native_core
 from recipes.bounds import number
-from recipes.config import ConfigError, config_errors, config_from_command_line
+from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import DigitsNet, digits_loaders
 from recipes.settings import LossScaleConfig
 from recipes.training_record import TrainingRecord
@@ -138,11 +138,12 @@ def main() -> None:
         DigitsConfig, default="configs/accelerate/digits.yaml", about=str(__doc__).splitlines()[0]
     )
     with config_errors(Path(sys.argv[0]).name):
+        folder = make_folder(config.output, config.name)
         record = train(config)
     if not AmpAccelerator().is_main_process:
         return
     record.print_table()
-    plot = Path(config.output) / config.name / "training.png"
+    plot = folder / "training.png"
     record.save_plot(plot)
     print(f"plot: {plot}")
 

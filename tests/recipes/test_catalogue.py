@@ -157,6 +157,7 @@ def test_every_number_of_a_config_has_bounds_that_its_default_keeps(name):
         ("clipping", "learning_rate=inf", "above 0"),
         ("clipping", "width=6", "at least 4 and a multiple of 4"),
         ("clipping", "seed=4294967296", "at least 0 and at most 4,294,967,295"),
+        ("clipping", "loss_scale.init_scale=1e+39", "at most 3.40282e+38 and above 0"),
         ("clipping", "loss_scale.growth_factor=1", "above 1"),
         ("clipping", "loss_scale.backoff_factor=1", "above 0 and below 1"),
         ("wgan_gp_lightning", "steps=0", "at least 1"),
@@ -185,8 +186,23 @@ def test_training_images_are_as_many_as_a_bound_says():
 def test_values_that_do_not_go_together_are_named():
     with pytest.raises(ConfigError, match="width=48 is not allowed; it must be a multiple of heads=5"):
         catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "heads=5"))
+    with pytest.raises(
+        ConfigError, match=r"context=1000000 is not allowed; the text held out has \d+,\d+ char"
+    ):
+        catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "context=1000000"))
     with pytest.raises(ConfigError, match="backend=induktor is not known; torch has .*inductor"):
         catalogue.load("compiled").train(config_of("compiled", "fp16", "backend=induktor"))
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_the_training(monkeypatch, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(catalogue.load("clipping"), "train", lambda config: pytest.fail("it trains"))
+    with pytest.raises(SystemExit) as stop:
+        catalogue.run("clipping", [f"output={tmp_path}/file"])
+    assert stop.value.code == 2
+    assert re.search(
+        r": output=.*file is not allowed; .*clipping_fp16 cannot be made: Not a", capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("given", [["--steps", "10"], ["--steps=10"], ["max_norm=2", "--steps", "10"]])
