@@ -10,6 +10,7 @@ from rich.table import Table
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from amp_plugin.casting.cast_table import FoldedName
 from amp_plugin.casting.dtype_names import short_name
 
 Dtypes = tuple[torch.dtype, ...]
@@ -48,7 +49,7 @@ class DtypeReport:
         table = Table("module", "class", "in", "out", "weights", title="Dtypes")
         for row in self._rows:
             dtypes = (" ".join(map(short_name, each)) for each in (row.inputs, row.outputs, row.weights))
-            table.add_row(row.module or "(model)", row.kind, *dtypes)
+            table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *dtypes)
         return table
 
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ import io
 import re
 import sys
 import threading
+from collections import OrderedDict
 
 import pytest
 import rich.console
@@ -365,6 +366,16 @@ def test_dtype_report():
     assert "block.back Linear fp32 bf16 fp32" in words
     assert net.training
     assert not net._forward_hooks
+
+
+def test_a_narrow_dtype_report_breaks_names_at_their_dots():
+    class EncoderSelfAttention(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    net = nn.Sequential(OrderedDict(encoder=nn.Sequential(OrderedDict(attention=EncoderSelfAttention()))))
+    words = shown(dtype_report(net, torch.ones(1)).table(), width=54).split()
+    assert {"encoder", ".attention"} <= {*words}
 
 
 def test_dtype_report_leaves_no_hook_after_an_error():
