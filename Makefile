@@ -1,6 +1,6 @@
 # make demo    train the digits classifier in fp16 and draw its curves
 # make test    lint, types and the tests, on the native core and on the fallback, some 10 minutes
-# make test-recipes   train every recipe to its end in three precisions and compare them, some 6 minutes
+# make test-recipes   train every recipe to its end in three precisions and compare them, 2 to 4 minutes
 #              more; not part of make test
 # make lint    ruff and mypy alone
 # make format  bring Python, C++ and CUDA sources into shape
