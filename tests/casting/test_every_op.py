@@ -1,4 +1,4 @@
-"""Every operator of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
+"""The operators of torch's own test database beside torch.autocast: bit for bit, or by dtype on fake tensors."""
 
 from __future__ import annotations
 
