@@ -11,6 +11,7 @@
 extern "C" {
 
 static thread_local uintptr_t current_context = 0;
+static const int unbuffered = std::setvbuf(stdout, nullptr, _IONBF, 0);  // in order with what Python prints
 constexpr uintptr_t kContexts = 0xC0;  // + device
 
 int cuInit(unsigned) { return 0; }

@@ -46,7 +46,7 @@ thread.join()
 ASKS = """
 from amp_plugin.kernels.cuda import register
 register._no_cuda = lambda: ""
-print(register.cuda_core(0))
+print(register.cuda_core(0), flush=True)
 """
 
 
