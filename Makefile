@@ -22,13 +22,13 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-fallback test-recipes docs bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-host-device test-fallback test-recipes docs bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/python recipes/train_digits.py --config configs/digits_fp16.yaml
 
-test: lint test-native test-fallback
+test: lint test-native test-host-device test-fallback
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -43,6 +43,9 @@ format: $(READY)
 test-native: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not dist and not whole_run"
 	$(PYTEST) -m dist
+
+test-host-device: $(READY)
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and not slow" --ignore tests/kernels/test_cuda_kernels.py
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

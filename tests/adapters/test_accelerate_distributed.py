@@ -10,7 +10,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+TWO_GPUS = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available(),
+    reason="needs two CUDA devices and NCCL",
+)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, TWO_GPUS])])

@@ -36,6 +36,7 @@ def test_a_scheduler_ends_where_the_optimizer_does(exact):
     assert trainer.lr_scheduler_configs[0].scheduler.last_epoch == 9
 
 
+@pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="needs NCCL")
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
 def test_fsdp(precision):
     module = Linear()

@@ -199,6 +199,8 @@ def test_cuda_case_with_fake_tensors(fake_cuda, list_name, number, module, kind)
     name = f"{list_name}-{number}-{op}"
     failed = [each for each in ours if isinstance(each, tuple)]
     if name in CANNOT_RUN_FAKE:
+        if torch.cuda.is_available():
+            pytest.skip("fakes ask the device there is; test_cuda_regions.py runs the case on it")
         assert failed, f"{name} runs on fake tensors now: take it out of CANNOT_RUN_FAKE"
         assert CANNOT_RUN_FAKE[name] in failed[0][1]
         return

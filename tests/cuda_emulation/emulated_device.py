@@ -92,9 +92,9 @@ class EmulatedDevice:
 
     def upload(self, rows: NDArray[Any]) -> Tensor:
         self.uploads += 1
-        table = torch.full((rows.nbytes,), 0xAB, dtype=torch.uint8)
-        if not self.in_capture:
-            return table.copy_(torch.from_numpy(rows.view(np.uint8)))
+        table = self._new_table(rows)
+        if not self.capturing():
+            return self._fill(table, rows)
         for begin in range(0, len(rows), ROWS_BY_VALUE):
             some = rows[begin : begin + ROWS_BY_VALUE]
             by_value = _aligned_copy(some.tobytes().ljust(ROWS_BY_VALUE * ROW.itemsize, b"\xab"))
@@ -104,17 +104,29 @@ class EmulatedDevice:
 
     def launch(self, kernel: Kernel, blocks: int, arguments: Sequence[Any]) -> None:
         self.launches.append(kernel.name)
-        if kernel not in self._loaded:
-            library = ctypes.CDLL(str(build(kernel, self._folder)))
-            library.emulate.restype = ctypes.c_char_p
-            self._loaded[kernel] = library.emulate
+        self._run(kernel, blocks, arguments)
+
+    def _new_table(self, rows: NDArray[Any]) -> Tensor:
+        return torch.full((rows.nbytes,), 0xAB, dtype=torch.uint8)
+
+    def _fill(self, table: Tensor, rows: NDArray[Any]) -> Tensor:
+        return table.copy_(torch.from_numpy(rows.view(np.uint8)))
+
+    def _run(self, kernel: Kernel, blocks: int, arguments: Sequence[Any]) -> None:
         pointers = (ctypes.c_void_p * len(arguments))(*[ctypes.addressof(one) for one in arguments])
         order = ctypes.c_int(self.descending)
-        error = self._loaded[kernel](
+        error = self._entry(kernel)(
             ctypes.c_uint(blocks), ctypes.c_uint(kernel.threads), ctypes.byref(pointers), order
         )
         if error:
             raise RuntimeError(f"{kernel.name}: {error.decode()}")
+
+    def _entry(self, kernel: Kernel) -> Any:
+        if kernel not in self._loaded:
+            library = ctypes.CDLL(str(build(kernel, self._folder)))
+            library.emulate.restype = ctypes.c_char_p
+            self._loaded[kernel] = library.emulate
+        return self._loaded[kernel]
 
 
 def _aligned_copy(raw: bytes) -> Any:

@@ -1,0 +1,196 @@
+"""Two CUDA devices made of host memory: what runs on a GPU runs here, on the CPU's kernels and ours emulated.
+
+Tensors say that they are on ``cuda:0`` and are dispatched so; autograd gives
+each device a thread; a host tensor beside a device's is an error, as is waiting for the device where that is
+forbidden; a captured graph replays what its ops and launches did. Only the arithmetic is the host's.
+
+    python -m pytest -p tests.host_device.plugin -m gpu
+
+The shared object has to be loaded before torch is, so :func:`environment` tells what a process is to be started with.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from amp_plugin.kernels import torch_flags
+from amp_plugin.kernels.cuda.catalogue import Kernel
+from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.host_device.streams import (
+    HostEvent,
+    HostGraph,
+    HostStream,
+    current_stream,
+    index_of,
+    set_stream,
+)
+
+LOADED = "host_device" in os.environ.get("LD_PRELOAD", "")
+HERE = Path(__file__).parent
+LAUNCHER = "amp_plugin.kernels.cuda.launcher"
+COUNT = 2
+
+
+def cannot() -> str:
+    """Return why the device cannot be had here, or an empty string."""
+    if torch.version.cuda is not None and not LOADED:
+        return "this build of torch has CUDA's own kernels"
+    return "" if compiler() else "needs g++"
+
+
+def library() -> Path:
+    """Compile the device, unless that was done before for this torch and these sources."""
+    command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+    command += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]
+    command += [part for folder in torch_flags.include_dirs() for part in ("-isystem", str(folder))]
+    sources = sorted(HERE.glob("*.cpp"))
+    link = torch_flags.link_flags("torch_cpu", "c10")
+    parts = [repr(command).encode(), repr(link).encode(), torch.__version__.encode()]
+    parts += [path.read_bytes() for path in sorted(HERE.glob("*.[ch]*"))]
+    target = object_folder() / f"host_device-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    if not target.exists():
+        scratch = target.with_suffix(f".{os.getpid()}")
+        subprocess.run([*command, *map(str, sources), *link, "-o", str(scratch)], check=True)
+        scratch.replace(target)
+    return target
+
+
+def environment() -> dict[str, str]:
+    """Return the environment variables of a process that is to have the device."""
+    return {**os.environ, "LD_PRELOAD": str(library())}
+
+
+def install_if_loaded(*, kernels: bool = True) -> None:
+    """Make ``torch.cuda`` speak of the device, in a process started with :func:`environment`.
+
+    Args:
+        kernels: Whether the package's CUDA kernels, emulated, can be launched on it.
+    """
+    if not LOADED:
+        return
+    device = torch.ops.host_device
+    if kernels:
+        ours = types.ModuleType(LAUNCHER)
+        ours.CudaLauncher = HostLauncher
+        sys.modules[LAUNCHER] = ours
+    torch.version.cuda = "13.0"
+    for name, value in _namespace(device).items():
+        setattr(torch.cuda, name, value)
+    for name in ("get_rng_state", "get_rng_state_all", "set_rng_state", "set_rng_state_all"):
+        setattr(torch.cuda.random, name, getattr(torch.cuda, name))
+    for name in ("CUDAGraph", "graph_pool_handle", "is_current_stream_capturing"):
+        setattr(torch.cuda.graphs, name, getattr(torch.cuda, name))
+    torch._C._host_emptyCache = lambda: None
+    torch._C._scatter = _scatter
+    torch._C._gather = _gather
+    torch._C._broadcast_coalesced = lambda tensors, devices, size: [
+        [tensor.to(f"cuda:{index}", copy=True) for tensor in tensors] for index in devices
+    ]
+
+
+def _namespace(device: Any) -> dict[str, Any]:
+    properties = SimpleNamespace(
+        name="host memory", major=9, minor=0, multi_processor_count=4, total_memory=2**30, uuid="0"
+    )
+
+    def set_sync_debug_mode(mode: str | int) -> None:
+        modes = ("default", "warn", "error")
+        device.set_sync_debug_mode(modes.index(mode) if isinstance(mode, str) else mode)
+
+    def exchange(index: int) -> int:
+        return device.exchange_device(index)
+
+    return {
+        "_lazy_init": lambda: None,
+        "is_initialized": lambda: True,
+        "is_available": lambda: True,
+        "is_bf16_supported": lambda *_: True,
+        "device_count": lambda: COUNT,
+        "current_device": lambda: exchange(-1),
+        "set_device": lambda which: exchange(index_of(which)),
+        "_exchange_device": exchange,
+        "_maybe_exchange_device": lambda index: exchange(index),  # noqa: PLW0108 - Dynamo wants two
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (properties.major, properties.minor),
+        "get_device_name": lambda *_: properties.name,
+        "synchronize": lambda *_: device.synchronize(),
+        "set_sync_debug_mode": set_sync_debug_mode,
+        "is_current_stream_capturing": device.capturing,
+        "memory_allocated": lambda *_: device.memory_allocated(),
+        "max_memory_allocated": lambda *_: device.memory_allocated(),
+        "mem_get_info": lambda *_: (0, 2**30),
+        "empty_cache": lambda: None,
+        "reset_peak_memory_stats": lambda *_: None,
+        "manual_seed": lambda seed: None,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda *_: torch.empty(0, dtype=torch.uint8),
+        "get_rng_state_all": list,
+        "set_rng_state": lambda *_: None,
+        "set_rng_state_all": lambda states: None,
+        "_sleep": lambda cycles: None,
+        "Stream": HostStream,
+        "Event": HostEvent,
+        "CUDAGraph": HostGraph,
+        "current_stream": current_stream,
+        "default_stream": lambda which=None: HostStream.default(index_of(which)),
+        "set_stream": set_stream,
+        "graph_pool_handle": lambda: (0, 0),
+    }
+
+
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: Any
+) -> list[Tensor]:
+    chunks = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
+    return [chunk.to(f"cuda:{index}", copy=True) for chunk, index in zip(chunks, devices, strict=False)]
+
+
+def _gather(tensors: Sequence[Tensor], dim: int, index: int) -> Tensor:
+    return torch.cat([tensor.to(f"cuda:{index}") for tensor in tensors], dim)
+
+
+class HostLauncher(EmulatedDevice):
+    """The package's CUDA kernels on the device, emulated."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(object_folder(), torch.cuda.get_device_properties(device).multi_processor_count)
+        self.device = device
+
+    def stream(self) -> int:
+        return torch.cuda.current_stream(self.device).cuda_stream
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def load(self, kernel: Kernel) -> Any:
+        return self._entry(kernel)
+
+    def _new_table(self, rows: NDArray[Any]) -> Tensor:
+        return torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
+
+    def _fill(self, table: Tensor, rows: NDArray[Any]) -> Tensor:
+        return table.copy_(torch.from_numpy(rows.view(np.uint8)), non_blocking=True)
+
+    def _run(self, kernel: Kernel, blocks: int, arguments: Sequence[Any]) -> None:
+        places, packed = [], bytearray()
+        for argument in arguments:
+            packed.extend(bytes(-len(packed) % 16))
+            places.append(len(packed))
+            packed.extend(bytes(argument))
+        memory = torch.frombuffer(packed, dtype=torch.uint8).clone()
+        entry = ctypes.cast(self._entry(kernel), ctypes.c_void_p).value
+        torch.ops.host_device.launch(entry, blocks, kernel.threads, self.descending, memory, places)

@@ -1,0 +1,283 @@
+// The ops of the device: each is the CPU's, on host tensors over the same memory.
+#include <ATen/EmptyTensor.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
+
+#include <mutex>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "host_device.h"
+
+namespace host_device {
+namespace {
+
+const std::set<std::string> kTakesTensorsOfBoth = {
+    "aten::copy_", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::set_"};
+const std::set<std::string> kWaits = {
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select", "aten::_unique2"};
+
+void release_storage(void* storage) { delete static_cast<c10::Storage*>(storage); }
+
+// The same memory as a storage of another device.
+c10::Storage on(c10::Device device, const c10::Storage& storage) {
+  auto* data = const_cast<void*>(storage.data());
+  c10::DataPtr pointer(data, new c10::Storage(storage), &release_storage, device);
+  c10::Allocator* owner = device.is_cpu() ? c10::GetCPUAllocator() : allocator();
+  return {c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(pointer), owner, true};
+}
+
+at::Tensor tensor_of(const c10::Storage& storage, const at::Tensor& like) {
+  c10::InferenceMode mode(like.is_inference());
+  const auto key = storage.device().is_cpu() ? c10::DispatchKey::CPU : c10::DispatchKey::CUDA;
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(storage), c10::DispatchKeySet(key), like.dtype());
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  tensor._set_conj(like.is_conj());
+  tensor._set_neg(like.is_neg());
+  return tensor;
+}
+
+bool same_layout(const at::Tensor& one, const at::Tensor& other) {
+  return one.sizes() == other.sizes() && one.strides() == other.strides() &&
+      one.storage_offset() == other.storage_offset();
+}
+
+// One call: which host tensor stands for which of the device.
+class Call {
+ public:
+  at::Tensor host(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_cuda()) return tensor;
+    device_ = tensor.device();
+    c10::Storage storage;
+    for (const auto& [ours, theirs] : pairs_) {
+      if (ours.is_same(tensor)) return theirs;
+      if (ours.storage().is_alias_of(tensor.storage())) storage = theirs.storage();
+    }
+    if (!storage) storage = on(c10::kCPU, tensor.storage());
+    found(tensor.storage());
+    pairs_.emplace_back(tensor, tensor_of(storage, tensor));
+    return pairs_.back().second;
+  }
+
+  void make_on(c10::Device device) { device_ = device_at(device.index()); }
+  void make_on_host() { device_.reset(); }
+  size_t tensors() const { return pairs_.size(); }
+
+  at::Tensor device(const at::Tensor& result) const {
+    if (!result.defined() || !result.device().is_cpu()) return result;
+    for (const auto& [ours, theirs] : pairs_) {
+      if (theirs.is_same(result)) return ours;
+    }
+    for (const auto& [ours, theirs] : pairs_) {
+      if (result.storage().is_alias_of(theirs.storage())) return tensor_of(ours.storage(), result);
+    }
+    if (!device_) return result;
+    const c10::Storage storage = on(*device_, result.storage());
+    made(storage);
+    return tensor_of(storage, result);
+  }
+
+  // What resize_ and set_ do to a tensor.
+  void take_over_metadata() const {
+    for (const auto& [ours, theirs] : pairs_) {
+      c10::StorageImpl* storage = ours.storage().unsafeGetStorageImpl();
+      if (storage->data() != theirs.storage().data() || storage->nbytes() != theirs.storage().nbytes()) {
+        c10::Storage moved = on(ours.device(), theirs.storage());
+        storage->set_data_ptr_noswap(moved.set_data_ptr(c10::DataPtr()));
+        storage->set_nbytes(theirs.storage().nbytes());
+      }
+      if (!same_layout(ours, theirs)) {
+        ours.unsafeGetTensorImpl()->set_sizes_and_strides(
+            theirs.sizes(), theirs.strides(), theirs.storage_offset());
+      }
+    }
+  }
+
+ private:
+  std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+  std::optional<c10::Device> device_;
+};
+
+template <typename Change>
+c10::IValue map_tensors(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) return change(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(change(tensor));
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
+      list.push_back(tensor ? std::optional<at::Tensor>(change(*tensor)) : std::nullopt);
+    }
+    return list;
+  }
+  return value;
+}
+
+// As TensorIterator and the checks in torch's CUDA kernels: all on one device, numbers apart.
+class DeviceCheck {
+ public:
+  explicit DeviceCheck(const c10::OperatorName& name)
+      : name_(name),
+        off_(kTakesTensorsOfBoth.count(c10::toString(name)) + kTakesTensorsOfBoth.count(name.name)) {}
+
+  void operator()(const at::Tensor& tensor) {
+    if (off_ || !tensor.defined() || (tensor.is_cpu() && tensor.dim() == 0)) return;
+    TORCH_CHECK(
+        !seen_ || *seen_ == tensor.device(), name_,
+        ": Expected all tensors to be on the same device, but found at least two devices, ", *seen_, " and ",
+        tensor.device(), "!");
+    seen_ = tensor.device();
+  }
+
+ private:
+  const c10::OperatorName& name_;
+  bool off_;
+  std::optional<c10::Device> seen_;
+};
+
+void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const std::string& name = schema.name();
+  const size_t first = stack->size() - schema.arguments().size();
+  Call call;
+  DeviceCheck check(schema.operator_name());
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    c10::IValue& value = (*stack)[first + i];
+    value = map_tensors(value, [&](const at::Tensor& tensor) {
+      check(tensor);
+      return call.host(tensor);
+    });
+  }
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {  // last: where to make the result
+    c10::IValue& value = (*stack)[first + i];
+    if (!value.isDevice()) continue;
+    value.toDevice().is_cuda() ? call.make_on(value.toDevice()) : call.make_on_host();
+    value = c10::Device(c10::kCPU);
+  }
+  if (kWaits.count(name)) wait(name);
+  const bool from_or_to_host = name == "aten::copy_" && call.tensors() == 1;
+  if (from_or_to_host && !(*stack)[first + 2].toBool() &&
+      !(*stack)[first].toTensor().is_same((*stack)[first + 1].toTensor())) {
+    wait("copy_ between the host and the device");
+  }
+  {
+    c10::impl::ExcludeDispatchKeyGuard below(
+        c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
+    (*stack)[i] = map_tensors((*stack)[i], [&](const at::Tensor& tensor) { return call.device(tensor); });
+  }
+  call.take_over_metadata();
+}
+
+void write_into(const c10::IValue& target, const c10::IValue& source) {
+  std::vector<at::Tensor> values;
+  map_tensors(source, [&](const at::Tensor& tensor) { return values.emplace_back(tensor); });
+  size_t i = 0;
+  map_tensors(target, [&](const at::Tensor& tensor) {
+    const at::Tensor& value = values[i++];
+    if (tensor.defined() && tensor.storage().data() != value.storage().data()) {
+      tensor_of(on(c10::kCPU, tensor.storage()), tensor)
+          .copy_(tensor_of(on(c10::kCPU, value.storage()), value));
+    }
+    return tensor;
+  });
+}
+
+}  // namespace
+
+void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (!capturing()) return run(op, stack);
+  const size_t taken = op.schema().arguments().size(), returned = op.schema().returns().size();
+  const torch::jit::Stack given(stack->end() - taken, stack->end());
+  run(op, stack);
+  const torch::jit::Stack results(stack->end() - returned, stack->end());
+  record([op, given, results] {
+    torch::jit::Stack again(given);
+    run(op, &again);
+    for (size_t i = 0; i < results.size(); ++i) write_into(results[i], again[i]);
+  });
+}
+
+namespace {
+
+at::Tensor noted(at::Tensor tensor) {
+  made(tensor.storage());
+  return tensor;
+}
+
+at::Tensor empty(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device.value_or(device_at(-1)));
+  const c10::DispatchKeySet key(c10::DispatchKey::CUDA);
+  return noted(at::detail::empty_generic(size, allocator(), key, dtype.value_or(at::kFloat), format));
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  c10::DeviceGuard guard(device.value_or(device_at(-1)));
+  const c10::DispatchKeySet key(c10::DispatchKey::CUDA);
+  return noted(at::detail::empty_strided_generic(size, stride, allocator(), key, dtype.value_or(at::kFloat)));
+}
+
+// A kernel of the package, compiled for the CPU: see tests/cuda_emulation. Its arguments lie one behind
+// another.
+void launch(
+    int64_t kernel, int64_t blocks, int64_t threads, bool descending, at::Tensor arguments,
+    at::IntArrayRef offsets) {
+  using Kernel = const char* (*)(unsigned, unsigned, void**, int);
+  const std::vector<int64_t> places = offsets.vec();
+  auto work = [=] {
+    std::vector<void*> pointers;
+    for (int64_t place : places) pointers.push_back(static_cast<char*>(arguments.mutable_data_ptr()) + place);
+    static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
+    std::lock_guard lock(one_at_a_time);
+    const char* error =
+        reinterpret_cast<Kernel>(kernel)(unsigned(blocks), unsigned(threads), pointers.data(), descending);
+    TORCH_CHECK(error == nullptr, error);
+  };
+  capturing() ? record(work) : work();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", &empty);
+  library.impl("empty_strided", &empty_strided);
+  auto by_host = [&](const std::string& name) {
+    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  };
+  by_host("copy_");  // torch's own asks for a function of a build with CUDA
+  // An op with a kernel for the CPU has one for CUDA; without, torch would take it apart.
+  for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    const auto op = c10::Dispatcher::singleton().findSchema(name);
+    if (!op || name.getNamespace() != "aten" || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) by_host(c10::toString(name));
+  }
+}
+
+TORCH_LIBRARY_FRAGMENT(host_device, library) {
+  library.def(
+      "launch(int kernel, int blocks, int threads, bool descending, Tensor arguments, int[] offsets) -> ()",
+      &launch);
+}
+
+}  // namespace host_device

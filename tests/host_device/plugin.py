@@ -1,0 +1,20 @@
+"""For ``pytest -p``: the tests marked ``gpu`` on a device made of host memory, where it can be had.
+
+Starts pytest again with the device's shared object loaded before torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from tests.host_device import host_device
+
+
+def pytest_report_header() -> str:
+    return f"CUDA device made of host memory: {host_device.cannot() or 'cuda:0 and cuda:1'}"
+
+
+if not host_device.LOADED and not host_device.cannot():
+    os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], host_device.environment())
+host_device.install_if_loaded()
