@@ -1,6 +1,7 @@
 // What torch asks of a device itself: which is current, its memory, its streams, whether it is there.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -120,6 +121,11 @@ TORCH_LIBRARY(host_device, library) {
   library.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { debug_mode = mode; });
   library.def("synchronize() -> ()", [] { wait("the device"); });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
+  library.def("copy_of(Storage storage) -> Tensor", [](const c10::Storage& storage) {
+    at::Tensor bytes = at::empty({int64_t(storage.nbytes())}, at::dtype(at::kByte).device(storage.device()));
+    std::memcpy(bytes.mutable_data_ptr(), storage.data(), storage.nbytes());
+    return bytes;
+  });
   library.def("exchange_device(int index) -> int", [](int64_t index) {
     TORCH_CHECK(index < kDevices, "CUDA error: invalid device ordinal");
     return int64_t(index < 0 ? current_index : std::exchange(current_index, c10::DeviceIndex(index)));

@@ -94,6 +94,10 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     for name in ("CUDAGraph", "graph_pool_handle", "is_current_stream_capturing"):
         setattr(torch.cuda.graphs, name, getattr(torch.cuda, name))
+    clone = torch.UntypedStorage.clone
+    torch.UntypedStorage.clone = lambda storage: (
+        device.copy_of(storage).untyped_storage() if storage.device.type == "cuda" else clone(storage)
+    )
     torch._C._host_emptyCache = lambda: None
     torch._C._scatter = _scatter
     torch._C._gather = _gather

@@ -1,5 +1,8 @@
 // The ops of the device: each is the CPU's, on host tensors over the same memory.
 #include <ATen/EmptyTensor.h>
+#include <ATen/ops/_log_softmax.h>
+#include <ATen/ops/_softmax.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
@@ -234,6 +237,27 @@ at::Tensor empty_strided(
   return noted(at::detail::empty_strided_generic(size, stride, allocator(), key, dtype.value_or(at::kFloat)));
 }
 
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+  found(source);
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+
+// CUDA's softmax reads fp16 and writes fp32 at once, the CPU's does not.
+at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  const at::Tensor input = half_to_float ? self.to(at::kFloat) : self;
+  at::Tensor result = at::empty_like(input, at::MemoryFormat::Contiguous);
+  return at::_softmax_out(result, input, dim, false);
+}
+
+at::Tensor log_softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
+  const at::Tensor input = half_to_float ? self.to(at::kFloat) : self;
+  at::Tensor result = at::empty_like(input, at::MemoryFormat::Contiguous);
+  return at::_log_softmax_out(result, input, dim, false);
+}
+
 // A kernel of the package, compiled for the CPU: see tests/cuda_emulation. Its arguments lie one behind
 // another.
 void launch(
@@ -262,6 +286,9 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
+  library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("_softmax", &softmax);
+  library.impl("_log_softmax", &log_softmax);
   auto by_host = [&](const std::string& name) {
     library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   };
