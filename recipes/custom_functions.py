@@ -4,7 +4,8 @@
 
 ``custom_fwd`` notes the autocast state of the forward pass and ``custom_bwd`` runs the backward pass in it,
 else a matrix product in ``backward`` would run in whatever dtypes arrive. ``cast_inputs`` casts the arguments
-instead and turns autocast off: for code that needs one dtype. Both forms of Function are shown.
+instead and turns autocast off: for code that needs one dtype. The state that counts is that of the arguments'
+device. Both forms of Function are shown.
 """
 
 from __future__ import annotations
@@ -20,17 +21,14 @@ from torch import Tensor, nn
 from amp_plugin import GradScaler, autocast, custom_bwd, custom_fwd
 from recipes.bounds import number
 from recipes.catalogue import run
-from recipes.config import ConfigError
 from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
 from recipes.settings import RecipeConfig
 from recipes.training_record import TrainingRecord
 
-DEVICE = "cpu"  # the decorators name it: the autocast state of this device counts
-
 
 @dataclass
 class Config(RecipeConfig):
-    """What a config of this recipe may set; the device is the CPU."""
+    """What a config of this recipe may set."""
 
     steps: int = 800
     learning_rate: float = 1e-2
@@ -41,7 +39,7 @@ class LinearReLU(torch.autograd.Function):
     """``relu(x @ weight.T)`` that keeps no activation but its output; runs in the region's dtype."""
 
     @staticmethod
-    @custom_fwd(device_type=DEVICE)
+    @custom_fwd
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         """Return ``[B, outputs]`` for ``x [B, inputs]`` and ``weight [outputs, inputs]``."""
         output = (x @ weight.T).relu_()
@@ -49,7 +47,7 @@ class LinearReLU(torch.autograd.Function):
         return output
 
     @staticmethod
-    @custom_bwd(device_type=DEVICE)
+    @custom_bwd
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of ``x`` and ``weight``."""
         x, weight, output = ctx.saved_tensors
@@ -61,7 +59,7 @@ class LogSumExp(torch.autograd.Function):
     """``log(sum(exp(x)))`` without a shift, so fp32 alone has the range; arguments come as fp32."""
 
     @staticmethod
-    @custom_fwd(device_type=DEVICE, cast_inputs=torch.float32)
+    @custom_fwd(cast_inputs=torch.float32)
     def forward(x: Tensor) -> Tensor:
         """Return ``[B]`` for ``x [B, classes]``."""
         return x.exp().sum(dim=1).log()
@@ -72,7 +70,7 @@ class LogSumExp(torch.autograd.Function):
         ctx.save_for_backward(inputs[0], output)
 
     @staticmethod
-    @custom_bwd(device_type=DEVICE)
+    @custom_bwd
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Return the gradient of ``x``."""
         x, output = ctx.saved_tensors
@@ -102,26 +100,18 @@ def train(config: Config) -> TrainingRecord:
 
     Args:
         config: a checked config.
-
-    Raises:
-        ConfigError: the device is not the one that the decorators name.
     """
-    if config.device != DEVICE:
-        msg = (
-            f"device={config.device}, but the decorators of this recipe name {DEVICE!r}; change DEVICE there"
-        )
-        raise ConfigError(msg)
     config.start()
     record = TrainingRecord(title=f"custom functions, {config.precision.value}")
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
-    model = Classifier(config.width)
+    model = Classifier(config.width).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
 
-    region = autocast(DEVICE, config.precision.dtype, enabled=config.precision.mixed)
-    scaler = GradScaler(DEVICE, **asdict(config.loss_scale), enabled=config.precision.scaled)
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
     start = time.perf_counter()
-    batches = digits_batches(loaders, steps=config.steps)
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
     for images, labels in track(batches, "training", total=config.steps):
         optimizer.zero_grad()
         with region:
@@ -132,7 +122,7 @@ def train(config: Config) -> TrainingRecord:
         scaler.update()
         record.add_scaled_step(loss, scaler, optimizer)
     record.seconds = time.perf_counter() - start
-    record.test_accuracy = accuracy(model, loaders.test, region=region)
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     record.results["dtype of the logits"] = str(logits.dtype)
     return record
 

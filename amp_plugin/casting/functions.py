@@ -5,24 +5,32 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
 
-from amp_plugin.casting.region import autocast
+from amp_plugin.casting.region import autocast, is_autocast_available
 
 _CARRIER = "_amp_plugin_setup_context"
 _forward_state = threading.local()
 
 
+class _ForwardState(NamedTuple):
+    """What forward leaves for backward."""
+
+    used_autocast: bool
+    dtype: torch.dtype
+    device_type: str
+
+
 def custom_fwd(
     fwd: Callable[..., Any] | None = None,
     *,
-    device_type: str,
+    device_type: str | None = None,
     cast_inputs: torch.dtype | None = None,
 ) -> Any:
     """Make the ``forward`` of an autograd Function follow autocast.
@@ -33,7 +41,9 @@ def custom_fwd(
 
     Args:
         fwd: the ``forward`` method; leave it out to use this as a decorator with options.
-        device_type: device whose autocast state counts: ``"cuda"``, ``"cpu"``, ...
+        device_type: device whose autocast state counts: ``"cuda"``, ``"cpu"``, ... By default, which
+            torch does not have, that of the tensors given to each call: a device's other than the
+            CPU's if there is one.
         cast_inputs: if given, and autocast is on, floating-point inputs of that device (not
             fp64) are cast to it and ``forward`` runs with autocast off. Tensors in dicts, lists
             and tuples count; strings, bytes and arrays pass; iterators are cast as consumed.
@@ -42,17 +52,18 @@ def custom_fwd(
         The decorated method.
 
     Raises:
-        ValueError: ``device_type`` is not a string.
+        ValueError: ``device_type`` is not a string; or (when called) it was left out and no
+            argument is a tensor.
 
     Example:
         >>> class Twice(torch.autograd.Function):
         ...     @staticmethod
-        ...     @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        ...     @custom_fwd(cast_inputs=torch.float32)
         ...     def forward(ctx, x):
         ...         return x * 2
         ...
         ...     @staticmethod
-        ...     @custom_bwd(device_type="cpu")
+        ...     @custom_bwd
         ...     def backward(ctx, grad):
         ...         return grad * 2
         >>> with autocast("cpu", dtype=torch.bfloat16):
@@ -60,23 +71,27 @@ def custom_fwd(
         torch.float32
     """
     _check_device_type(device_type)
-    if fwd is None:
-        _reach_setup_context(sys._getframe(1))
-        return functools.partial(custom_fwd, device_type=device_type, cast_inputs=cast_inputs)
     _reach_setup_context(sys._getframe(1))
-    method = fwd
+    if fwd is None:
+        return functools.partial(_follow_autocast, device_type=device_type, cast_inputs=cast_inputs)
+    return _follow_autocast(fwd, device_type=device_type, cast_inputs=cast_inputs)
 
+
+def _follow_autocast(
+    method: Callable[..., Any], *, device_type: str | None, cast_inputs: torch.dtype | None
+) -> Callable[..., Any]:
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        enabled = torch.is_autocast_enabled(device_type)
-        state = (enabled and cast_inputs is None, torch.get_autocast_dtype(device_type))
+        device = device_type or _device_type_of(method, (args, kwargs))
+        enabled = torch.is_autocast_enabled(device)
+        state = _ForwardState(enabled and cast_inputs is None, torch.get_autocast_dtype(device), device)
         given_ctx = len(args) > 0 and _is_context(args[0])
         if given_ctx:
-            args[0]._fwd_used_autocast, args[0]._dtype = state
+            _write(state, args[0])
         if cast_inputs is not None and enabled:
-            args = (*args[:given_ctx], *cast_tensors(args[given_ctx:], device_type, cast_inputs))
-            kwargs = cast_tensors(kwargs, device_type, cast_inputs)
-            with autocast(device_type, enabled=False):
+            args = (*args[:given_ctx], *cast_tensors(args[given_ctx:], device, cast_inputs))
+            kwargs = cast_tensors(kwargs, device, cast_inputs)
+            with autocast(device, enabled=False):
                 output = method(*args, **kwargs)
         else:
             output = method(*args, **kwargs)
@@ -87,12 +102,13 @@ def custom_fwd(
     return forward
 
 
-def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Any:
+def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None = None) -> Any:
     """Make the ``backward`` of an autograd Function run in the autocast state of its ``forward``.
 
     Args:
         bwd: the ``backward`` method; leave it out to use this as a decorator with options.
-        device_type: device whose autocast state is restored: ``"cuda"``, ``"cpu"``, ...
+        device_type: device whose autocast state is restored: ``"cuda"``, ``"cpu"``, ...; by default
+            the one that counted in ``forward``.
 
     Returns:
         The decorated method.
@@ -112,10 +128,11 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> An
         if not hasattr(ctx, "_fwd_used_autocast"):
             msg = (
                 f"custom_bwd: the forward of {type(ctx).__name__} recorded no autocast state; decorate it, "
-                "inside the class body, with @custom_fwd(device_type=...)"
+                "inside the class body, with @custom_fwd"
             )
             raise RuntimeError(msg)
-        with autocast(device_type, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
+        device = device_type or ctx._device_type
+        with autocast(device, enabled=ctx._fwd_used_autocast, dtype=ctx._dtype):
             return method(*args, **kwargs)
 
     return backward
@@ -160,7 +177,7 @@ class _SetupContextCarrier:
 
         @functools.wraps(setup_context)
         def with_state(ctx: Any, inputs: Any, output: Any) -> Any:
-            ctx._fwd_used_autocast, ctx._dtype = _forward_state.last
+            _write(_forward_state.last, ctx)
             return setup_context(ctx, inputs, output)
 
         owner.setup_context = staticmethod(with_state)  # type: ignore[attr-defined]
@@ -172,6 +189,30 @@ def _reach_setup_context(frame: FrameType) -> None:
         frame.f_locals[_CARRIER] = _SetupContextCarrier()
 
 
+def _write(state: _ForwardState, ctx: Any) -> None:
+    ctx._fwd_used_autocast, ctx._dtype, ctx._device_type = state  # two as torch's decorators name them
+
+
+def _device_type_of(method: Callable[..., Any], given: Any) -> str:
+    kinds = list(_device_types(given))
+    if not kinds:
+        msg = (
+            f"custom_fwd: {method.__qualname__} was given no tensor, so its device is unknown; "
+            "name it, as in @custom_fwd(device_type='cuda')"
+        )
+        raise ValueError(msg)
+    others = (kind for kind in kinds if kind != "cpu" and is_autocast_available(kind))
+    return next(others, "cpu")  # nothing is cast for meta tensors
+
+
+def _device_types(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        yield value.device.type
+    elif isinstance(value, (Mapping, list, tuple)):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from _device_types(each)
+
+
 def _is_context(value: Any) -> bool:
     return isinstance(value, FunctionCtx) or not (
         isinstance(value, torch.Tensor) or not hasattr(value, "save_for_backward")
@@ -179,6 +220,6 @@ def _is_context(value: Any) -> bool:
 
 
 def _check_device_type(device_type: object) -> None:
-    if not isinstance(device_type, str):
+    if device_type is not None and not isinstance(device_type, str):
         msg = f"Expected `device_type` of type `str`, got: `{type(device_type)}`"
-        raise ValueError(msg)  # noqa: TRY004 - torch's type of error
+        raise ValueError(msg)

@@ -224,6 +224,77 @@ def test_backward_without_custom_fwd_says_what_to_do():
         Half.apply(torch.ones(1, requires_grad=True)).backward()
 
 
+class Anywhere(torch.autograd.Function):
+    """x @ w in both forms' decorators without a device."""
+
+    seen: ClassVar = []
+
+    @staticmethod
+    @custom_fwd
+    def forward(ctx, x, options):
+        ctx.save_for_backward(x)
+        ctx.kind = x.device.type
+        return x @ options["weights"][0]
+
+    @staticmethod
+    @custom_bwd
+    def backward(ctx, grad):
+        kind, (x,) = ctx.kind, ctx.saved_tensors
+        Anywhere.seen.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+        return grad.to(x.dtype), None
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_device_is_that_of_the_arguments(device):
+    Anywhere.seen.clear()
+    x, w = torch.randn(3, 3, device=device, requires_grad=True), torch.eye(3, device=device)
+    with amp_plugin.autocast(device, dtype=torch.float16):
+        inside = Anywhere.apply(x, {"weights": [w]})
+    outside = Anywhere.apply(x, {"weights": [w]})
+    assert (inside.dtype, outside.dtype) == (torch.float16, torch.float32)
+    inside.float().sum().backward()
+    with amp_plugin.autocast(device, dtype=BF16):
+        outside.sum().backward()
+    assert [each[:2] for each in Anywhere.seen] == [(device, True), (device, False)]
+    assert Anywhere.seen[0][2] is torch.float16
+
+
+@pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_device_counts_before_the_cpu(device):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=torch.float32)
+        def forward(factor, x):
+            return x * factor
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.state = ctx._device_type
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx, grad):
+            return None, grad
+
+    factor, x = torch.ones(()), torch.ones(3, device=device, requires_grad=True)
+    with amp_plugin.autocast("cpu" if device == "meta" else device):
+        y = Scaled.apply(factor, x.half())
+    wanted = (torch.float16, "cpu") if device == "meta" else (torch.float32, device)  # meta is not cast
+    assert (y.dtype, y.grad_fn.state) == wanted
+    y.sum().backward()
+
+
+def test_without_a_tensor_the_device_has_to_be_named():
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd
+        def forward(ctx, size):
+            return torch.ones(size)
+
+    with pytest.raises(ValueError, match=r"Constant.forward was given no tensor, .*\(device_type='cuda'\)"):
+        Constant.apply(2)
+
+
 def test_device_type_must_be_a_string():
     with pytest.raises(ValueError, match="Expected `device_type` of type `str`"):
         custom_fwd(device_type=torch.device("cpu"))
@@ -232,16 +303,17 @@ def test_device_type_must_be_a_string():
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of Dynamo's own
-def test_compiles_in_one_graph():
+@pytest.mark.parametrize("device", [{}, {"device_type": "cpu"}])
+def test_compiles_in_one_graph(device):
     class Plain(torch.autograd.Function):
         @staticmethod
-        @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
+        @custom_fwd(**device, cast_inputs=torch.float32)
         def forward(ctx, x, w):
             ctx.save_for_backward(x, w)
             return x @ w
 
         @staticmethod
-        @custom_bwd(device_type="cpu")
+        @custom_bwd(**device)
         def backward(ctx, grad):
             x, w = ctx.saved_tensors
             return grad @ w.t(), x.t() @ grad

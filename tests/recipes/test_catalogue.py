@@ -225,8 +225,6 @@ def test_a_device_that_is_not_there_is_named():
         ConfigError, match="device=meta, but torch .* finds no such device here; use device=cpu"
     ):
         catalogue.load("clipping").train(config_of("clipping", "fp16", "device=meta"))
-    with pytest.raises(ConfigError, match="device=mps, but the decorators of this recipe name 'cpu'"):
-        catalogue.load("custom_functions").train(config_of("custom_functions", "fp16", "device=mps"))
 
 
 # -- first steps --------------------------------------------------------------------------------
