@@ -96,7 +96,7 @@ def _refuse_fp16(scaler: OptimizerCalls, record: OptimizerRecord, one: GradientS
         msg = (
             f"Attempting to unscale FP16 gradients. Parameter {name!r} is float16: keep "
             "parameters in float32 and let autocast cast them (model.float()), or pass fp16_gradients=True "
-            "to GradScaler and lose gradients below 6e-8."
+            "and lose gradients below 6e-8."
         )
         raise ValueError(msg)
 

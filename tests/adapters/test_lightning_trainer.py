@@ -441,6 +441,43 @@ def test_the_end_of_a_manual_training_step_ends_the_iteration():
     assert scales == [(4.0, 3.0 * 4.0), (8.0, 6.0 * 8.0)]
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+def test_a_manual_step_returns_what_its_closure_does(precision, overflow):
+    returned = []
+
+    def step(module, batch, batch_idx):
+        optimizer, _ = module.optimizers()
+
+        def closure():
+            optimizer.zero_grad()
+            loss = batch * (module.a * torch.inf if overflow and not batch_idx else module.a)
+            module.manual_backward(loss)
+            return loss
+
+        returned.append(optimizer.step(closure=closure).item())
+
+    fit(TwoOptimizers(step=step), AmpPrecision(precision, init_scale=4.0), steps=2)
+    first = torch.inf if overflow else 3.0
+    if overflow and precision != "fp16":  # no step is skipped there
+        assert returned[0] == first
+    else:
+        assert returned == [first, 3.0 * (1.0 if overflow else 1.0 - 3.0)]
+
+
+def test_parameters_in_float16_are_refused_or_allowed():
+    class Half(OneWeight):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(self.w.data.half())
+
+    with pytest.raises(ValueError, match=r"'w' is float16: .*, or pass fp16_gradients=True and lose"):
+        fit(Half(), AmpPrecision("fp16"))
+    module = Half()
+    fit(module, AmpPrecision("fp16", fp16_gradients=True, init_scale=4.0))
+    assert module.w.item() == 1.0 - 3.0
+
+
 def test_toggled_optimizers():
     def step(module, batch, batch_idx):
         for optimizer in module.optimizers():
@@ -772,6 +809,7 @@ def test_one_string_of_fp32_modules():
         ("cast_cache", "yes", "True, False or None"),
         ("exact_schedulers", 1, "True or False"),
         ("dynamic", None, "True or False"),
+        ("fp16_gradients", "yes", "True or False"),
         ("init_scale", "1024", "a number"),
         ("growth_interval", None, "a number"),
         ("hysteresis", True, "a number"),

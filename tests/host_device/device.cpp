@@ -38,6 +38,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, device);
   }
   c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
   c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }

@@ -52,6 +52,7 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
         hysteresis_mode: when that tolerance is restored: ``"apex"``, ``"megatron"``, ``"deepspeed"``.
         on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
+        fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
 
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's

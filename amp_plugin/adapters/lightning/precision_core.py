@@ -61,6 +61,7 @@ class PrecisionCore:
         hysteresis_mode: HysteresisMode = "apex",
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
+        fp16_gradients: bool = False,
     ) -> None:
         self.settings = settings = PrecisionSettings(
             precision=precision,
@@ -81,6 +82,7 @@ class PrecisionCore:
                 "hysteresis_mode": hysteresis_mode,
                 "on_min_scale": on_min_scale,
                 "dynamic": dynamic,
+                "fp16_gradients": fp16_gradients,
             },
         )
         GradScaler("cpu", enabled=False, **settings.loss_scale)  # a wrong number is an error here already

@@ -67,7 +67,8 @@ class PrecisionSettings:
         _check_names("fp32_modules", self.fp32_modules)
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
-        flag("dynamic", self.loss_scale["dynamic"])
+        for name in ("dynamic", "fp16_gradients"):
+            flag(name, self.loss_scale[name])
         for name in _NUMBERS:
             number(name, self.loss_scale[name], none=name in {"min_scale", "max_scale"})
         if self.rules is not None:

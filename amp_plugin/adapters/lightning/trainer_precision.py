@@ -184,7 +184,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, unscale, call the hooks, clip, then step or skip."""
+        """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
         closure = self._inside_region(closure)
         with self._outside_region():
             self._attempted_steps += 1
@@ -200,12 +200,14 @@ class TrainerPrecision(TrainerCheckpoints):
                     again()  # the Trainer counts on each batch being run
                 output = self.scaler.step(optimizer, closure=again, **kwargs)
             else:
-                self._closure_and_hooks(self.scaler, optimizer, model, closure)
+                result = self._closure_and_hooks(self.scaler, optimizer, model, closure)
                 if self.scaler._scale is None:  # no loss has been scaled in this run yet
                     self._holds.after_step(optimizer, None)
                     self._unscaled_steps.stepped(optimizer)
-                    return optimizer.step(**kwargs)
-                output = self.scaler.step(optimizer, **kwargs)
+                    optimizer.step(**kwargs)
+                    return result
+                self.scaler.step(optimizer, **kwargs)
+                output = result
             self.scaler.update()
             self._report(optimizer, self.scaler.last_step(optimizer))
             return output
