@@ -45,7 +45,7 @@ test-native: $(READY)
 	$(PYTEST) -m dist
 
 test-host-device: $(READY)
-	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and not slow" --ignore tests/kernels/test_cuda_kernels.py
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_kernels.py
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

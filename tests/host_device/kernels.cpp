@@ -1,14 +1,17 @@
 // The ops of the device: each is the CPU's, on host tensors over the same memory.
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_log_softmax.h>
 #include <ATen/ops/_softmax.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
+#include <array>
 #include <mutex>
 #include <optional>
 #include <set>
@@ -59,6 +62,7 @@ class Call {
   at::Tensor host(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     device_ = tensor.device();
+    if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options().device(c10::kCPU));
     c10::Storage storage;
     for (const auto& [ours, theirs] : pairs_) {
       if (ours.is_same(tensor)) return theirs;
@@ -237,6 +241,16 @@ at::Tensor empty_strided(
   return noted(at::detail::empty_strided_generic(size, stride, allocator(), key, dtype.value_or(at::kFloat)));
 }
 
+at::Tensor zero_tensor(
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<at::Device> device, std::optional<bool>) {
+  static std::array<at::native::ZeroTensorAllocator, kDevices> nothing{device_at(0), device_at(1)};
+  const c10::Device where = device_at(device ? device->index() : -1);
+  const c10::DispatchKeySet keys({c10::DispatchKey::CUDA, c10::DispatchKey::ZeroTensor});
+  return at::detail::empty_generic(
+      size, &nothing[where.index()], keys, dtype.value_or(at::kFloat), std::nullopt);
+}
+
 at::Tensor& set_storage(
     at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   found(source);
@@ -286,6 +300,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", &empty);
   library.impl("empty_strided", &empty_strided);
+  library.impl("_efficientzerotensor", &zero_tensor);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
   library.impl("_softmax", &softmax);
   library.impl("_log_softmax", &log_softmax);
