@@ -12,7 +12,8 @@ class CastCache:
     Without it a region casts every fp32 weight once per micro-batch. With it a weight is
     cast once per window, into a buffer that lives as long as this object: after an optimizer
     step all stale buffers are refreshed by one multi-tensor cast. Every region hangs an
-    autograd node of its own on the buffer, so gradients add up in fp32 as without the cache.
+    autograd node of its own on the buffer, so gradients add up in fp32 as without the cache; with
+    ``cache_enabled=False`` every use of a weight in a region does.
 
     Memory: 2 bytes per element of each fp32 weight that is cast to fp16 or bf16, until
     ``clear()``; twice that for weights whose last graph is still alive at a refresh. Weights are

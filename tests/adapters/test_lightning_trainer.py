@@ -318,6 +318,28 @@ def test_kept_casts_change_no_bit(precision):
     assert losses(True) == losses(False)
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
+    """Its gradients add up in fp32; a cast shared by all uses would add them up in bf16."""
+
+    class Recurrent(Linear):
+        def training_step(self, batch, batch_idx):
+            outputs = [self.net(part) for part in batch[0].split(1)]
+            return torch.stack(outputs).float().square().mean()
+
+        def on_after_backward(self):
+            self.gradients = [param.grad.clone() for param in self.net.parameters()]
+
+    def gradients(plugin):
+        module = Recurrent()
+        fit(module, plugin, steps=1, data=regression(2), accumulate_grad_batches=window)
+        return module.gradients
+
+    stock_plugin = MixedPrecision("bf16-mixed", "cpu")
+    for ours, theirs in zip(gradients(AmpPrecision("bf16")), gradients(stock_plugin), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 @pytest.mark.native
 def test_weights_swapped_for_validation_are_seen():
     """As averaged weights are: through ``.data``, which moves no version, and back."""

@@ -168,6 +168,23 @@ def test_follows_every_update(update):
         assert torch.equal(ours, model(BATCHES[0]))
 
 
+def test_every_use_has_a_node_of_its_own_without_the_regions_cache():
+    """Where the stock plugin of Lightning's Trainer shares no cast, gradients add up in fp32."""
+
+    def gradients(**options):
+        model = make_model()
+        with amp_plugin.autocast("cpu", dtype=BF16, **options):
+            loss = sum(model(batch).float().square().mean() for batch in BATCHES)
+        loss.backward()
+        return [param.grad for param in model.parameters()]
+
+    cache = CastCache()
+    separate = gradients(cache_enabled=False)
+    assert_same(gradients(cache_enabled=False, cache=cache), separate)
+    assert cache.casts == 4
+    assert not torch.equal(gradients(cache=CastCache())[0], separate[0])
+
+
 def test_update_inside_a_region():
     cache, model = CastCache(), make_model()
     with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):

@@ -135,6 +135,7 @@ def window_cache(accelerator: AmpAccelerator, settings: Settings) -> CastCache |
         loaded = core.loaded and core.region is not None
         wanted = (
             loaded
+            and settings.cache_enabled is not False
             and accelerator.gradient_accumulation_steps > 1
             and accelerator.distributed_type != DistributedType.FSDP
         )

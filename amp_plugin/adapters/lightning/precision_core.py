@@ -39,6 +39,8 @@ class PrecisionCore:
 
     advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
     """What to do where a framework complains of the plugin."""
+    shares_casts: ClassVar[bool] = True
+    """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
     @names_checked
     def __init__(
@@ -181,7 +183,13 @@ class PrecisionCore:
         dtype = DTYPES[precision]
         if dtype is torch.float32:
             return self._no_region()
-        return autocast(self.device, dtype=dtype, rules=self._rules, cache=self._cast_cache)
+        return autocast(
+            self.device,
+            dtype=dtype,
+            cache_enabled=self.shares_casts,
+            rules=self._rules,
+            cache=self._cast_cache,
+        )
 
     def _no_region(self) -> torch.autocast:
         return autocast(self.device, enabled=False)

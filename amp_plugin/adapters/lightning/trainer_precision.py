@@ -50,6 +50,7 @@ class TrainerPrecision(TrainerCheckpoints):
     """The framework's LightningOptimizer."""
     is_overridden: ClassVar[Any]
     """The framework's test for a hook that a user has written."""
+    shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)

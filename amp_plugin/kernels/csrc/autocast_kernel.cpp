@@ -59,16 +59,17 @@ at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
+// Without the region's cache each use has an autograd node of its own: gradients add up in fp32.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
-  at::Tensor cast = find_cast(weight, dtype);
+  const auto* region = call.plan.region;
+  at::Tensor cast = region->cache_enabled ? find_cast(weight, dtype) : at::Tensor();
   cached = cast.defined();
   if (cached) return cast;
   // Built with grad even under no_grad, so that a later use in this region can differentiate it.
   const c10::AutoGradMode with_grad(true);
-  cast = call.plan.region->kept ? call.plan.region->kept->cast(weight, dtype, cached)
-                                : cast_tensor(weight, dtype);
-  cached |= call.plan.region->kept != nullptr;  // the refresh of its buffers is logged by itself
-  keep_cast(weight, cast);
+  cast = region->kept ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
+  cached |= region->kept != nullptr;  // the refresh of its buffers is logged by itself
+  if (region->cache_enabled) keep_cast(weight, cast);
   return cast;
 }
 
@@ -76,7 +77,7 @@ at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t inde
   const auto* region = call.plan.region;
   bool cached = false;
   at::Tensor cast;
-  if (region != nullptr && region->cache_enabled && is_cacheable_weight(tensor) &&
+  if (region != nullptr && (region->cache_enabled || region->kept) && is_cacheable_weight(tensor) &&
       dtype == at::autocast::get_autocast_dtype(call.device) && may_cache(call.device)) {
     cast = cast_weight(tensor, dtype, call, cached);
   } else {
