@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amp_plugin.casting.dynamo_frames import outside_dynamo
 from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, is_registered, written_arguments
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules
 from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
+from amp_plugin.kernels.dynamo_frames import outside_dynamo
 
 if TYPE_CHECKING:
     from collections.abc import Callable

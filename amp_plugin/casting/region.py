@@ -12,9 +12,9 @@ from torch.compiler import is_compiling
 from typing_extensions import Self
 
 from amp_plugin.casting import active
-from amp_plugin.casting.dynamo_frames import skip_frames_of
 from amp_plugin.casting.dynamo_types import name_the_type_of_regions
 from amp_plugin.casting.stepping import covers_each_step
+from amp_plugin.kernels.dynamo_frames import skip_frames_of
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import amp_plugin
 from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
 from amp_plugin.kernels.cuda.register import cuda_core
 
@@ -281,6 +282,34 @@ def test_bfloat16_and_float16_gradients_are_taken():
         want = reference.unscale_(expected, torch.tensor(0.5))[0]
         torch.testing.assert_close(norm.cpu(), want, rtol=1e-6, atol=0.0)
         assert all(torch.equal(one.cpu(), other) for one, other in zip(grads, expected, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's, on what it steps over
+def test_a_step_that_dynamo_runs_eagerly_is_not_traced_into_the_kernels():
+    """backward() breaks the graph; the frames that the rest calls are Dynamo's, a kernel's must not be."""
+
+    def train(wrap):
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(8, 4).cuda()
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        scaler = amp_plugin.GradScaler("cuda", init_scale=2.0**10, growth_interval=1)
+
+        def step(inputs):
+            optimizer.zero_grad()
+            scaler.scale(layer(inputs).square().mean()).backward()
+            scaler.clip_grad_norm_(optimizer, 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+
+        compiled = wrap(step)
+        for inputs in torch.randn(3, 2, 8):
+            compiled(inputs.cuda())
+        return layer.weight.detach(), scaler.get_scale()
+
+    weight, scale = train(lambda step: step)
+    again, scale_again = train(lambda step: torch.compile(step, backend="eager"))
+    assert scale == scale_again == 2.0**13
+    assert torch.equal(weight, again)
 
 
 UNDER_A_CHECKER = """

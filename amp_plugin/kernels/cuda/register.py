@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from amp_plugin.kernels import reference
+from amp_plugin.kernels.dynamo_frames import skip_frames_of
 
 if TYPE_CHECKING:
     from amp_plugin.kernels.cuda.operations import Operations
@@ -130,6 +131,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         return (plain if operations is None else getattr(operations, name))(*arguments, **keywords)
 
     kernel.__name__ = name
+    skip_frames_of(kernel)  # pointers and launches are nothing to trace
     return kernel
 
 
