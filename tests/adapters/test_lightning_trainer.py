@@ -318,6 +318,20 @@ def test_kept_casts_change_no_bit(precision):
     assert losses(True) == losses(False)
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_step_whose_closure_raises_is_no_step(precision):
+    class Interrupted(Linear):
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 2:
+                raise KeyError("batch")
+            return super().training_step(batch, batch_idx)
+
+    plugin = AmpPrecision(precision, init_scale=1024.0)
+    with pytest.raises(KeyError, match="batch"):
+        fit(Interrupted(), plugin, steps=4, data=regression(4))
+    assert plugin.optimizer_steps == 2
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_weight_used_several_times_in_a_step_has_the_stock_gradient(window):
     """Its gradients add up in fp32; a cast shared by all uses would add them up in bf16."""

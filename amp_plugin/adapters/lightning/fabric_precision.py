@@ -104,7 +104,6 @@ class FabricPrecision(PrecisionCore):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
-        self._attempted_steps += 1
         inner = self._unwrap(optimizer)
         if self.scaler is None:
             output = self.plain.optimizer_step(self, optimizer, **kwargs)

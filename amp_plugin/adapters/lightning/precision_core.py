@@ -235,6 +235,7 @@ class PrecisionCore:
         return self.scaler.last_step(optimizer)
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
+        self._attempted_steps += 1  # only now: a closure may have raised
         for observer in self.observers:
             observer(optimizer, result)
 

@@ -188,7 +188,6 @@ class TrainerPrecision(TrainerCheckpoints):
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
         closure = self._inside_region(closure)
         with self._outside_region():
-            self._attempted_steps += 1
             if self.scaler is None:
                 output = self.plain.optimizer_step(
                     self, optimizer, model, self._measured(optimizer, closure), **kwargs
@@ -206,6 +205,7 @@ class TrainerPrecision(TrainerCheckpoints):
                     self._holds.after_step(optimizer, None)
                     self._unscaled_steps.stepped(optimizer)
                     optimizer.step(**kwargs)
+                    self._attempted_steps += 1
                     return result
                 self.scaler.step(optimizer, **kwargs)
                 output = result
