@@ -198,6 +198,18 @@ class TestCastCache:
         model.eval()
         assert model(inputs).item() == 4.0
 
+    def test_weights_swapped_for_samples_are_seen(self):
+        """As diffusion scripts draw samples with averaged weights: ``no_grad``, but no ``eval()``."""
+        accelerator = ours(steps=2)
+        model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
+        own, averaged, inputs = model.weight.detach().clone(), torch.ones(1, 4), torch.ones(1, 4)
+        before = model(inputs).item()
+        model.weight.data.copy_(averaged)
+        with torch.no_grad():
+            assert model(inputs).item() == 4.0
+        model.weight.data.copy_(own)
+        assert model(inputs).item() == before
+
 
 @pytest.mark.native
 def test_rules_reach_every_autocast_block_until_training_ends():

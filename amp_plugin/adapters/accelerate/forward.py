@@ -58,7 +58,7 @@ class MixedForward:
         self.module = module
         self.options = options
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.was_training = module.training
+        self.mode = (module.training, torch.is_grad_enabled())
 
     @staticmethod
     def put_on(module: nn.Module, options: RegionOptions) -> None:
@@ -118,9 +118,13 @@ class MixedForward:
         return convert_to_fp32(output) if options.fp32_outputs else output
 
     def _notice_mode(self) -> None:
-        """Forget cast weights when training and evaluation alternate: weights are swapped there (EMA)."""
-        if self.module.training != self.was_training:
-            self.was_training = self.module.training
+        """Forget cast weights when training and evaluation alternate: weights are swapped there (EMA).
+
+        Not everybody calls ``eval()``; who evaluates without it does so under ``no_grad``.
+        """
+        mode = (self.module.training, torch.is_grad_enabled())
+        if mode != self.mode:
+            self.mode = mode
             invalidate()
 
 
