@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
     from amp_plugin.scaling.gradient_set import GradientSet
     from amp_plugin.scaling.optimizer_calls import OptimizerCalls
 
+_NO_STEP = (
+    "update(): a scaled loss ran backward(), but this scaler knows no optimizer. Call scaler.step(optimizer) "
+    "instead of optimizer.step(), which takes the scaled gradients as they are; if the first step is still "
+    "to come, call scaler.register(optimizer) before."
+)
+
 
 def request(scaler: OptimizerCalls, new_scale: float | Tensor | None) -> None:
     """Ask for an update, or set the scale at once."""
@@ -23,6 +30,8 @@ def request(scaler: OptimizerCalls, new_scale: float | Tensor | None) -> None:
         record.stage = OptState.READY
         record.unanswered = 0
     if new_scale is None:
+        if scaler._last_backward is not None and not scaler._registry and scaler._skipped is None:
+            warnings.warn(_NO_STEP, UserWarning, stacklevel=3)
         scaler._requested = True
         settle(scaler, force=False)
         return

@@ -3,6 +3,8 @@
 Each scenario runs the same code on torch's scaler too, which gets it wrong: so the scenario can fail.
 """
 
+import gc
+
 import pytest
 import torch
 
@@ -390,6 +392,35 @@ def test_a_forgotten_update_is_noticed(weights, dynamic):
         with pytest.warns(UserWarning, match=r"200 steps of SGD without scaler.update\(\): .* Call update"):
             steps(1)
     steps(200)  # said once
+
+
+def test_a_step_past_the_scaler_is_noticed(weights):
+    """torch.amp raises there; ours may accumulate over updates, if it knows the optimizer."""
+    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
+    scaler.scale(torch.ones(()))
+    scaler.update()
+    scaler.scale(one.loss(1.0)).backward()
+    one.optimizer.step()
+    assert one.value == -8.0, "the scaled gradients"
+    with pytest.warns(
+        UserWarning, match=r"Call scaler.step\(optimizer\) instead of optimizer.step\(\)"
+    ) as seen:
+        scaler.update()
+    assert seen[0].filename == __file__
+    scaler.register(one.optimizer)
+    scaler.update()
+
+
+def test_an_optimizer_of_one_step_is_no_step_past_the_scaler(weights):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        one = weights()
+        scaler.scale(one.loss(1.0)).backward()
+        scaler.step(one.optimizer)
+        del one
+        gc.collect()
+        assert len(scaler._registry) == 0
+        scaler.update()
 
 
 @pytest.mark.parametrize("names", ["abc", ["a", "a"]])
