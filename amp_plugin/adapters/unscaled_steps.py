@@ -25,7 +25,7 @@ class UnscaledSteps:
 
     def __init__(self) -> None:
         self._norms: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
-        self._never = torch.zeros(())
+        self._never = torch.zeros((), device="cpu")
         self._results: weakref.WeakKeyDictionary[Optimizer, StepResult] = weakref.WeakKeyDictionary()
 
     def measure(self, optimizer: Optimizer, groups: Groups = _NO_GROUPS) -> None:

@@ -6,6 +6,7 @@ regions are torch's own with the weight cache off, which follow the default rule
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from amp_plugin.casting.op_names import argument_names, dispatcher_name, is_regi
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules
 from amp_plugin.casting.written_weights import IN_PLACE_OPS
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
-from amp_plugin.kernels.dynamo_frames import outside_dynamo
+from amp_plugin.kernels.tracers import outside_tracers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +60,7 @@ def install() -> NativeCore:
     """
     global is_installed, native_enter, native_exit  # noqa: PLW0603 - what the process runs on
     core = native_core()
-    with _lock, outside_dynamo():
+    with _lock, outside_tracers():
         if is_installed:
             return core
         if core.region is not None:
@@ -112,7 +113,7 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     if rules == OpRules.default(device_type):
         return DEFAULT
     require_native("a rule set other than the default one")
-    with _lock, outside_dynamo():
+    with _lock, outside_tracers():
         if rules not in _numbers:
             if len(_numbers) + 1 >= MAX_RULE_SETS:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
@@ -204,6 +205,18 @@ def invalidate() -> None:
 
 def _weights_changed(*_: Any) -> None:
     invalidate()
+
+
+def blocks_are_recorded() -> bool:
+    """Say whether torch.export or ``make_fx(pre_dispatch=True)`` records this thread's autocast blocks.
+
+    Other modes that see torch's functions, as of ``torch.set_default_device``, do not.
+    """
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracing is not None and any(
+        isinstance(mode, tracing.PreDispatchTorchFunctionMode)
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
 
 
 def enter_torch(region: autocast) -> None:

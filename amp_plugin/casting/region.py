@@ -14,7 +14,7 @@ from typing_extensions import Self
 from amp_plugin.casting import active
 from amp_plugin.casting.dynamo_types import name_the_type_of_regions
 from amp_plugin.casting.stepping import covers_each_step
-from amp_plugin.kernels.dynamo_frames import skip_frames_of
+from amp_plugin.kernels.tracers import skip_frames_of
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
@@ -149,7 +149,11 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
     def __enter__(self) -> Self:
         opening, enter = self._opening, active.native_enter
-        if enter is None or opening[0] is None or _is_torch_function_mode_enabled():
+        if _is_torch_function_mode_enabled() and active.blocks_are_recorded():
+            if opening[4]:
+                raise RuntimeError(_RULES_IN_COMPILED_CODE)
+            active.enter_torch(self)
+        elif enter is None or opening[0] is None:
             active.enter_torch(self)
         else:
             enter(self, opening)

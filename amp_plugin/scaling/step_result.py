@@ -117,7 +117,9 @@ class StepResult:
     @classmethod
     def unscaled(cls) -> StepResult:
         """Return the result of a step without a loss scale: taken, nothing measured."""
-        return cls(norm=None, found_inf=torch.zeros(()), scale_before=None, flags=tuple, known=False)
+        return cls(
+            norm=None, found_inf=torch.zeros((), device="cpu"), scale_before=None, flags=tuple, known=False
+        )
 
     @property
     def skipped(self) -> bool:

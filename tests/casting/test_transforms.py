@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
+from amp_plugin.casting import active
 from amp_plugin.casting.checkpointing import checkpoint_contexts
 
 # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
@@ -362,6 +363,21 @@ class TestCapture:
             traced = torch.jit.trace(forward, (X,))
             assert_same([traced(2 * X).detach()], [Twice(torch.autocast)(2 * X).detach()])
 
+    @pytest.mark.native
+    @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
+    def test_jit_trace_opens_the_first_region_of_all(self, model):
+        active.uninstall()
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+
+        class Own(nn.Module):
+            def forward(self, x):
+                with amp_plugin.autocast("cpu", dtype=BF16, rules=rules):
+                    return (x @ x.t()).softmax(-1)
+
+        traced = torch.jit.trace(Own(), (X,))
+        assert traced(X).dtype is torch.float32
+        assert {node.kind() for node in traced.graph.nodes()} & {"aten::matmul", "aten::softmax"}
+
     def test_make_fx_sees_the_same_ops(self, model):
         from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -391,6 +407,49 @@ class TestCapture:
                 model(X)
             model(X).float().sum().backward()
         assert model[0].weight.grad is not None
+
+
+class Watching(torch.overrides.TorchFunctionMode):
+    """Sees torch's functions and changes none."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.native
+class TestFunctionModes:
+    @pytest.fixture(params=["set_default_device", "with device", "another"])
+    def mode(self, request):
+        if request.param != "set_default_device":
+            with torch.device("cpu") if request.param == "with device" else Watching():
+                yield
+            return
+        torch.set_default_device("cpu")
+        yield
+        torch.set_default_device(None)
+
+    @pytest.mark.usefixtures("mode")
+    def test_rules_and_kept_casts_hold(self, model):
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+        cache = amp_plugin.CastCache()
+        for _ in range(2):
+            with amp_plugin.autocast("cpu", dtype=BF16, rules=rules, cache=cache):
+                assert model(X).softmax(-1).dtype is torch.float32
+        assert cache.casts == len(cache) > 0
+
+    def test_own_rules_are_refused_where_blocks_are_recorded(self):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+
+        def forward(x, rules):
+            with amp_plugin.autocast("cpu", dtype=BF16, rules=rules):
+                return (x @ x).softmax(-1)
+
+        x = torch.ones(4, 4)
+        assert make_fx(lambda x: forward(x, None), pre_dispatch=True)(x)(x).dtype is BF16
+        with pytest.raises(RuntimeError, match="open the region around the call"):
+            make_fx(lambda x: forward(x, rules), pre_dispatch=True)(x)
 
 
 class TestOtherTensors:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from amp_plugin.kernels import reference
-from amp_plugin.kernels.dynamo_frames import skip_frames_of
+from amp_plugin.kernels.tracers import skip_frames_of
 
 if TYPE_CHECKING:
     from amp_plugin.kernels.cuda.operations import Operations
