@@ -58,24 +58,22 @@ class OptimizerCalls(TorchInterface):
         if not self._enabled:
             return
         named = _named(names)
-        by_id = {id(param): name for name, param in named.items()}
+        own = {id(param) for param in named.values()}
         for optimizer in optimizers:
             record = self._record(optimizer)
             if named:
-                if record.params and not any(id(p) in by_id for p in record.params):
+                if record.params and not any(id(p) in own for p in record.params):
                     msg = (
                         f"register(names=...): none of the {len(named)} names is of a parameter of this "
                         f"{type(optimizer).__name__}; give the module that it optimizes"
                     )
                     raise ValueError(msg)
-                defaults = OptimizerRecord.all_names(record)
-                record.names = [by_id.get(id(p), d) for p, d in zip(record.params, defaults, strict=True)]
+                record.names.update((param, name) for name, param in named.items())
 
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         record = self._registry.find(optimizer)
         if record is not None:
-            if self._registry.refresh(record):
-                record.names = None
+            self._registry.refresh(record)
             return record
         if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
             given = type(optimizer).__name__

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
@@ -26,7 +27,7 @@ class OptimizerRecord:
 
     Attributes:
         slot: Its number, the key of its marks in the ledgers.
-        names: The name of each parameter.
+        names: The names given to parameters, also to those that may join it later.
         params: Its parameters, in the order of its groups.
         sets: The gradient sets they fall into.
         spreads: The ways in which its parameters are spread over ranks.
@@ -45,7 +46,7 @@ class OptimizerRecord:
     def __init__(self, optimizer: Optimizer, slot: int) -> None:
         self._optimizer = weakref.ref(optimizer)
         self.slot = slot
-        self.names: list[str] | None = None
+        self.names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self.params: list[Tensor] = []
         self.sets: list[GradientSet] = []
         self.spreads: tuple[Spread, ...] = ()
@@ -78,16 +79,13 @@ class OptimizerRecord:
         """Whether another optimizer steps some of the parameters too."""
         return any(len(one.owners) > 1 for one in self.sets)
 
-    def all_names(self) -> list[str]:
-        """Return the name of each parameter: registered, else by group and index."""
-        known = self.names or []
+    def all_names(self, params: list[Tensor] | None = None) -> list[str]:
+        """Return the name of each parameter, now or then: registered, else by group and index."""
+        params = self.params if params is None else params
         optimizer = self._optimizer()
-        rest = (
-            [f"parameter {i}" for i in range(len(self.params))]
-            if optimizer is None
-            else default_names(optimizer)
-        )
-        return [*known, *rest[len(known) :]]
+        known = [] if optimizer is None else default_names(optimizer)
+        rest = [*known, *(f"parameter {i}" for i in range(len(known), len(params)))]
+        return [self.names.get(param, name) for param, name in zip(params, rest, strict=False)]
 
     def name_of(self, param: Tensor) -> str:
         """Return the name of one of the parameters."""

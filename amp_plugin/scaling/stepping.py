@@ -175,7 +175,7 @@ class _named_flags:  # noqa: N801 -- a function with storage
         self._parts = [(one.params, part) for one in record.sets for part in one.flagged()]
 
     def __call__(self) -> Iterator[tuple[str, int]]:
-        names = self._record.all_names()
+        names = self._record.all_names(self._params)
         index = {id(param): i for i, param in enumerate(self._params)}
         found: dict[int, int] = {}
         for params, part in self._parts:

@@ -223,6 +223,30 @@ def test_the_report_is_short_for_many():
     assert str(OverflowReport(elsewhere=True)) == "overflow on another rank"
 
 
+def test_names_outlive_a_change_of_the_parameters():
+    """Layers that are unfrozen later are in the registered module already."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.register(optimizer, names=model)
+
+    def overflow():
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        for param in (model[0].weight, model[1].bias):
+            param.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.last_step(optimizer)
+
+    first = overflow()
+    optimizer.add_param_group({"params": [model[0].weight, torch.nn.Parameter(torch.zeros(1))]})
+    assert overflow().overflow_report().inf == ("1.bias", "0.weight")
+    optimizer.param_groups[:] = optimizer.param_groups[1:]
+    assert overflow().overflow_report().inf == ("0.weight",)
+    assert first.overflow_report().inf == ("1.bias",), "the parameters of then"
+
+
 def test_what_cannot_be_registered():
     model, optimizer = build(torch.optim.SGD, {})
     scaler = GradScaler("cpu")
