@@ -40,6 +40,12 @@ def watch(output: Tensor, scaler: GradScaler, loss_scale: LossScale) -> None:
     output.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
+def is_watched(output: object) -> bool:
+    """Return whether something is a loss that was scaled."""
+    hooks = getattr(output, "_backward_hooks", None) or {}
+    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
+
+
 def _begin(
     grad: Tensor,
     *,

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from amp_plugin.scaling import stepping
+from amp_plugin.scaling.backward_events import is_watched
 from amp_plugin.scaling.registry import OptimizerRecord
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def step(
         What ``optimizer.step`` returns; None if the step was given up.
 
     Raises:
-        RuntimeError: The closure ran a backward from a loss that was not scaled.
+        RuntimeError: The closure ran a backward from a loss that was not scaled, or returned the scaled one.
     """
     session = _ClosureStep(scaler, record, closure)
     if may_look_first(optimizer) and session.overflowed_before():
@@ -104,6 +105,7 @@ class _ClosureStep:
         with torch.enable_grad():
             loss = self._closure()
         self._refuse_unscaled()
+        _refuse_scaled(loss)
         with torch.no_grad():
             if self._check():
                 raise _OverflowError
@@ -127,6 +129,13 @@ class _ClosureStep:
             self._found = (zero, zero)
         norm, found = self._found
         stepping.finish(self._scaler, self._record, norm, found, known=self._skipped)
+
+
+def _refuse_scaled(loss: Any) -> None:
+    """A line search would compare scaled losses along unscaled gradients."""
+    if is_watched(loss):
+        msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
+        raise RuntimeError(msg)
 
 
 def may_look_first(optimizer: Optimizer) -> bool:

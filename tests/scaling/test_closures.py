@@ -226,3 +226,23 @@ def test_an_unscaled_loss_in_the_closure_is_refused():
 
     with pytest.raises(RuntimeError, match="loss that was not scaled: call scaler.scale\\(loss\\).backward"):
         scaler.step(optimizer, closure)
+
+
+def test_the_scaled_loss_as_the_closures_value_is_refused():
+    """Scaled losses and unscaled gradients lead a line search astray."""
+    param = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([param], line_search_fn="strong_wolfe")
+    scaler = GradScaler("cpu", init_scale=8.0)
+
+    def closure(scale_first):
+        optimizer.zero_grad()
+        loss = param.square().sum()
+        scaled = scaler.scale(loss)
+        scaled.backward()
+        return scaled if scale_first else loss
+
+    with pytest.raises(RuntimeError, match=r"returned the scaled loss: .* return the loss itself"):
+        scaler.step(optimizer, lambda: closure(scale_first=True))
+    assert param.tolist() == [1.0, 1.0]
+    assert scaler.step(optimizer, lambda: closure(scale_first=False)).item() == 2.0
+    assert param.tolist() == [0.0, 0.0]
