@@ -272,6 +272,20 @@ def dtypes_in_threads(plugin):
     return dtypes
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_plugin_can_be_pickled_as_spawned_processes_need_it(precision):
+    plugin = FabricAmpPrecision(precision, init_scale=64.0)
+    for copied in (pickle.loads(pickle.dumps(plugin)), copy.deepcopy(plugin)):
+        fabric = Fabric(plugins=[copied], accelerator="cpu")
+        net = torch.nn.Linear(4, 1)
+        model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        fabric.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+        assert copied.settings == plugin.settings
+        assert copied.optimizer_steps == 1
+    assert plugin.optimizer_steps == 0
+
+
 def test_a_module_set_up_can_be_copied_and_pickled():
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision("bf16")])
     module = nn.Linear(2, 2)

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -20,6 +20,15 @@ from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, s
 from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.scaling.spread import parameter_spreads
+
+Member = TypeVar("Member")
+
+
+class _Known(weakref.WeakKeyDictionary[Member, None]):
+    """What this process has set up, in order, as long as it lives; pickled empty, for spawned processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class FabricPrecision(PrecisionCore):
@@ -39,8 +48,8 @@ class FabricPrecision(PrecisionCore):
     """The framework's module whose flag allows backward passes."""
 
     def _begin(self) -> None:
-        self._modules: list[weakref.ref[nn.Module]] = []
-        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._modules: _Known[nn.Module] = _Known()
+        self._named: _Known[Optimizer] = _Known()
         self._started = False
 
     # -- set-up -------------------------------------------------------------------------------
@@ -48,14 +57,14 @@ class FabricPrecision(PrecisionCore):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32, and let threads that run the module use our region."""
         module = super().convert_module(module)
-        self._modules.append(weakref.ref(module))
+        self._modules[module] = None
         carry_into_threads(module, self)
         return module
 
     def _ready(self) -> None:
         if self._started:
             return
-        modules = self._living_modules()
+        modules = list(self._modules)
         tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
         tensor = next(tensors, None)
         if tensor is None and not self.device:
@@ -73,9 +82,6 @@ class FabricPrecision(PrecisionCore):
         self._start(device, **scaler_options(root))
         self._keep_casts(window=1)
         self._started = True
-
-    def _living_modules(self) -> list[nn.Module]:
-        return [module for module in (ref() for ref in self._modules) if module is not None]
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -143,8 +149,8 @@ class FabricPrecision(PrecisionCore):
     def _known(self, scaler: GradScaler, optimizer: Optimizer) -> GradScaler:
         """Register an optimizer when it is first seen, its parameters by name."""
         if optimizer not in self._named:
-            self._named.add(optimizer)
-            scaler.register(optimizer, names=names_of(optimizer, names_in(self._living_modules())))
+            self._named[optimizer] = None
+            scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
         return scaler
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
