@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -55,8 +55,10 @@ def clip_norm(
 
     Raises:
         RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
+        TypeError: An argument is something else.
+        ValueError: ``max_norm`` is negative or nan.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    max_norm, norm_type = _limit("max_norm", max_norm), _number("norm_type", norm_type)
     if not scaler.is_enabled():
         return torch.nn.utils.clip_grad_norm_(_params_of(target), max_norm, norm_type, error_if_nonfinite)
     if isinstance(target, Optimizer):
@@ -90,7 +92,12 @@ def clip_value(scaler: OptimizerCalls, target: Target, clip_value: float) -> Non
         scaler: The scaler.
         target: An optimizer, or parameters of optimizers the scaler knows.
         clip_value: Largest absolute value; infinities are clipped too, the step is skipped all the same.
+
+    Raises:
+        TypeError: An argument is something else.
+        ValueError: ``clip_value`` is negative or nan.
     """
+    clip_value = _limit("clip_value", clip_value)
     params = _params_of(target)
     if scaler.is_enabled():
         for record in _records_of(scaler, target if isinstance(target, Optimizer) else params):
@@ -132,15 +139,45 @@ def _norm_of_sets(scaler: OptimizerCalls, sets: list[GradientSet], norm_type: fl
     return combine(parts, norm_type, device, scaler._groups, spreads)[0]
 
 
+def _limit(name: str, given: object) -> float:
+    limit = _number(name, given)
+    if not limit >= 0:
+        msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
+        raise ValueError(msg)
+    return limit
+
+
+def _number(name: str, given: Any) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError):
+        order = "; the optimizer or its parameters come first" if isinstance(given, Optimizer) else ""
+        msg = f"clip: {name}={_short(given)} is not allowed; give a number{order}"
+        raise TypeError(msg) from None
+
+
 def _params_of(target: Target) -> list[Tensor]:
     if isinstance(target, Optimizer):
         return [param for group in target.param_groups for param in group["params"]]
+    if isinstance(target, Tensor):
+        return [target]
+    given: object = target
+    advice = ""
     if isinstance(target, torch.nn.Module):
-        msg = (
-            f"clip: an optimizer or parameters are wanted, got {type(target).__name__}: give its parameters()"
-        )
-        raise TypeError(msg)
-    return [target] if isinstance(target, Tensor) else list(target)
+        advice = ": give its parameters()"
+    elif isinstance(target, Iterable):
+        params = list(target)
+        given = next((each for each in params if not isinstance(each, Tensor)), None)
+        if given is None:
+            return params
+        advice = ": give parameters() instead of named_parameters()" if isinstance(given, tuple) else ""
+    msg = f"clip: an optimizer or parameters are wanted, got {_short(given)}{advice}"
+    raise TypeError(msg)
+
+
+def _short(given: object) -> str:
+    plain = given is None or isinstance(given, (str, int, float))
+    return repr(given) if plain else type(given).__name__
 
 
 def _records_of(scaler: OptimizerCalls, target: Optimizer | list[Tensor]) -> list[OptimizerRecord]:

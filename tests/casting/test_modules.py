@@ -286,6 +286,10 @@ def test_a_pattern_that_matches_nothing_is_an_error():
 
 
 def test_errors():
+    with pytest.raises(
+        ValueError, match=r"the dtype comes first, got Linear; write run_in\(torch.float32\)\("
+    ):
+        run_in(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"torch.int64 is not a floating-point dtype; use torch.float32"):
         run_in(torch.long)
     with pytest.raises(

@@ -217,6 +217,55 @@ def test_a_module_is_no_target(enabled):
         scaler.clip_grad_norm_(module, 1.0)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(1.0, optimizer),
+            TypeError,
+            "clip: max_norm=SGD is not allowed; give a number; the optimizer or its parameters come first",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(model.named_parameters(), 1.0),
+            TypeError,
+            r"got tuple: give parameters\(\) instead of named_parameters\(\)",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(1.0, 1.0),
+            TypeError,
+            "an optimizer or parameters are wanted, got 1.0$",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, None),
+            TypeError,
+            "max_norm=None is not allowed; give a number$",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, -1.0),
+            ValueError,
+            "max_norm=-1.0 is not allowed; give a number that is not negative",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, 1.0, "fro"),
+            TypeError,
+            "norm_type='fro' is not allowed; give a number$",
+        ),
+        (
+            lambda scaler, model, optimizer: scaler.clip_grad_value_(optimizer, math.nan),
+            ValueError,
+            "clip_value=nan is not allowed",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(call, error, message, enabled):
+    model = torch.nn.Linear(2, 2)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", enabled=enabled)
+    scaler.scale(model(torch.ones(2)).sum()).backward()
+    with pytest.raises(error, match=message):
+        call(scaler, model, optimizer)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_other_dtypes_keep_a_float32_norm(dtype):
     model = Model(dtype=dtype)
