@@ -43,12 +43,10 @@ def _require_selectable(optimizer: Optimizer, state: dict[str, Any], device: tor
         if value is None or (isinstance(value, Tensor) and value.device == device):
             continue
         where = f"on {value.device}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        capturable = (
-            "pass capturable=True to the optimizer, or " if "capturable" in optimizer.defaults else ""
-        )
+        way_out = "capturable=True to the optimizer, or " if "capturable" in optimizer.defaults else ""
         msg = (
             f"sync_free=True: the state {name!r} of {type(optimizer).__name__} is {where}, which cannot be "
-            f"put back on {device} without a sync; {capturable or 'pass '}sync_free=False."
+            f"put back on {device} without a sync; pass {way_out}sync_free=False."
         )
         raise RuntimeError(msg)
 
