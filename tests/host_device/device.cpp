@@ -122,11 +122,13 @@ TORCH_LIBRARY(host_device, library) {
   library.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { debug_mode = mode; });
   library.def("synchronize() -> ()", [] { wait("the device"); });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
-  library.def("copy_of(Storage storage) -> Tensor", [](const c10::Storage& storage) {
-    at::Tensor bytes = at::empty({int64_t(storage.nbytes())}, at::dtype(at::kByte).device(storage.device()));
-    std::memcpy(bytes.mutable_data_ptr(), storage.data(), storage.nbytes());
-    return bytes;
-  });
+  library.def(
+      "copy_of(Storage storage, Device device) -> Tensor",
+      [](const c10::Storage& storage, at::Device device) {
+        at::Tensor bytes = at::empty({int64_t(storage.nbytes())}, at::dtype(at::kByte).device(device));
+        std::memcpy(bytes.mutable_data_ptr(), storage.data(), storage.nbytes());
+        return bytes;
+      });
   library.def("exchange_device(int index) -> int", [](int64_t index) {
     TORCH_CHECK(index < kDevices, "CUDA error: invalid device ordinal");
     return int64_t(index < 0 ? current_index : std::exchange(current_index, c10::DeviceIndex(index)));

@@ -94,16 +94,33 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         setattr(torch.cuda.random, name, getattr(torch.cuda, name))
     for name in ("CUDAGraph", "graph_pool_handle", "is_current_stream_capturing"):
         setattr(torch.cuda.graphs, name, getattr(torch.cuda, name))
-    clone = torch.UntypedStorage.clone
-    torch.UntypedStorage.clone = lambda storage: (
-        device.copy_of(storage).untyped_storage() if storage.device.type == "cuda" else clone(storage)
-    )
+    _let_storages_move(device)
     torch._C._host_emptyCache = lambda: None
     torch._C._scatter = _scatter
     torch._C._gather = _gather
     torch._C._broadcast_coalesced = lambda tensors, devices, size: [
         [tensor.to(f"cuda:{index}", copy=True) for tensor in tensors] for index in devices
     ]
+
+
+def _let_storages_move(device: Any) -> None:
+    """Copy storages to and from the device: for deepcopy, torch.save and torch.load."""
+
+    def to(storage: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+        where = torch.device(device)
+        if where.type == "cuda" and where.index is None:
+            where = torch.device("cuda", torch.cuda.current_device())
+        if where == storage.device:
+            return storage
+        return torch.ops.host_device.copy_of(storage, where).untyped_storage()
+
+    storages = torch.UntypedStorage
+    storages.clone = lambda storage: device.copy_of(storage, storage.device).untyped_storage()
+    storages.to = to
+    storages.cpu = lambda storage: to(storage, device="cpu")
+    storages.cuda = lambda storage, index=None, non_blocking=False: to(
+        storage, device=f"cuda:{index_of(index)}"
+    )
 
 
 def _namespace(device: Any) -> dict[str, Any]:
