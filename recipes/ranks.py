@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -52,6 +53,9 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
     try:
         yield dist.get_rank(), dist.get_world_size()
         if backend == "gloo":
-            dist.barrier()  # its threads let go of the last tensors before the process ends
+            dist.barrier()
+            # Its threads drop the last work now, for which they need the GIL; destroying the group holds it
+            # and waits for them.
+            time.sleep(0.1)
     finally:
         dist.destroy_process_group()

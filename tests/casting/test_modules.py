@@ -8,11 +8,11 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from amp_plugin import autocast, run_in
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from tests.process_groups import group_of_one
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -253,9 +253,8 @@ def test_an_already_compiled_module_is_reached():
     assert in_bf16(linear, torch.ones(1, 2)).dtype is FP32
 
 
-def test_under_ddp(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+def test_under_ddp():
+    with group_of_one():
         net = Net()
         run_in(FP32, cast_back=True)(net.norm)
         wrapped = nn.parallel.DistributedDataParallel(net)
@@ -263,8 +262,6 @@ def test_under_ddp(tmp_path):
         assert output.dtype is BF16
         output.sum().backward()
         assert net.norm.weight.grad.dtype is FP32
-    finally:
-        dist.destroy_process_group()
 
 
 def test_modules_by_name_pattern_and_class():

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_plugin
 from amp_plugin.casting import active
 from amp_plugin.casting.checkpointing import checkpoint_contexts
+from tests.process_groups import group_of_one
 
 # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
 pytestmark = pytest.mark.filterwarnings(
@@ -494,12 +495,9 @@ class TestOtherTensors:
             assert outcome(amp_plugin.autocast, op) == outcome(torch.autocast, op), name
 
     def test_dtensor(self):
-        import torch.distributed as dist
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
-        store = dist.HashStore()
-        dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-        try:
+        with group_of_one():
             mesh = init_device_mesh("cpu", (1,))
             torch.manual_seed(0)
             weight = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
@@ -513,5 +511,3 @@ class TestOtherTensors:
                 return [y.full_tensor().detach(), weight.grad.full_tensor()]
 
             assert_same(run(amp_plugin.autocast), run(torch.autocast))
-        finally:
-            dist.destroy_process_group()

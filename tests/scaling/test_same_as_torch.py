@@ -11,6 +11,7 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.kernels import build
+from tests.process_groups import group_of_one
 
 
 class Pair(NamedTuple):
@@ -227,9 +228,8 @@ def test_new_scale_may_be_a_number_or_a_tensor(weights):
 
 
 @pytest.mark.parametrize("option", ["process_groups", "sharded_groups"])
-def test_a_copy_keeps_its_groups_and_a_pickle_cannot(option, tmp_path):
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
+def test_a_copy_keeps_its_groups_and_a_pickle_cannot(option):
+    with group_of_one():
         group = torch.distributed.new_group([0])
         scaler = GradScaler("cpu", **{option: [group]})
         twin = copy.deepcopy(scaler)
@@ -237,5 +237,3 @@ def test_a_copy_keeps_its_groups_and_a_pickle_cannot(option, tmp_path):
         assert group in (*twin._groups.agree, *twin._groups.sharded)
         with pytest.raises(RuntimeError, match=r"cannot be pickled.* save its state_dict\(\) and load it"):
             pickle.dumps(scaler)
-    finally:
-        torch.distributed.destroy_process_group()
