@@ -254,7 +254,8 @@ def test_a_framework_s_form_has_the_losses_of_the_plain_one(name, precision):
         return catalogue.load(which).train(config_of(which, precision, *options))
 
     plain, form = run(catalogue.plain_name(name)), run(name)
-    rounding = 1e-2 if name == "wgan_gp_accelerate" and precision != "fp32" else 0
+    # A critic that is called three times: here a step's uses of a weight share a cast, there each has its own.
+    rounding = 1e-2 if name.startswith("wgan_gp") and precision != "fp32" else 0
     assert form.losses == pytest.approx(plain.losses, abs=rounding, rel=0)
     assert form.loss_scales == plain.loss_scales
     assert form.skipped == plain.skipped
