@@ -19,7 +19,8 @@ JOBS ?= 2
 
 BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5
+# A test that hangs shows its stacks after 900 s, and the others go on.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
 PARALLEL := -n $(JOBS) --dist worksteal
 
 .PHONY: demo test lint format test-native test-host-device test-fallback test-recipes docs bench bench-check clean asked-python
