@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +24,6 @@ class UnscaledSteps:
 
     def __init__(self) -> None:
         self._norms: weakref.WeakKeyDictionary[Optimizer, Tensor] = weakref.WeakKeyDictionary()
-        self._never = torch.zeros((), device="cpu")
         self._results: weakref.WeakKeyDictionary[Optimizer, StepResult] = weakref.WeakKeyDictionary()
 
     def measure(self, optimizer: Optimizer, groups: Groups = _NO_GROUPS) -> None:
@@ -48,14 +46,7 @@ class UnscaledSteps:
 
     def stepped(self, optimizer: Optimizer) -> StepResult:
         """Note a step, and return what there is to tell of it."""
-        result = StepResult(
-            norm=self._norms.pop(optimizer, None),
-            found_inf=self._never,
-            scale_before=None,
-            flags=tuple,
-            known=False,
-        )
-        self._results[optimizer] = result
+        result = self._results[optimizer] = StepResult.unscaled(self._norms.pop(optimizer, None))
         return result
 
     def last(self, optimizer: Optimizer) -> StepResult:

@@ -115,11 +115,10 @@ class StepResult:
         self._flag = None if known is not None else HostFlag(found_inf)
 
     @classmethod
-    def unscaled(cls) -> StepResult:
-        """Return the result of a step without a loss scale: taken, nothing measured."""
-        return cls(
-            norm=None, found_inf=torch.zeros((), device="cpu"), scale_before=None, flags=tuple, known=False
-        )
+    def unscaled(cls, norm: Tensor | None = None) -> StepResult:
+        """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
+        never = torch.zeros((), device="cpu")
+        return cls(norm=norm, found_inf=never, scale_before=None, flags=tuple, known=False)
 
     @property
     def skipped(self) -> bool:

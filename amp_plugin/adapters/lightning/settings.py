@@ -20,15 +20,8 @@ PrecisionName = Literal["fp16", "bf16", "fp32"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
 
-_NUMBERS: Final = (
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_scale",
-    "hysteresis",
-)
+_FLAGS: Final = frozenset({"dynamic", "fp16_gradients"})
+_WORDS: Final = frozenset({"hysteresis_mode", "on_min_scale"})  # GradScaler checks them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +60,11 @@ class PrecisionSettings:
         _check_names("fp32_modules", self.fp32_modules)
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
-        for name in ("dynamic", "fp16_gradients"):
-            flag(name, self.loss_scale[name])
-        for name in _NUMBERS:
-            number(name, self.loss_scale[name], none=name in {"min_scale", "max_scale"})
+        for name, value in self.loss_scale.items():
+            if name in _FLAGS:
+                flag(name, value)
+            elif name not in _WORDS:
+                number(name, value, none=name in {"min_scale", "max_scale"})
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
