@@ -12,7 +12,6 @@
 #include <torch/library.h>
 
 #include <array>
-#include <mutex>
 #include <optional>
 #include <set>
 #include <utility>
@@ -260,35 +259,11 @@ at::Tensor& set_storage(
 }
 
 // CUDA's softmax reads fp16 and writes fp32 at once, the CPU's does not.
+template <auto by_host>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
   const at::Tensor input = half_to_float ? self.to(at::kFloat) : self;
   at::Tensor result = at::empty_like(input, at::MemoryFormat::Contiguous);
-  return at::_softmax_out(result, input, dim, false);
-}
-
-at::Tensor log_softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
-  const at::Tensor input = half_to_float ? self.to(at::kFloat) : self;
-  at::Tensor result = at::empty_like(input, at::MemoryFormat::Contiguous);
-  return at::_log_softmax_out(result, input, dim, false);
-}
-
-// A kernel of the package, compiled for the CPU: see tests/cuda_emulation. Its arguments lie one behind
-// another.
-void launch(
-    int64_t kernel, int64_t blocks, int64_t threads, bool descending, at::Tensor arguments,
-    at::IntArrayRef offsets) {
-  using Kernel = const char* (*)(unsigned, unsigned, void**, int);
-  const std::vector<int64_t> places = offsets.vec();
-  auto work = [=] {
-    std::vector<void*> pointers;
-    for (int64_t place : places) pointers.push_back(static_cast<char*>(arguments.mutable_data_ptr()) + place);
-    static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
-    std::lock_guard lock(one_at_a_time);
-    const char* error =
-        reinterpret_cast<Kernel>(kernel)(unsigned(blocks), unsigned(threads), pointers.data(), descending);
-    TORCH_CHECK(error == nullptr, error);
-  };
-  capturing() ? record(work) : work();
+  return by_host(result, input, dim, false);
 }
 
 }  // namespace
@@ -302,8 +277,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty_strided", &empty_strided);
   library.impl("_efficientzerotensor", &zero_tensor);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
-  library.impl("_softmax", &softmax);
-  library.impl("_log_softmax", &log_softmax);
+  library.impl("_softmax", &softmax<&at::_softmax_out>);
+  library.impl("_log_softmax", &softmax<&at::_log_softmax_out>);
   auto by_host = [&](const std::string& name) {
     library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
   };
@@ -314,12 +289,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
     if (!op || name.getNamespace() != "aten" || !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) by_host(c10::toString(name));
   }
-}
-
-TORCH_LIBRARY_FRAGMENT(host_device, library) {
-  library.def(
-      "launch(int kernel, int blocks, int threads, bool descending, Tensor arguments, int[] offsets) -> ()",
-      &launch);
 }
 
 }  // namespace host_device
