@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.spread import Spread
+from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -39,52 +40,63 @@ class Groups(NamedTuple):
         return bool(self.agree or self.sharded)
 
 
-class Part(NamedTuple):
-    """What one kernel call found; norm and found_inf as the ops return them."""
-
-    norm: Tensor
-    found_inf: Tensor
-    flags: Tensor
-    positions: Sequence[int] | None
-    spread: Spread | None
-
-
-def combine(
-    parts: Sequence[Part],
-    norm_type: float,
-    device: torch.device,
-    groups: Groups,
-    spreads: Sequence[Spread],
-    earlier: Sequence[Tensor] = (),
-) -> tuple[Tensor, Tensor]:
-    """Combine the parts of all devices and ranks.
+class Ranks:
+    """The processes that decide together.
 
     Args:
-        parts: This rank's results; may be empty.
-        norm_type: The p of the norms.
-        device: Where the results go.
-        groups: The groups the scaler was given.
-        spreads: All ways in which the optimizer's *parameters* are spread, the same list on every
-            rank, so that a rank without gradients takes part too.
-        earlier: Overflow flags of this rank from before the parts were measured.
-
-    Returns:
-        Norm and found_inf over all ranks, float32, 0-dim, on ``device``.
+        groups: The groups the scaler was given; DTensors bring their meshes themselves.
     """
-    if len(parts) == 1 and not (groups or spreads or earlier):
-        part = parts[0]
-        return part.norm.to(device, non_blocking=True), part.found_inf.to(device, non_blocking=True)
-    by_spread: dict[Spread | None, list[Part]] = {**{spread: [] for spread in spreads}, None: []}
-    for part in parts:
-        by_spread.setdefault(part.spread, []).append(part)
-    flag = _local_flag([*(part.found_inf for part in parts), *earlier], device)
-    powers = []
-    for spread, members in by_spread.items():  # the flag goes through every collective: all ranks learn of it
-        pair = torch.stack([_local_power(members, norm_type, device), flag])
-        pair = _over_mesh(pair, norm_type, spread) if spread else _over_groups(pair, norm_type, groups)
-        power, flag = pair.unbind()
-        powers.append(power)
-    return _norm_of(torch.stack(powers), norm_type).float(), (flag > 0).float()
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self._core_agreed = not groups
+
+    def combine(
+        self,
+        measurements: Sequence[Measurement],
+        norm_type: float,
+        device: torch.device,
+        layouts: Sequence[ShardLayout],
+        earlier: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Combine the measurements of all devices and ranks.
+
+        Args:
+            measurements: This rank's; may be empty.
+            norm_type: The p of the norms.
+            device: Where the results go.
+            layouts: All shard layouts of the optimizer's *parameters*, the same list on every rank, so
+                that a rank without gradients takes part too.
+            earlier: Overflow flags of this rank from before these measurements.
+
+        Returns:
+            Norm and found_inf over all ranks, float32, 0-dim, on ``device``.
+
+        Raises:
+            RuntimeError: Some ranks have the native core and others do not.
+        """
+        if len(measurements) == 1 and not (self.groups or layouts):
+            norm = measurements[0].norm.to(device, non_blocking=True)
+            found = measurements[0].found_inf.to(device, non_blocking=True)
+            for flag in earlier:
+                found = torch.maximum(found, flag.to(device, non_blocking=True))
+            return norm, found
+        if not self._core_agreed:
+            _agree_on_core(self.groups, device)
+            self._core_agreed = True
+        by_layout: dict[ShardLayout | None, list[Measurement]] = {**{key: [] for key in layouts}, None: []}
+        for measurement in measurements:
+            by_layout.setdefault(measurement.layout, []).append(measurement)
+        flag = _local_flag([*(measurement.found_inf for measurement in measurements), *earlier], device)
+        powers = []
+        for layout, members in by_layout.items():  # the flag goes through every collective: all learn of it
+            pair = torch.stack([_local_power(members, norm_type, device), flag])
+            pair = (
+                _over_mesh(pair, norm_type, layout) if layout else _over_groups(pair, norm_type, self.groups)
+            )
+            power, flag = pair.unbind()
+            powers.append(power)
+        return _norm_of(torch.stack(powers), norm_type).float(), (flag > 0).float()
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -97,12 +109,13 @@ def _local_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).max().to(_wide(device))
 
 
-def _local_power(parts: Sequence[Part], norm_type: float, device: torch.device) -> Tensor:
-    """This rank's norm to its power, 0-dim; what is neutral if there are no parts."""
-    if not parts:
+def _local_power(measurements: Sequence[Measurement], norm_type: float, device: torch.device) -> Tensor:
+    """This rank's norm to its power, 0-dim; what is neutral if nothing was measured."""
+    if not measurements:
         neutral = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), neutral, dtype=_wide(device), device=device)
-    norms = torch.stack([part.norm.to(device, non_blocking=True) for part in parts]).to(_wide(device))
+    norms = torch.stack([measured.norm.to(device, non_blocking=True) for measured in measurements])
+    norms = norms.to(_wide(device))
     return _add_up(norms if _has_no_power(norm_type) else norms.pow(norm_type), norm_type)
 
 
@@ -132,11 +145,11 @@ def _all_reduce(pair: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
     return pair * sign
 
 
-def _over_mesh(pair: Tensor, norm_type: float, spread: Spread) -> Tensor:
-    for dim, sharded in enumerate(spread.sharded):
+def _over_mesh(pair: Tensor, norm_type: float, layout: ShardLayout) -> Tensor:
+    for dim, sharded in enumerate(layout.sharded):
         if not sharded and not math.isinf(norm_type):
-            pair = torch.stack([pair[0] / spread.mesh.size(dim), pair[1]])
-        pair = _all_reduce(pair, norm_type, spread.mesh.get_group(dim))
+            pair = torch.stack([pair[0] / layout.mesh.size(dim), pair[1]])
+        pair = _all_reduce(pair, norm_type, layout.mesh.get_group(dim))
     return pair
 
 
@@ -150,16 +163,11 @@ def _over_groups(pair: Tensor, norm_type: float, groups: Groups) -> Tensor:
     return pair
 
 
-def agree_on_core(groups: Groups, device: torch.device) -> None:
+def _agree_on_core(groups: Groups, device: torch.device) -> None:
     """Check that all ranks have the native core, or none.
 
     Both compute the same to the last few bits only; replicated parameters would drift apart.
-
-    Raises:
-        RuntimeError: The ranks differ.
     """
-    if not groups:
-        return
     loaded = float(native_core().loaded)
     votes = torch.tensor([loaded, -loaded], device=device)
     for group in (*groups.agree, *groups.sharded):

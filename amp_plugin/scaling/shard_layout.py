@@ -1,4 +1,4 @@
-"""How a gradient is spread over ranks, read from its DTensor placements."""
+"""How a gradient is sharded over ranks, read from its DTensor placements."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Spread(NamedTuple):
-    """Where the parts of a gradient are.
+class ShardLayout(NamedTuple):
+    """Which ranks hold which parts of a gradient.
 
     Attributes:
         mesh: The device mesh.
@@ -24,8 +24,8 @@ class Spread(NamedTuple):
     sharded: tuple[bool, ...]
 
 
-def local_gradient(param: Tensor) -> tuple[Tensor, Spread | None]:
-    """Return this rank's part of ``param.grad``, and how the gradient is spread.
+def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
+    """Return this rank's part of ``param.grad``, and the layout of the whole.
 
     A Partial gradient is summed up first and replaced: neither its norm nor its overflow
     can be told from the summands.
@@ -41,7 +41,7 @@ def local_gradient(param: Tensor) -> tuple[Tensor, Spread | None]:
     local = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
-    return local, Spread(grad.device_mesh, _sharded(grad.placements))
+    return local, ShardLayout(grad.device_mesh, _sharded(grad.placements))
 
 
 def _sharded(placements: Sequence[Any]) -> tuple[bool, ...]:
@@ -57,14 +57,14 @@ def _is_dtensor(grad: Tensor) -> bool:
     return isinstance(grad, DTensor)
 
 
-def parameter_spreads(params: Sequence[Tensor]) -> tuple[Spread, ...]:
-    """Return every way in which the gradients of ``params`` may be spread, in a fixed order.
+def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
+    """Return every layout that the gradients of ``params`` may have, in a fixed order.
 
     Every rank finds the same list, whatever gradients it has.
     """
-    found: dict[Spread, None] = {}
+    found: dict[ShardLayout, None] = {}
     for param in params:
         if _is_dtensor(param):
             tensor: Any = param
-            found[Spread(tensor.device_mesh, _sharded(tensor.placements))] = None
+            found[ShardLayout(tensor.device_mesh, _sharded(tensor.placements))] = None
     return tuple(found)
