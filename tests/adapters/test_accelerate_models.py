@@ -233,21 +233,17 @@ def test_backward_may_run_in_the_region():
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "fp8"])
-def test_other_engines_are_left_alone(kind, monkeypatch):
+def test_other_engines_are_left_alone(kind):
     from accelerate.utils import DistributedType
 
     from amp_plugin.adapters.accelerate import engagement
     from amp_plugin.adapters.accelerate.settings import resolve
 
-    accelerator = ours()
-    if kind == "fp8":
-        monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
-    else:
-        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    values = (DistributedType.NO, "fp8") if kind == "fp8" else (DistributedType[kind], "fp16")
     with pytest.warns(UserWarning, match="casts and scales losses by itself"):
-        assert not engagement.is_ours(accelerator, resolve([], {}), explicit=False)
+        assert not engagement.is_ours(*values, resolve([], {}), explicit=False)
     with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
-        engagement.is_ours(accelerator, resolve([], {}), explicit=True)
+        engagement.is_ours(*values, resolve([], {}), explicit=True)
 
 
 def test_left_alone_it_is_accelerate():

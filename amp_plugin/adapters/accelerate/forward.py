@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import AutocastKwargs, convert_to_fp32
 from torch import nn
 
 from amp_plugin.casting.active import invalidate
@@ -37,6 +37,12 @@ class RegionOptions:
     cache_enabled: bool | None = None
     cast_cache: CastCache | None = None
     fp32_outputs: bool = True
+
+    def with_kwargs(self, handler: AutocastKwargs | None) -> RegionOptions:
+        """Return the options of one block, which Accelerate's AutocastKwargs may change."""
+        if handler is None:
+            return self
+        return replace(self, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
 
     def region(self) -> torch.autocast:
         """Return a new autocast region."""
