@@ -281,3 +281,17 @@ def test_weights_helper_has_the_gradient_it_says():
     model = Weights()
     model(3.0).backward()
     assert model.weight.grad.tolist() == [3.0] * 4
+
+
+@pytest.mark.xfail(raises=ValueError, strict=True, reason="GradScaler.register reads them")
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_parameters_may_be_prepared(precision):
+    accelerator = ours(precision=precision, init_scale=8.0)
+    model = torch.nn.Sequential(torch.nn.LazyLinear(1, bias=False))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = model(torch.full((1, 2), 3.0)).sum()
+    before = model[0].weight.detach().clone()
+    accelerator.backward(loss)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before - 3.0)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement
+from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
@@ -136,8 +136,7 @@ class AmpAccelerator(Accelerator):
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _mix(self, module: nn.Module) -> None:
-        if not isinstance(module.__dict__.get("forward"), MixedForward):
-            MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()))
+        MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()))
 
     def _window_cache(self) -> CastCache | None:
         wanted = engagement.casts_once_a_window(
@@ -216,12 +215,7 @@ class AmpAccelerator(Accelerator):
         for prepared in given if isinstance(given, list | tuple) else [given]:
             self._grad_scaler.ensure_unscaled(torch_optimizer(prepared))
 
-    def clip_grad_norm_(
-        self,
-        parameters: Tensor | Iterable[Tensor] | Optimizer,
-        max_norm: float,
-        norm_type: float = 2,
-    ) -> Tensor | None:
+    def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the norm of unscaled gradients, at the end of an accumulation window only.
 
         Args:
@@ -238,7 +232,7 @@ class AmpAccelerator(Accelerator):
             return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
         if not self.sync_gradients:
             if self.distributed_type == DistributedType.FSDP:
-                return torch.full((), math.nan)
+                return torch.full((), torch.nan)
             return clipping.norm_so_far(self._grad_scaler, params, norm_type)
         if self._grad_scaler.is_enabled() and not self._is_fsdp1:
             return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type)
@@ -246,7 +240,7 @@ class AmpAccelerator(Accelerator):
         clipping.note_norm(self._grad_scaler, params, norm)
         return norm
 
-    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor] | Optimizer, clip_value: float) -> None:
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each element of unscaled gradients, at the end of an accumulation window only.
 
         Args:
@@ -312,10 +306,8 @@ class AmpAccelerator(Accelerator):
         """
         if not self._engaged:
             return {}
-        return {
-            "loss_scale": self._grad_scaler.get_scale(),
-            "skipped_steps": self._grad_scaler.skipped_steps(),
-        }
+        scaler = self._grad_scaler
+        return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
 
     # -- checkpoints and the end -----------------------------------------------------------------
 

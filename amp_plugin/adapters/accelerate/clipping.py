@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate.refusals import naming_unprepared, refuse_before_backward
 from amp_plugin.scaling.grad_scaler import GradScaler
 
+Parameters = Optimizer | Tensor | Iterable[Tensor]
 
-def parameters_of(given: Tensor | Iterable[Tensor] | Optimizer) -> list[Tensor]:
+
+def parameters_of(given: Parameters) -> list[Tensor]:
     """Return the parameters of an optimizer, or those given as such."""
     if isinstance(given, Optimizer):
         return [param for group in given.param_groups for param in group["params"]]

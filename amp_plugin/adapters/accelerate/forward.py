@@ -68,7 +68,9 @@ class MixedForward:
 
     @staticmethod
     def put_on(module: nn.Module, options: RegionOptions) -> None:
-        """Give ``module`` a mixed forward."""
+        """Give ``module`` a mixed forward; nothing happens if it has one."""
+        if isinstance(module.__dict__.get("forward"), MixedForward):
+            return
         forward = MixedForward(module, options)
         module._original_forward = forward.__wrapped__  # type: ignore[assignment]
         module.forward = forward
