@@ -35,8 +35,8 @@ class AmpKwargs(KwargsHandler):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names. All but the last four are the loss scale's: they are checked
-    in any precision and have an effect in fp16.
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. All but the last four belong to the scaler: they are checked
+    in any precision and have an effect in fp16 only.
 
     Attributes:
         init_scale: first loss scale; 65536.
