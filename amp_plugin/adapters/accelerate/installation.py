@@ -90,6 +90,6 @@ def _class_for(kind: type[Accelerator]) -> type[AmpAccelerator]:
 
 def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:
     handlers = list(kwargs.get("kwargs_handlers") or ())
-    if options is None or any(isinstance(one, AmpKwargs) for one in handlers):
+    if options is None or any(isinstance(given, AmpKwargs) for given in handlers):
         return kwargs
     return {**kwargs, "kwargs_handlers": [*handlers, options]}
