@@ -305,6 +305,8 @@ class TestSkips:
             assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
             assert not result.overflow_report()
             assert (result.norm is None) is (precision != "fp16")
+        assert optimizer.scaler is accelerator.scaler
+        assert (accelerator.scaler is None) is (precision != "fp16")
         metrics = accelerator.amp_metrics()
         assert metrics == {"loss_scale": scale, "skipped_steps": 0}
         assert type(metrics["skipped_steps"]) is int

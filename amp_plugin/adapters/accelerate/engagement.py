@@ -133,7 +133,7 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
         settings: the options.
 
     Raises:
-        ValueError: the rules are for another device; the text names what set them.
+        ValueError: the rules are refused; the text names what set them.
     """
     rules = settings.adapter().rules
     if rules is None and device in TABLES:
