@@ -7,7 +7,6 @@ environment is wrong. With ``--json`` standard output is one JSON object and not
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import amp_plugin
+from amp_plugin.did_you_mean import did_you_mean
 
 app = typer.Typer(
     name="amp-plugin",
@@ -34,15 +34,13 @@ app = typer.Typer(
 )
 
 
-def _one_of(*allowed: str, called: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
-    """Return the check of an option that takes one of some words; ``called`` holds other names of them."""
+def _one_of(*allowed: str, aliases: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
+    """Return a callback that accepts only the words ``allowed``; ``aliases`` are suggested, not accepted."""
 
     def check(given: str | None) -> str | None:
         if given is None or given in allowed:
             return given
-        near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-        meant = (called or {}).get(given) or next(iter(near), None)
-        hint = f"; did you mean {meant!r}?" if meant else ""
+        hint = did_you_mean(given, allowed, aliases=aliases, written=repr)
         msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
         raise typer.BadParameter(msg)
 
@@ -83,7 +81,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="cpu|cuda|xpu|mps",
-            callback=_one_of("cpu", "cuda", "xpu", "mps", called={"gpu": "cuda"}),
+            callback=_one_of("cpu", "cuda", "xpu", "mps", aliases={"gpu": "cuda"}),
             help="Device to plan for; default: the best here.",
         ),
     ] = None,

@@ -19,7 +19,7 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.environment_variables import read_variables, unknown_variables
+from amp_plugin.environment_variables import KNOWN, read_variables, unknown_variables
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
@@ -48,7 +48,7 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
         ValueError: The environment holds a setting that is not allowed.
     """
     core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
-    planned, unknown = plan(precision, device_type), unknown_variables(os.environ)
+    planned, unknown = plan(precision, device_type), unknown_variables_state()
     return {
         "versions": versions(),
         "devices": devices(),
@@ -151,6 +151,13 @@ def cache_state() -> Part:
         return {"folder": None, "bytes": 0, "problem": str(error)}
     size = sum(file.stat().st_size for file in root.rglob("*") if file.is_file())
     return {"folder": str(root), "bytes": size, "problem": ""}
+
+
+def unknown_variables_state() -> dict[str, str]:
+    """Return name -> what to do for each variable of the environment that looks misspelt."""
+    unset = f"; unset it; known are {', '.join(KNOWN)}"
+    hints = unknown_variables(os.environ).items()
+    return {name: f"nothing reads this variable{hint or unset}" for name, hint in hints}
 
 
 def plan(precision: str, device_type: str) -> Part:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from amp_plugin.did_you_mean import did_you_mean
 from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent
@@ -66,9 +66,8 @@ def load(name: str) -> ModuleType:
         ValueError: there is no such recipe.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        msg = f"no recipe {name!r}; {hint}python -m recipes list shows all: {', '.join(NAMES)}"
+        hint = did_you_mean(name, NAMES) or ";"
+        msg = f"no recipe {name!r}{hint} python -m recipes list shows all: {', '.join(NAMES)}"
         raise ValueError(msg)
     return importlib.import_module(f"recipes.{name}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from amp_plugin.did_you_mean import did_you_mean
 from recipes.bounds import out_of_bounds
 
 Schema = TypeVar("Schema")
@@ -169,8 +169,7 @@ def _unknown_key(base: DictConfig, key: str, source: str) -> str:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else base
     allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
-    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    hint = f"; did you mean {'.'.join(filter(None, (parent, near[0])))}?" if near else ""
+    hint = did_you_mean(name, allowed, written=lambda near: f"{parent}.{near}".lstrip("."))
     return f"{source}: unknown key {key!r}; allowed are {', '.join(allowed)}{hint}"
 
 
