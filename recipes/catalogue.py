@@ -40,7 +40,7 @@ FRAMEWORKS = ("_lightning", "_accelerate")  # ends of the names of a recipe's ot
 
 
 def plain_name(name: str) -> str:
-    """Return the recipe that ``name`` is a form of, whose configs it takes; a plain recipe's own name."""
+    """Return the recipe that ``name`` is a form of, whose config it takes; a plain recipe's own name."""
     for end in FRAMEWORKS:
         name = name.removesuffix(end)
     return name
@@ -86,7 +86,7 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
     program = f"python -m recipes run {name}"
     config = config_from_command_line(
         recipe.Config,
-        default=f"configs/{plain_name(name)}/fp16.yaml",
+        default=f"configs/{plain_name(name)}.yaml",
         about=about(name),
         arguments=arguments,
         program=program,

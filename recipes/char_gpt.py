@@ -1,6 +1,6 @@
 """A character GPT on Python's own manual: accumulation, clipping, optionally compiled.
 
-    python -m recipes run char_gpt [compile=true] [--config configs/char_gpt/bf16.yaml] [key=value ...]
+    python -m recipes run char_gpt [compile=true] [precision=bf16] [key=value ...]
 
 The text is what ``help()`` shows for Python's keywords and types (``pydoc_data.topics``, installed with every
 Python): 465,000 characters. A window of micro-batches is one step; the norm is that of the whole window.

@@ -123,8 +123,8 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
             wrong type or out of bounds.
     """
     if not path.is_file():
-        near = sorted(str(found) for found in path.parent.glob("*.yaml"))
-        msg = f"config file {path} does not exist; there is {', '.join(near) or 'no YAML file beside it'}"
+        names = ", ".join(sorted(found.name for found in path.parent.glob("*.yaml")))
+        msg = f"config file {path} does not exist; beside it there is {names or 'no YAML file'}"
         raise ConfigError(msg)
     for override in overrides:
         if "=" not in override:

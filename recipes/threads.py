@@ -1,6 +1,6 @@
 """Threads and DataParallel: the worker threads run in the region of the thread that owns the model.
 
-    python -m recipes run threads [--config configs/threads/bf16.yaml] [key=value ...]
+    python -m recipes run threads [precision=bf16] [key=value ...]
 
 A new thread starts with autocast off. ``autocast_module`` gives the module the state of the thread that calls
 it, for every thread that runs it: a pool of workers as here, and the replicas of ``nn.DataParallel``, which

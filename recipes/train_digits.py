@@ -1,6 +1,6 @@
 """Train a digits classifier with Lightning in fp16, bf16 or fp32.
 
-    python recipes/train_digits.py [--config configs/digits_fp16.yaml] [key=value ...]
+    python recipes/train_digits.py [precision=bf16] [key=value ...]
 
 The only line about precision is ``plugins=[AmpPrecision(...)]``.
 """
@@ -40,7 +40,7 @@ from recipes.training_record import TrainingRecord
 class DigitsConfig:
     """What a config of this recipe may set."""
 
-    name: str = "digits_fp16"
+    name: str = "digits"
     precision: Precision = Precision.fp16
     accelerator: str = "auto"
     threads: int = number(1, least=1)
@@ -169,13 +169,13 @@ def new_trainer(config: DigitsConfig, record: TrainingRecord) -> Trainer:
 def main() -> None:
     """Run the recipe from the command line."""
     config = config_from_command_line(
-        DigitsConfig, default="configs/digits_fp16.yaml", about=str(__doc__).splitlines()[0]
+        DigitsConfig, default="configs/train_digits.yaml", about=str(__doc__).splitlines()[0]
     )
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices were not found, tips
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
     with config_errors(Path(sys.argv[0]).name):
-        folder = make_folder(config.output, config.name)
+        folder = make_folder(config.output, f"{config.name}_{config.precision.value}")
         record = train(config)
     record.print_table()
     plot = folder / "training.png"
