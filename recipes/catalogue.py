@@ -1,4 +1,4 @@
-"""The recipes by name: what there is, and running one."""
+"""The recipes by name: list, load and run them."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ NAMES = (
     "char_gpt",
     "inference",
 )  # fmt: skip
-FRAMEWORKS = ("_lightning", "_accelerate")  # ends of the names of a recipe's other forms
+FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework
 
 
 def plain_name(name: str) -> str:
-    """Return the recipe that ``name`` is a form of, whose config it takes; a plain recipe's own name."""
+    """Return the recipe without its framework: ``wgan_gp`` for ``wgan_gp_lightning``. Both share a config."""
     for end in FRAMEWORKS:
         name = name.removesuffix(end)
     return name
 
 
 def about(name: str) -> str:
-    """Return a recipe's one line, without importing it.
+    """Return the first line of a recipe's docstring, without importing it.
 
     Args:
         name: one of ``NAMES``.
@@ -77,10 +77,10 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
 
     Args:
         name: one of ``NAMES``.
-        arguments: ``[--config FILE] [key=value ...]``; None: this process's.
+        arguments: ``[--config FILE] [key=value ...]``; None: those of this process.
 
     Raises:
-        SystemExit: the config is wrong, or the recipe needs what this machine lacks.
+        SystemExit: the config is not valid, or this machine lacks what the recipe needs.
     """
     recipe = load(name)
     program = f"python -m recipes run {name}"

@@ -47,11 +47,11 @@ class InThreads(nn.Module):
         """Return the module's outputs for all of ``images``, in their order."""
         grad_enabled = torch.is_grad_enabled()  # another state that threads do not inherit
 
-        def one(part: Tensor) -> Tensor:
+        def run_part(part: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):
                 return self.module(part)
 
-        return torch.cat(list(self.pool.map(one, images.chunk(self.workers))))
+        return torch.cat(list(self.pool.map(run_part, images.chunk(self.workers))))
 
 
 def train(config: Config) -> TrainingRecord:

@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,17 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
 from amp_plugin.kernels.build import native_core
-from recipes.bounds import number
 from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import CLASSES, DigitsNet, digits_loaders
-from recipes.settings import LossScaleConfig, Precision
+from recipes.settings import DigitsProgramConfig
 from recipes.training_record import TrainingRecord
 
 
 @dataclass
-class DigitsConfig:
+class DigitsConfig(DigitsProgramConfig):
     """What a config of this recipe may set."""
 
-    name: str = "digits"
-    precision: Precision = Precision.fp16
     accelerator: str = "auto"
-    threads: int = number(1, least=1)
-    seed: int = number(0, least=0, most=2**32 - 1)
-    epochs: int = number(20, least=1)
-    batch_size: int = number(64, least=1)
-    accumulate: int = number(1, least=1)
-    learning_rate: float = number(1e-2, above=0)
-    weight_decay: float = number(1e-2, least=0)
-    clip_norm: float = number(1.0, above=0)
-    width: int = number(16, least=4, multiple_of=4)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    output: str = "runs"
 
 
 class DigitsModule(LightningModule):

@@ -30,7 +30,7 @@ from recipes.settings import Precision
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
 TEXT = ROOT / "LICENSE"
-PRECISIONS = [each.value for each in Precision]
+PRECISIONS = [precision.value for precision in Precision]
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}  # relative, over three steps
 QUICK = {"compiled": ["backend=aot_eager"], "ddp": ["processes=1"], "fsdp2": ["processes=1"]}
 WITHOUT_CPU = {"cuda_graph"}
@@ -112,7 +112,7 @@ def test_a_config_sets_every_key_to_its_default_and_explains_it(name):
         if not is_dataclass(default):
             kind, said, meaning = re.match(r"(.+?), default ([^:]+)(.*)", line[1]).groups()
             if isinstance(default, Enum):
-                assert kind == " | ".join(each.value for each in type(default))
+                assert kind == " | ".join(member.value for member in type(default))
                 assert said == default.value
             else:
                 assert kind.partition("[")[0] == type(default).__name__

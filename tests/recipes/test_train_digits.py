@@ -14,7 +14,8 @@ import torch
 from recipes import training_record
 from recipes.config import ConfigError, config_from_command_line, load_config
 from recipes.digits import DigitsNet, digits_loaders
-from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, main, train
+from recipes.settings import LossScaleConfig, Precision
+from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
 
 ROOT = Path(__file__).parents[2]
