@@ -1,7 +1,7 @@
-"""The command `amp-plugin`: look at a machine, compile ahead of time, list a run's casts.
+"""The command `amp-plugin`: check a machine, compile ahead, list a script's casts.
 
-Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or the
-environment is wrong. With ``--json`` standard output is one JSON object and nothing else.
+Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or an environment
+variable is wrong. With ``--json`` standard output is one JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ app = typer.Typer(
 
 
 def _one_of(*allowed: str, aliases: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
-    """Return a callback that accepts only the words ``allowed``; ``aliases`` are suggested, not accepted."""
+    """Return a callback that accepts some words; an alias is answered with its word."""
 
     def check(given: str | None) -> str | None:
         if given is None or given in allowed:
@@ -193,7 +193,7 @@ def casts(
 
 
 def _show(table: Table) -> None:
-    """Print a table without blanks at its right; as wide as it likes where no terminal limits it."""
+    """Print a table without trailing blanks, in full width if this is no terminal."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         console.width = max(
@@ -246,7 +246,7 @@ def _rows(part: Any) -> list[tuple[str, Any]]:
 
 
 def _words(name: str) -> str:
-    """Return a name as read by people; the names of settings and packages stay."""
+    """Return a key of the report as words, names of settings and packages unchanged."""
     return name.replace("_", " ") if name.islower() and name != "amp_plugin" else name
 
 
@@ -254,5 +254,5 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{_words(name)} {_text(each)}" for name, each in value.items())
+        return ", ".join(f"{_words(name)} {_text(item)}" for name, item in value.items())
     return str(value)

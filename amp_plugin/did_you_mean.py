@@ -18,7 +18,7 @@ def did_you_mean(
     at_most: int = 1,
     separator: str = "; ",
 ) -> str:
-    """Return ``"; did you mean X?"`` for an unknown name, ``""`` if no known name is near.
+    """Return ``"; did you mean X?"``, or ``""`` if no known name is near.
 
     Args:
         given: what the user wrote.

@@ -1,4 +1,4 @@
-"""The environment variables that this package reads, and those that look like misspelt ones."""
+"""The environment variables that this package reads, and misspelt ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of the variables that this package reads, misspelt ones included.
+    """Return name -> value of the package's variables, misspelt ones included.
 
     Args:
         environment: usually ``os.environ``.

@@ -1,4 +1,4 @@
-"""Bounds of the numbers in a config, given beside their defaults and checked in one place."""
+"""Bounds of the numbers in a config, given beside their defaults."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bou
 
 
 def bounds_of(schema: type, key: str) -> Bounds | None:
-    """Return the bounds of a key: those of the class, or of the nearest base class that has any."""
+    """Return the bounds of a key, from the nearest class in the MRO that has any."""
     for base in schema.__mro__:
         found = base.__dict__.get("__dataclass_fields__", {}).get(key)
         if found is not None and "bounds" in found.metadata:

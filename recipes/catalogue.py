@@ -40,7 +40,7 @@ FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a f
 
 
 def plain_name(name: str) -> str:
-    """Return the recipe without its framework: ``wgan_gp`` for ``wgan_gp_lightning``. Both share a config."""
+    """Return the name without its framework: both forms of a recipe share a config."""
     for end in FRAMEWORKS:
         name = name.removesuffix(end)
     return name

@@ -10,10 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Silence Lightning's notes on devices, data loader workers and deprecated calls of its own.
-
-    Other warnings pass.
-    """
+    """Silence notes on devices, data loader workers and deprecated calls of Lightning's own."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -16,7 +16,9 @@ Result = TypeVar("Result")
 
 
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
-    """Call a function on several processes and return the result of rank 0; under torchrun, of this process.
+    """Call a function on several processes and return the result of rank 0.
+
+    Under torchrun the processes are there already: the function is called here, and its result returned.
 
     Args:
         function: what each process calls; defined at the top of a module.

@@ -1,4 +1,4 @@
-"""The config keys that recipes share: precision, device, data order, learning rate, loss scale."""
+"""The config keys that recipes share: precision, device, seed, loss scale ..."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class RecipeConfig:
     output: str = "runs"
 
     def start(self) -> None:
-        """Set the number of CPU threads and the seed of weights and noise, and load the native core.
+        """Set the number of threads and the seed, and load the native core.
 
         Called before the training is timed, since the core may have to be compiled first.
 

@@ -1,4 +1,4 @@
-"""The imports between the modules of a package, read from its sources without running them."""
+"""The imports between the modules of a package, read from its sources."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Import:
 
 
 def modules_of(package: Path) -> dict[str, Path]:
-    """Return dotted name -> file of each module of a package; a folder's name is that of its ``__init__``."""
+    """Return dotted name -> file of each module of a package; folders without ``.__init__``."""
     files = sorted(package.rglob("*.py"))
     return {_dotted(file.relative_to(package.parent)): file for file in files}
 
@@ -71,7 +71,7 @@ def _imported_by(name: str, file: Path, modules: dict[str, Path]) -> Iterator[tu
 
 
 def circles(imports: Sequence[Import]) -> list[str]:
-    """Describe each group of modules that import one another, directly or by way of others.
+    """Describe each group of modules that import one another, directly or not.
 
     Args:
         imports: as ``imports_of`` returns them.

@@ -1,4 +1,4 @@
-"""Reads of private names across the files of a package, found in its sources without running them."""
+"""Reads of private names across the files of a package, found in its sources."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _is_own(value: ast.expr) -> bool:
 
 
 def _names_of_classes(tree: ast.Module) -> Iterator[str]:
-    """Yield the private names that the classes of a module have: set on self or cls, or in the class body."""
+    """Yield the private names that classes set on self and cls or bind in their bodies."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
             yield from filter(_is_private, [node.attr])
@@ -67,7 +67,7 @@ def _names_of_classes(tree: ast.Module) -> Iterator[str]:
 
 
 def _bound_by(scope: ast.Module | ast.ClassDef) -> Iterator[str]:
-    """Yield the private names that the body of a module or class binds, ``__slots__`` among them."""
+    """Yield the private names that a module or class body binds, with its slots."""
     for statement in scope.body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             names = [statement.name]
@@ -84,7 +84,7 @@ def _bound_by(scope: ast.Module | ast.ClassDef) -> Iterator[str]:
 
 
 def _attributes_read(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each private attribute of something else than self, cls and super()."""
+    """Yield line and name of each private attribute that is not of self, cls or super()."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not _is_own(node.value):
             names = [node.attr]
@@ -97,7 +97,7 @@ def _attributes_read(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def _imported(tree: ast.Module, package: str) -> Iterator[tuple[int, str]]:
-    """Yield line and name of each private name that is imported from a module of the package."""
+    """Yield line and name of each private name imported from within the package."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == package):
             yield from ((node.lineno, alias.name) for alias in node.names if _is_private(alias.name))

@@ -1,4 +1,4 @@
-"""Which module may import which: no circle, layers as in docs/design.md, and no private name across files."""
+"""Which module may import which, and that private names stay in their files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def against_parts(imports: Sequence[Import], parts: Mapping[str, set[str]], watc
 
 
 def part_of(module: str, parts: set[str]) -> str | None:
-    """Return the part a module is in, the innermost; a module at the top of a package is a part of its own."""
+    """Return the innermost part a module is in; at the top of amp_plugin: the module."""
     holders = [part for part in parts if module == part or module.startswith(f"{part}.")]
     innermost = max(holders, key=len, default=None)
     return module if innermost == "amp_plugin" else innermost
