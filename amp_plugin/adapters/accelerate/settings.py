@@ -11,7 +11,6 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -22,12 +21,11 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 
 Made = TypeVar("Made")
-PREFIX = "AMP_PLUGIN_"
 CONFIG = "AMP_PLUGIN_CONFIG"
-_OF_OTHER_PARTS = frozenset({"AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,14 +200,10 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for variable in environment:
-        if variable.startswith(PREFIX) and variable not in {*known, *_OF_OTHER_PARTS, CONFIG}:
-            near = difflib.get_close_matches(variable, [*known, CONFIG], n=1, cutoff=0.85)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"allowed are {', '.join([*known, CONFIG])}; unset it"
-            )
-            msg = f"the environment sets {variable}, which is no option; {hint}"
-            raise ValueError(msg)
+    for variable, hint in unknown_variables(environment).items():
+        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
+        msg = f"the environment sets {variable}, which is no option{hint or allowed}"
+        raise ValueError(msg)
     return [
         (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
     ]
