@@ -7,7 +7,7 @@ owner does to a shared gradient is known to the others. docs/design.md draws the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -218,9 +218,10 @@ class GradientSet:
             return
         if present:
             factor, carried = loss_scale.require(), self.unit.factor()
-            overflow = self._multiply_(factor if carried is None else factor / carried)
+            overflows = self._convert_(factor if carried is None else factor / carried)
             if before is not None:
-                before.record(overflow)
+                for overflow in overflows:
+                    before.record(overflow)
         self.doubt_measurement()
         self.unit = ScaledBy(loss_scale)
         self._used_by.clear()
@@ -235,6 +236,13 @@ class GradientSet:
                 self.history.forget_if_zero(norms)
             else:
                 self.history.clear()
+
+    def _convert_(self, factor: Tensor) -> list[Tensor]:
+        """Multiply by new/old; returns what overflowed, which the old scale is answerable for."""
+        return [
+            batch.unscale_(factor.to(batch.device, non_blocking=True), torch.inf)[1]
+            for batch in self.batches()
+        ]
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, whose backward nobody has seen."""
@@ -266,17 +274,14 @@ class GradientSet:
         """Write a clip into the gradients that was left to a fused optimizer."""
         self._multiply_(factor)
 
-    def _multiply_(self, factor: Tensor) -> Tensor:
-        """Multiply by a device-side factor; returns whether a product is not finite."""
+    def _multiply_(self, factor: Tensor) -> None:
+        """Multiply by a device-side factor; what users change is still told from it."""
         known = not self.is_changed()
-        total = torch.zeros((), dtype=torch.float32, device=factor.device)
         for batch in self.batches():
-            found = batch.multiply_(factor.to(batch.device, non_blocking=True))
-            total = torch.maximum(total, found.to(factor.device, non_blocking=True))
+            batch.multiply_(factor.to(batch.device, non_blocking=True))
         self.doubt_measurement()
         if known:
             self._ledger.remember(self.params, _MEASURED)
-        return total
 
     def mark_backward(self) -> None:
         """Note the gradients at the beginning of a backward, for :meth:`grew`."""
@@ -294,6 +299,7 @@ class GradientSet:
         self.note_unscaled(owner)
         self._used_by.add(owner)
         self._measurements = None
+        self._reached.clear()
         self.history.clear()
 
     def note_unscaled(self, owner: int) -> None:
@@ -321,13 +327,20 @@ class GradientSet:
         """
         while self._hooks:
             self._hooks.pop().remove()
-        self._reached.clear()
+        for param in self._with_taking_hooks():
+            note = partial(_note_reached, self._reached, param)
+            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+
+    def _with_taking_hooks(self) -> Iterator[Tensor]:
         for position in self._ledger.hooked(self.params):
             param = self.params[position]
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             if not all(getattr(hook, "keeps_gradients", False) for hook in hooks.values()):
-                note = partial(_note_reached, self._reached, param)
-                self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+                yield param
+
+    def assume_reached(self) -> None:
+        """Take a backward before the optimizer was met for one that has reached all of the parameters."""
+        self._reached += self._with_taking_hooks()
 
     def taken_away(self) -> Tensor | None:
         """Return a parameter that a scaled backward has reached, and that has no gradient."""

@@ -58,7 +58,7 @@ class OptimizerWindow:
         sets: The gradient sets they fall into.
         layouts: The shard layouts of its parameters.
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
-        momentum_started: Whether the momentum buffers of a fused SGD exist.
+        has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
         result: The last step's; None before the first.
         result_scale: The first loss scale whose gradients that step had.
@@ -74,7 +74,7 @@ class OptimizerWindow:
         self.params: list[Tensor] = []
         self.sets: list[GradientSet] = []
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.momentum_started = False
+        self.has_momentum = False
         self.backwards = 0
         self.result: StepResult | None = None
         self.result_scale = shared.scales.default
@@ -106,7 +106,7 @@ class OptimizerWindow:
     def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
         """Note that the optimizer has these parameters now."""
         self.params, self.layouts = params, layouts
-        self.momentum_started = False
+        self.has_momentum = False
 
     def has_other_count(self) -> bool:
         """Whether the optimizer has more or fewer parameters than were last seen."""
@@ -198,7 +198,7 @@ class OptimizerWindow:
         """
         if write:
             self.write_clip()
-        if any([gradients.grew() for gradients in self.sets]):
+        if sum(gradients.grew() for gradients in self.sets):
             self.norm = None  # it was that of fewer micro-batches
         measurements: list[Measurement] = []
         for gradients in self.sets:
@@ -209,7 +209,10 @@ class OptimizerWindow:
                     self._refuse_half(gradients)
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
-            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+            measured = gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+            if not measured:
+                gradients.history.clear()  # the gradients that overflowed were dropped
+            measurements += measured
         ranks, device = self._shared.ranks, self._shared.scales.device
         earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
         norm, found = ranks.combine(measurements, norm_type, device, self.layouts, earlier)
