@@ -99,6 +99,8 @@ class GradientSet:
         unit: As given; changed by the methods below only.
         history: Overflows seen before the last measurement.
         awaiting: Owners that have not stepped since the last scaled backward.
+        used_after_update: Number of the update after which an owner last unscaled or stepped with them.
+        is_measured: Whether they were measured since the last step.
     """
 
     def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
@@ -107,6 +109,8 @@ class GradientSet:
         self.unit: Unit = unit
         self.history = OverflowHistory()
         self.awaiting: frozenset[int] = frozenset()
+        self.used_after_update = -1
+        self.is_measured = False
         self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -187,7 +191,7 @@ class GradientSet:
         return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
-        self._measurements, self._norm_type = measurements, norm_type
+        self._measurements, self._norm_type, self.is_measured = measurements, norm_type, True
         self._ledger.remember(self.params, _MEASURED)
 
     # -- changes of the unit ------------------------------------------------------------------
@@ -298,7 +302,7 @@ class GradientSet:
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
         self._used_by.add(owner)
-        self._measurements = None
+        self._measurements, self.is_measured = None, False
         self._reached.clear()
         self.history.clear()
 
@@ -311,9 +315,9 @@ class GradientSet:
         self.doubt_measurement()
         part = GradientSet([self.params[i] for i in positions], owners, self.unit)
         part.history = self.history.split(positions)
-        if self.awaiting:
-            part.awaiting = (self.awaiting & owners) | (owners - self.owners)
+        part.awaiting = (self.awaiting & owners) | (owners - self.owners)
         part._used_by = self._used_by & owners
+        part.used_after_update, part.is_measured = self.used_after_update, self.is_measured
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
         return part
