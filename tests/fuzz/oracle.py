@@ -86,6 +86,7 @@ class Oracle:
         known: The optimizers that the scaler knows.
         seen: Overflows that were looked at: for an optimizer and a parameter, MAYBE or YES.
         told: Those of them that an update has followed.
+        joined: Parameters that have joined an optimizer since the scaler has looked at it.
         used: The scales that a loss was scaled by.
         shown: The scales as last seen.
         last_backward: The scale, and its value, of the last backward from a scaled loss.
@@ -106,6 +107,7 @@ class Oracle:
         self.known: set[int] = set()
         self.seen: dict[tuple[int, int], str] = {}
         self.told: set[tuple[int, int]] = set()
+        self.joined: set[tuple[int, int]] = set()
         self.used: set[str] = set()
         self.shown: dict[str, float] = dict.fromkeys(self.scales.names, setup.init_scale)
         self.last_backward: tuple[str, float] | None = None
@@ -188,7 +190,11 @@ class Oracle:
 
     def _waits(self) -> bool | None:
         """Whether a known optimizer holds scaled gradients that it has not used; None: open."""
-        states = {self.gradients[i].pending for o in self.known for i in self.present(self.members[o])}
+        states = set()
+        for o in self.known:
+            for index in self.present(self.members[o]):
+                pending = self.gradients[index].pending
+                states.add(pending and None if (o, index) in self.joined else pending)
         return True if True in states else None if None in states else False
 
     # -- losses and backwards -------------------------------------------------------------------
@@ -229,7 +235,7 @@ class Oracle:
                 window.folded = window.edited = False
         for o in sorted(self.known):
             if "unscaled" in self.windows[o].stages:  # what a later backward adds is unscaled as well
-                self.check(o, certain=self.windows[o].stages == {"unscaled"})
+                self.check(o, certain=self.windows[o].stages == {"unscaled"}, met=False)
 
     def _convert(self, name: str) -> None:
         """Gradients in other units are converted before a backward adds to them."""
@@ -251,13 +257,22 @@ class Oracle:
     def meet(self, o: int) -> None:
         """The scaler gets to know an optimizer."""
         self.known.add(o)
+        self.joined = {pair for pair in self.joined if pair[0] != o}
 
-    def check(self, o: int, *, write: bool = True, certain: bool = True) -> set[bool]:
-        """Look at an optimizer's gradients: what overflowed counts for the scales; unscale if ``write``.
+    def check(self, o: int, *, write: bool = True, certain: bool = True, met: bool = True) -> set[bool]:
+        """Look at an optimizer's gradients: what overflowed counts for the scales.
+
+        Args:
+            o: The optimizer.
+            write: Whether they are unscaled.
+            certain: Whether this happens for sure.
+            met: Whether the optimizer is at hand, so that parameters which have joined it are seen.
 
         Returns:
             The answers allowed: whether its step must be skipped.
         """
+        if met:
+            self.meet(o)
         window, here = self.windows[o], self.present(self.members[o])
         for index in here:
             if not self.finite([index]):
@@ -272,9 +287,9 @@ class Oracle:
         for name in window.certain | window.begun or {DEFAULT}:
             self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
         for index in here if write else ():
-            gradient = self.gradients[index]
-            gradient.pending = False if certain else None
-            gradient.unscaled, gradient.replaced = gradient.unscaled or certain, False
+            gradient, sure = self.gradients[index], certain and (o, index) not in self.joined
+            gradient.pending = False if sure else None
+            gradient.unscaled, gradient.replaced = gradient.unscaled or sure, False
         return found
 
     def _see(self, o: int, index: int, level: str) -> None:
@@ -340,6 +355,7 @@ class Oracle:
         """``add_param_group``."""
         self.members[o].append(index)
         self.optimizers[o].add_param_group({"params": [self.params[index]]})
+        self.joined.add((o, index))
         window = self.windows[o]
         window.begun |= self.gradients[index].losses
         if window.fresh == NO and self.params[index].grad is not None:

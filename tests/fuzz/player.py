@@ -42,6 +42,9 @@ def play(sequence: Sequence, scaler: type[GradScaler] = GradScaler) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings(
+            "ignore", message=".*script_method", category=DeprecationWarning
+        )  # torch's own
         warnings.filterwarnings("ignore", message=r"update\(\): a scaled loss ran backward")
         player = Player(sequence, scaler)
         try:
@@ -350,7 +353,7 @@ class Player:
     ) -> None:
         """``step(optimizer, closure)``."""
         o %= self._count
-        if self._kind(o) == "takes_gradients" or not self._oracle.may_meet(o):
+        if self._kind(o) == "takes_gradients" or self._setup.compiled or not self._oracle.may_meet(o):
             return
         bowl = "bowl" if self._kind(o) == "lbfgs" else "loss"
         own = self._members(o)

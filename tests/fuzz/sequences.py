@@ -92,6 +92,8 @@ _KINDS = {
     "takes_gradients": 0.3,
 }
 
+_COMPILABLE = {"sgd", "sgd_momentum", "sgd_fused", "sgd_fused_momentum", "adamw_fused"}
+
 _NOISE = {
     "backward": 10,
     "zero_grad": 6,
@@ -141,7 +143,9 @@ def generate(rng: random.Random, *, without: frozenset[str] = frozenset(), compi
 
 def _setup(rng: random.Random, without: frozenset[str], compiled: float) -> Setup:
     count = rng.choice((1, 1, 2, 2, 2, 3))
-    kinds = {kind: weight for kind, weight in _KINDS.items() if kind not in without}
+    compile_steps = rng.random() < compiled
+    allowed = _COMPILABLE if compile_steps else _KINDS.keys()
+    kinds = {kind: weight for kind, weight in _KINDS.items() if kind in allowed - without}
     chosen = tuple(rng.choices(list(kinds), list(kinds.values()), k=count))
     pool = list(range(PARAMS - 1))
     rng.shuffle(pool)
@@ -158,7 +162,7 @@ def _setup(rng: random.Random, without: frozenset[str], compiled: float) -> Setu
         kinds=chosen,
         members=tuple(map(tuple, members)),
         registered=tuple(rng.random() < known for _ in chosen),
-        compiled=rng.random() < compiled,
+        compiled=compile_steps,
         options=_options(rng, without),
     )
 
