@@ -87,8 +87,7 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
 
 
 def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
-    measured = [gradients for gradients in window.sets if gradients.is_measured]
-    if window.clip is not None and any(gradients.is_changed() for gradients in measured):
+    if window.clip is not None and any(gradients.is_changed() for gradients in window.sets):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
             "scaled then. Call it with fold=False, or change them before."

@@ -30,6 +30,7 @@ from amp_plugin.scaling.overflow_history import OverflowHistory
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
+_CONVERTED = -2  # what was there when the unit last changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,20 +98,20 @@ class GradientSet:
 
     Attributes:
         unit: As given; changed by the methods below only.
+        contributors: Other loss scales, whose gradients were converted and added to.
         history: Overflows seen before the last measurement.
         awaiting: Owners that have not stepped since the last scaled backward.
         used_after_update: Number of the update after which an owner last unscaled or stepped with them.
-        is_measured: Whether they were measured since the last step.
     """
 
     def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
         self.params = params
         self.owners = owners
         self.unit: Unit = unit
+        self.contributors: list[LossScale] = []
         self.history = OverflowHistory()
         self.awaiting: frozenset[int] = frozenset()
         self.used_after_update = -1
-        self.is_measured = False
         self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -191,7 +192,7 @@ class GradientSet:
         return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
-        self._measurements, self._norm_type, self.is_measured = measurements, norm_type, True
+        self._measurements, self._norm_type = measurements, norm_type
         self._ledger.remember(self.params, _MEASURED)
 
     # -- changes of the unit ------------------------------------------------------------------
@@ -214,6 +215,7 @@ class GradientSet:
         if not present:
             self.doubt_measurement()
             self.history.clear()
+            self.contributors.clear()
             self._watch_hooks()
         elif self.history.found_inf is not None or self._measurements:
             self.forget_dropped_overflow()
@@ -221,11 +223,11 @@ class GradientSet:
         if before is loss_scale:
             return
         if present:
+            if before is not None and before not in self.contributors and self._changed_since(_CONVERTED):
+                self.contributors.append(before)
             factor, carried = loss_scale.require(), self.unit.factor()
-            overflows = self._convert_(factor if carried is None else factor / carried)
-            if before is not None:
-                for overflow in overflows:
-                    before.record(overflow)
+            self._multiply_(factor if carried is None else factor / carried)
+        self._ledger.remember(self.params, _CONVERTED)
         self.doubt_measurement()
         self.unit = ScaledBy(loss_scale)
         self._used_by.clear()
@@ -240,13 +242,6 @@ class GradientSet:
                 self.history.forget_if_zero(norms)
             else:
                 self.history.clear()
-
-    def _convert_(self, factor: Tensor) -> list[Tensor]:
-        """Multiply by new/old; returns what overflowed, which the old scale is answerable for."""
-        return [
-            batch.unscale_(factor.to(batch.device, non_blocking=True), torch.inf)[1]
-            for batch in self.batches()
-        ]
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, whose backward nobody has seen."""
@@ -302,8 +297,9 @@ class GradientSet:
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
         self._used_by.add(owner)
-        self._measurements, self.is_measured = None, False
+        self._measurements = None
         self._reached.clear()
+        self.contributors.clear()
         self.history.clear()
 
     def note_unscaled(self, owner: int) -> None:
@@ -315,9 +311,10 @@ class GradientSet:
         self.doubt_measurement()
         part = GradientSet([self.params[i] for i in positions], owners, self.unit)
         part.history = self.history.split(positions)
+        part.contributors = list(self.contributors)
         part.awaiting = (self.awaiting & owners) | (owners - self.owners)
         part._used_by = self._used_by & owners
-        part.used_after_update, part.is_measured = self.used_after_update, self.is_measured
+        part.used_after_update = self.used_after_update
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
         return part

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -200,7 +200,7 @@ class OptimizerWindow:
             self.write_clip()
         if sum(gradients.grew() for gradients in self.sets):
             self.norm = None  # it was that of fewer micro-batches
-        measured, norm, found = self._measure(self.sets, write=write, norm_type=norm_type)
+        measured, norm, found = self._measure(write=write, norm_type=norm_type)
         if self.norm is None and measured:
             self.norm = norm
         device = self._shared.scales.device
@@ -210,24 +210,23 @@ class OptimizerWindow:
                 loss_scale.record(found)
         return norm, found
 
-    def _measure(
-        self, sets: Sequence[GradientSet], *, write: bool, norm_type: float
-    ) -> tuple[bool, Tensor, Tensor]:
+    def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
         """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
         measurements: list[Measurement] = []
-        for gradients in sets:
+        for gradients in self.sets:
             self.assume_scaled(gradients)
             loss_scale = gradients.scaled_by
             if loss_scale is not None:
                 if write:
                     self._refuse_half(gradients)
-                if loss_scale not in self.loss_scales:
-                    self.loss_scales.append(loss_scale)
+                for contributor in (loss_scale, *gradients.contributors):
+                    if contributor.value is not None and contributor not in self.loss_scales:
+                        self.loss_scales.append(contributor)
             measured = gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
             if not measured:
                 gradients.history.clear()  # the gradients that overflowed were dropped
             measurements += measured
-        earlier = [flag for gradients in sets if (flag := gradients.history.found_inf) is not None]
+        earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
         device = self._shared.scales.device
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
         return bool(measurements), norm, found
@@ -237,13 +236,15 @@ class OptimizerWindow:
 
         So it is under torch.compile, or when a loss was multiplied by get_scale() by hand.
         """
+        scales = self._shared.scales
         unseen = (
             not isinstance(gradients.unit, ScaledBy)
             and self.number not in gradients.awaiting
-            and gradients.used_after_update != self._shared.scales.updates_requested
+            and gradients.used_after_update != scales.updates_requested
+            and scales.default.value is not None
         )
         if unseen and gradients.is_renewed(self.number):
-            gradients.assume_scaled(self._shared.scales.require("step"))
+            gradients.assume_scaled(scales.default)
 
     def _refuse_half(self, gradients: GradientSet) -> None:
         param = None if self._shared.fp16_gradients else gradients.first_half()
@@ -299,9 +300,8 @@ class OptimizerWindow:
     def clip_again(self) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step."""
         if self.clip is not None and not self._trusted:
-            clipped = [gradients for gradients in self.sets if gradients.is_measured]  # none that joined later
             self.clip = self.clip.measured_again(
-                lambda norm_type: self._measure(clipped, write=False, norm_type=norm_type)[1]
+                lambda norm_type: self._measure(write=False, norm_type=norm_type)[1]
             )
         return self.clip
 

@@ -72,15 +72,16 @@ class OverflowHistory:
         ]
 
     def split(self, positions: Sequence[int]) -> OverflowHistory:
-        """Return what was kept, with the flags of the parameters at ``positions`` only."""
+        """Return what was found in the gradients of the parameters at ``positions``."""
         part = OverflowHistory()
-        part.found_inf = self.found_inf
         for kept in self._measurements:
             places = range(len(kept.flags)) if kept.positions is None else kept.positions
-            found = {place: i for i, place in enumerate(places)}
-            present = [(new, found[old]) for new, old in enumerate(positions) if old in found]
-            flags = kept.flags[[i for _, i in present]]
-            part._measurements.append(kept._replace(flags=flags, positions=[new for new, _ in present]))
+            row = {place: i for i, place in enumerate(places)}
+            present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
+            if present:
+                flags = kept.flags[[i for _, i in present]]
+                found = flags.ne(0).any().to(kept.found_inf)
+                part.add([kept._replace(found_inf=found, flags=flags, positions=[new for new, _ in present])])
         return part
 
     def clear(self) -> None:

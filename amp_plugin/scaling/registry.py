@@ -116,6 +116,8 @@ class Registry:
                 window.take_params(list(params), parameter_layouts(params))
                 changed = True
         if changed:
+            for window in self:
+                window.write_clip()  # it is of the parameters that the optimizer had
             self._partition()
             self._may_wait = list(self._windows)
         return changed
@@ -184,10 +186,11 @@ class Registry:
             return GradientSet(params, owners, ScaledBy(self._shared.scales.default))
         loss_scale = backward.loss_scale
         gradients = GradientSet(params, owners, ScaledBy(loss_scale))
-        gradients.awaiting = owners
         gradients.assume_reached()
-        if loss_scale.generation != backward.generation and gradients.has_gradients():
-            gradients.rescale_(loss_scale.require() / backward.value)
+        if gradients.has_gradients():
+            gradients.awaiting = owners
+            if loss_scale.generation != backward.generation:
+                gradients.rescale_(loss_scale.require() / backward.value)
         return gradients
 
     def optimizers_of_exactly(self, params: Iterable[Tensor]) -> list[Optimizer]:
