@@ -33,6 +33,7 @@ class Gradient:
         replaced: Whether the user has replaced it since somebody looked.
         dropped: Whether the batch it came from was thrown away.
         losses: The scales to which an overflow in it must count.
+        unit: The scale of the last backward that reached it.
         origins: The scales, with their values, of the backwards it came from.
     """
 
@@ -41,6 +42,7 @@ class Gradient:
     replaced: bool = False
     dropped: bool = False
     losses: set[str] = field(default_factory=set)
+    unit: str = DEFAULT
     origins: set[tuple[str, float]] = field(default_factory=set)
 
     def drop(self, zeroed: bool) -> None:
@@ -232,6 +234,7 @@ class Oracle:
             gradient = self.gradients[index]
             gradient.pending, gradient.unscaled, gradient.dropped = True, False, False
             gradient.losses.add(name)
+            gradient.unit = name
             gradient.origins.add(self.last_backward)
         for o, window in enumerate(self.windows):
             if reached & set(self.members[o]):
@@ -453,6 +456,8 @@ class Oracle:
             window.stages, window.explicit = {"ready"}, False
             window.begun |= window.certain
             window.certain = set()
+        for gradient in self.gradients:
+            gradient.losses &= {gradient.unit}  # what has overflowed before has counted for the others
         self.seen = dict.fromkeys(self.seen, MAYBE)
         waits = self._waits()
         if new_scale is not None:
