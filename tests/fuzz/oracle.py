@@ -33,7 +33,6 @@ class Gradient:
         replaced: Whether the user has replaced it since somebody looked.
         dropped: Whether the batch it came from was thrown away.
         losses: The scales to which an overflow in it must count.
-        unit: The scale of the last backward that reached it.
         origins: The scales, with their values, of the backwards it came from.
     """
 
@@ -42,7 +41,6 @@ class Gradient:
     replaced: bool = False
     dropped: bool = False
     losses: set[str] = field(default_factory=set)
-    unit: str = DEFAULT
     origins: set[tuple[str, float]] = field(default_factory=set)
 
     def drop(self, zeroed: bool) -> None:
@@ -234,7 +232,6 @@ class Oracle:
             gradient = self.gradients[index]
             gradient.pending, gradient.unscaled, gradient.dropped = True, False, False
             gradient.losses.add(name)
-            gradient.unit = name
             gradient.origins.add(self.last_backward)
         for o, window in enumerate(self.windows):
             if reached & set(self.members[o]):
@@ -301,7 +298,8 @@ class Oracle:
         for index in here if certain else ():
             if self.gradients[index].pending:
                 window.certain |= self.gradients[index].losses
-        for name in window.certain | window.begun or {DEFAULT}:
+        window.begun |= set() if window.certain | window.begun else {DEFAULT}
+        for name in window.certain | window.begun:
             self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
         for index in here if write else ():
             gradient, sure = self.gradients[index], certain and (o, index) not in self.joined
@@ -457,7 +455,7 @@ class Oracle:
             window.begun |= window.certain
             window.certain = set()
         for gradient in self.gradients:
-            gradient.losses &= {gradient.unit}  # what has overflowed before has counted for the others
+            gradient.losses &= {self.last_backward and self.last_backward[0]}  # the others have been told
         self.seen = dict.fromkeys(self.seen, MAYBE)
         waits = self._waits()
         if new_scale is not None:
