@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.scale_model import DEFAULT, ScaleModel
+from tests.fuzz.scale_model import DEFAULT, OutOfDomainError, ScaleModel
 from tests.fuzz.sequences import Setup
 
 NO, MAYBE, YES = "no", "maybe", "yes"
@@ -62,7 +62,9 @@ class Window:
         certain: The scales for which its checks count.
         begun: The scales for which they may count.
         folded: Whether a clip may wait in it for the step.
-        edited: Whether the user has changed gradients since.
+        edited: Whether the user has changed gradients since: then the step may be refused.
+        limits: The clips that may wait, as largest norm and type.
+        unclipped: The gradients without those clips, but with what the user has done since.
         skipped: Steps skipped so far.
     """
 
@@ -73,7 +75,14 @@ class Window:
     begun: set[str] = field(default_factory=set)
     folded: bool = False
     edited: bool = False
+    limits: list[tuple[float, float]] = field(default_factory=list)
+    unclipped: dict[int, torch.Tensor] = field(default_factory=dict)
     skipped: int = 0
+
+    def unfold(self) -> None:
+        """No clip waits any more."""
+        self.folded = self.edited = False
+        self.limits, self.unclipped = [], {}
 
 
 class Oracle:
@@ -232,7 +241,11 @@ class Oracle:
             window.begun.add(name)
             window.explicit = False
             if o in self.known:
-                window.folded = window.edited = False
+                if self.disputed(o):
+                    raise OutOfDomainError(
+                        "a folded clip and an edit: a misuse, and nothing shows what was made of it"
+                    )
+                window.unfold()
         for o in sorted(self.known):
             if "unscaled" in self.windows[o].stages:  # what a later backward adds is unscaled as well
                 self.check(o, certain=self.windows[o].stages == {"unscaled"}, met=False)
@@ -243,7 +256,8 @@ class Oracle:
             gradient = self.gradients[index]
             if gradient.pending is not False:
                 finite = self.finite([index])
-                for other in gradient.losses - {name}:
+                before = {self.last_backward[0]} if self.last_backward else set()
+                for other in (gradient.losses | before) - {name}:
                     self.scales.record(other, {False} if finite else {False, True}, certain=False)
                 if finite:  # what overflows later is not theirs
                     gradient.losses &= {name}
@@ -284,7 +298,8 @@ class Oracle:
         for index in here if certain else ():
             if self.gradients[index].pending:
                 window.certain |= self.gradients[index].losses
-        for name in window.certain | window.begun or {DEFAULT}:
+        window.begun |= set() if window.certain | window.begun else {DEFAULT}
+        for name in window.certain | window.begun:
             self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
         for index in here if write else ():
             gradient, sure = self.gradients[index], certain and (o, index) not in self.joined
@@ -303,14 +318,17 @@ class Oracle:
         window.stages = {"stepped", "unscaled"} if window.stages == {"stepped"} else {"unscaled"}
         window.explicit = window.explicit or explicit
         window.fresh = NO if explicit or window.fresh == NO else MAYBE
-        window.folded = window.edited = False
+        window.unfold()
 
-    def fold(self, o: int) -> None:
+    def fold(self, o: int, max_norm: float, norm_type: float) -> None:
         """A clip that may be left to the optimizer: whether it is unscaled is open."""
         window = self.windows[o]
         self.check(o, write=False)
         window.stages = window.stages | {"unscaled"}
+        if not window.folded:
+            window.unclipped = {i: self.params[i].grad.clone() for i in self.present(self.members[o])}
         window.folded, window.edited = True, False
+        window.limits.append((max_norm, norm_type))
         for index in self.present(self.members[o]):
             gradient = self.gradients[index]
             gradient.pending, gradient.replaced = gradient.pending and None, False
@@ -324,11 +342,37 @@ class Oracle:
                 self.params[index].grad.mul_(factor)
         return norm
 
+    def disputed(self, o: int) -> bool:
+        """Whether the user has changed gradients on which a folded clip waits.
+
+        A misuse: it may be an error, the edit may come after the clip, or the clip after the edit.
+        """
+        window = self.windows[o]
+        here = self.present(self.members[o])
+        return window.folded and window.edited and any(i in window.unclipped for i in here)
+
+    def take_side(self, o: int, real: Callable[[int], torch.Tensor]) -> None:
+        """Go on with clip after edit where the real gradients, unscaled by now, show that."""
+        window = self.windows[o]
+        ours = {i: self.params[i].grad for i in self.present(self.members[o])}
+        if not self.disputed(o) or not self.finite(ours) or ours.keys() != window.unclipped.keys():
+            return
+        for index, grad in window.unclipped.items():
+            self.params[index].grad = grad
+        for max_norm, norm_type in window.limits:
+            self.clip_norm(self.members[o], max_norm, norm_type)
+        if not all(torch.allclose(self.params[i].grad, real(i).double(), rtol=1e-4) for i in ours):
+            for index, grad in ours.items():
+                self.params[index].grad = grad
+
     # -- the user's hands -----------------------------------------------------------------------
 
     def edit(self, index: int, change: Callable[[torch.Tensor], object], replaced: bool = False) -> None:
         """The user changes a gradient."""
         change(self.params[index].grad)
+        for o in self.owners(index):
+            if index in self.windows[o].unclipped:
+                change(self.windows[o].unclipped[index])
         self.gradients[index].replaced |= replaced
         self.gradients[index].dropped = False
         self._edited(index)
@@ -336,6 +380,8 @@ class Oracle:
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
         """The user zeroes gradients in place, or drops them."""
         for index in self.present(indices):
+            for o in self.owners(index):
+                self.windows[o].unclipped.pop(index, None)
             if zeroed:
                 self.params[index].grad.zero_()
             else:
@@ -408,6 +454,8 @@ class Oracle:
             window.stages, window.explicit = {"ready"}, False
             window.begun |= window.certain
             window.certain = set()
+        for gradient in self.gradients:
+            gradient.losses &= {self.last_backward and self.last_backward[0]}  # the others have been told
         self.seen = dict.fromkeys(self.seen, MAYBE)
         waits = self._waits()
         if new_scale is not None:

@@ -221,6 +221,7 @@ class Player:
         elif self._ready(o) and not self.scene.run(
             f"scaler.unscale_(o{o})", self._oracle.error_of_unscale(o), r"unscale_\(\) (has|is)"
         ):
+            self._take_side(o)
             self._oracle.unscale(o, explicit=True)
 
     def ensure_unscaled(self, o: int) -> None:
@@ -228,16 +229,27 @@ class Player:
         o %= self._count
         if self._ready(o):
             self.scene.run(f"scaler.ensure_unscaled(o{o})")
+            self._take_side(o)
             self._oracle.unscale(o, explicit=True)
+
+    def _take_side(self, o: int) -> None:
+        self._oracle.take_side(o, lambda index: self.scene.params[index].grad)
 
     def clip_norm(self, o: int, limit: float, norm_type: float, fold: bool) -> None:
         """``clip_grad_norm_(optimizer)``."""
         o %= self._count
-        if self._ready(o):
+        strangers = {
+            i
+            for other in range(self._count)
+            if other not in {o, *self._oracle.known}
+            for i in self._members(other)
+        }
+        fold = fold and not strangers & set(self._members(o))  # who would step on them unclipped
+        if self._ready(o) and not self._oracle.disputed(o):
             folded = ", fold=True" if fold else ""
             self.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type}{folded})")
             if fold:
-                self._oracle.fold(o)
+                self._oracle.fold(o, limit, norm_type)
             else:
                 self._oracle.unscale(o, explicit=False)
             self._compare_norm(self._oracle.clip_norm(self._members(o), limit, norm_type))
@@ -255,7 +267,7 @@ class Player:
         if indices is not None:
             clipped = self._clip_params(indices, f"scaler.clip_grad_value_([{params(indices)}], {limit})")
         else:
-            indices, clipped = self._members(o), self._ready(o)
+            indices, clipped = self._members(o), self._ready(o) and not self._oracle.disputed(o)
             if clipped:
                 self.scene.run(f"scaler.clip_grad_value_(o{o}, {limit})")
                 self._oracle.unscale(o, explicit=False)
@@ -264,15 +276,15 @@ class Player:
 
     def _clip_params(self, indices: Any, line: str) -> bool:
         oracle = self._oracle
-        if not oracle.used:
+        touched = [o for o in sorted(oracle.known) if set(self._members(o)) & set(indices)]
+        if not oracle.used or any(map(oracle.disputed, touched)):
             return False
         if not all(map(oracle.owners, oracle.present(indices))):
             self.scene.run(line, YES, "belong to no optimizer this scaler knows")
             return False
         self.scene.run(line)
-        for o in sorted(oracle.known):
-            if set(self._members(o)) & set(indices):
-                oracle.unscale(o, explicit=False)
+        for o in touched:
+            oracle.unscale(o, explicit=False)
         return True
 
     def _clamp(self, indices: Any, limit: float) -> None:
@@ -308,6 +320,7 @@ class Player:
                 if undoes:
                     raise OutOfDomainError
                 return
+            self._take_side(o)
             allowed = oracle.check(o, write=not oracle.fused[o])
             skipped = self._seen_skip(o, allowed)
             oracle.step(o, skipped)
@@ -317,8 +330,11 @@ class Player:
     def _step_without_gradients(self, o: int) -> None:
         """A scaled backward reached the parameters, but no gradient is there: an error, not a step."""
         reached = self._oracle.windows[o].fresh == YES
-        if self._oracle.used and self.scene.run(f"scaler.step(o{o})", YES if reached else MAYBE):
-            raise OutOfDomainError
+        if self._oracle.used:
+            if self.scene.run(f"scaler.step(o{o})", YES if reached else MAYBE):
+                raise OutOfDomainError
+            self._oracle.meet(o)
+            self._oracle.close(o, skipped=False)
         self.scene.compare_weights()
 
     def _seen_skip(self, o: int, allowed: set[bool]) -> bool:
@@ -353,7 +369,13 @@ class Player:
     ) -> None:
         """``step(optimizer, closure)``."""
         o %= self._count
-        if self._kind(o) == "takes_gradients" or self._setup.compiled or not self._oracle.may_meet(o):
+        oracle = self._oracle
+        if (
+            self._kind(o) == "takes_gradients"
+            or self._setup.compiled
+            or not oracle.may_meet(o)
+            or oracle.disputed(o)
+        ):
             return
         bowl = "bowl" if self._kind(o) == "lbfgs" else "loss"
         own = self._members(o)
@@ -460,7 +482,12 @@ class Player:
         takers = {
             i for other in range(self._count) if self._kind(other) in fixed for i in self._members(other)
         }
-        if self._kind(o) in fixed or self._setup.compiled or index in {*self._members(o), *takers}:
+        if (
+            self._kind(o) in fixed
+            or self._oracle.windows[o].folded
+            or self._setup.compiled
+            or index in {*self._members(o), *takers}
+        ):
             return
         if o not in self._oracle.known or self._oracle.may_meet(o, [index]):
             self.scene.run(f'o{o}.add_param_group({{"params": [p{index}]}})')
