@@ -98,7 +98,6 @@ class GradientSet:
 
     Attributes:
         unit: As given; changed by the methods below only.
-        contributors: Other loss scales, whose gradients were converted and added to.
         history: Overflows seen before the last measurement.
         awaiting: Owners that have not stepped since the last scaled backward.
         used_after_update: Number of the update after which an owner last unscaled or stepped with them.
@@ -108,7 +107,7 @@ class GradientSet:
         self.params = params
         self.owners = owners
         self.unit: Unit = unit
-        self.contributors: list[LossScale] = []
+        self._contributions: list[tuple[LossScale, Tensor]] = []
         self.history = OverflowHistory()
         self.awaiting: frozenset[int] = frozenset()
         self.used_after_update = -1
@@ -215,7 +214,7 @@ class GradientSet:
         if not present:
             self.doubt_measurement()
             self.history.clear()
-            self.contributors.clear()
+            self._contributions.clear()
             self._watch_hooks()
         elif self.history.found_inf is not None or self._measurements:
             self.forget_dropped_overflow()
@@ -223,14 +222,27 @@ class GradientSet:
         if before is loss_scale:
             return
         if present:
-            if before is not None and before not in self.contributors and self._changed_since(_CONVERTED):
-                self.contributors.append(before)
+            added = self._changed_since(_CONVERTED)
             factor, carried = loss_scale.require(), self.unit.factor()
-            self._multiply_(factor if carried is None else factor / carried)
+            overflows = self._convert_(factor if carried is None else factor / carried)
+            if before is not None and added:
+                self._contributions += [(before, overflow) for overflow in overflows]
         self._ledger.remember(self.params, _CONVERTED)
         self.doubt_measurement()
         self.unit = ScaledBy(loss_scale)
         self._used_by.clear()
+
+    def _convert_(self, factor: Tensor) -> list[Tensor]:
+        """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
+        return [
+            batch.unscale_(factor.to(batch.device, non_blocking=True), torch.inf)[1]
+            for batch in self.batches()
+        ]
+
+    def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
+        """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
+        contributions, self._contributions = self._contributions, []
+        return contributions
 
     def forget_dropped_overflow(self) -> None:
         """Forget an overflow whose batch was dropped by setting its gradients to zero."""
@@ -299,7 +311,7 @@ class GradientSet:
         self._used_by.add(owner)
         self._measurements = None
         self._reached.clear()
-        self.contributors.clear()
+        self._contributions.clear()
         self.history.clear()
 
     def note_unscaled(self, owner: int) -> None:
@@ -311,7 +323,7 @@ class GradientSet:
         self.doubt_measurement()
         part = GradientSet([self.params[i] for i in positions], owners, self.unit)
         part.history = self.history.split(positions)
-        part.contributors = list(self.contributors)
+        part._contributions = list(self._contributions)
         part.awaiting = (self.awaiting & owners) | (owners - self.owners)
         part._used_by = self._used_by & owners
         part.used_after_update = self.used_after_update

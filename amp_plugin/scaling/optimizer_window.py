@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -205,9 +206,13 @@ class OptimizerWindow:
             self.norm = norm
         device = self._shared.scales.device
         self.found_inf_per_device = {device: found} if measured else {}
-        if measured or self._shared.ranks.groups or self.layouts:
+        several_ranks = bool(self._shared.ranks.groups or self.layouts)
+        if measured or several_ranks:
             for loss_scale in self.loss_scales:
                 loss_scale.record(found)
+        for gradients in self.sets:
+            for loss_scale, overflow in gradients.take_contributions():
+                loss_scale.record(found if several_ranks else overflow)
         return norm, found
 
     def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
@@ -219,12 +224,13 @@ class OptimizerWindow:
             if loss_scale is not None:
                 if write:
                     self._refuse_half(gradients)
-                for contributor in (loss_scale, *gradients.contributors):
-                    if contributor.value is not None and contributor not in self.loss_scales:
-                        self.loss_scales.append(contributor)
+                if loss_scale.value is not None and loss_scale not in self.loss_scales:
+                    self.loss_scales.append(loss_scale)
             measured = gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
             if not measured:
                 gradients.history.clear()  # the gradients that overflowed were dropped
+            elif norm_type != -math.inf:
+                gradients.history.forget_if_zero(measurement.norm for measurement in measured)
             measurements += measured
         earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
         device = self._shared.scales.device

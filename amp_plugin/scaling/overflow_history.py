@@ -26,6 +26,7 @@ class OverflowHistory:
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None
         self._measurements: list[Measurement] = []
+        self._kept: list[tuple[int, Tensor]] = []  # of so many measurements: False if they were forgotten
 
     def add(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements that are about to be replaced."""
@@ -42,7 +43,7 @@ class OverflowHistory:
     def _join(self) -> None:
         """Make one measurement of those of the same gradients."""
         joined: list[Measurement] = []
-        for measurement in self._measurements:
+        for measurement in self.measurements():
             for i, kept in enumerate(joined):
                 if kept.positions == measurement.positions and kept.flags.device == measurement.flags.device:
                     joined[i] = kept._replace(flags=kept.flags | measurement.flags)
@@ -53,6 +54,11 @@ class OverflowHistory:
 
     def measurements(self) -> list[Measurement]:
         """Return what was kept, for the flags of each gradient."""
+        for count, kept in self._kept:
+            for i, measurement in enumerate(self._measurements[:count]):
+                flags = measurement.flags * kept.to(measurement.flags.device)
+                self._measurements[i] = measurement._replace(flags=flags)
+        self._kept.clear()
         return list(self._measurements)
 
     def forget_if_zero(self, norms: Iterable[Tensor]) -> None:
@@ -63,18 +69,18 @@ class OverflowHistory:
         """
         if self.found_inf is None:
             return
-        device = self.found_inf.device
-        dropped = torch.stack([norm.to(device, non_blocking=True) for norm in norms]).eq(0).all()
-        self.found_inf = self.found_inf.masked_fill(dropped, 0.0)
-        self._measurements = [
-            kept._replace(flags=kept.flags.masked_fill(dropped.to(kept.flags.device), 0))
-            for kept in self._measurements
-        ]
+        kept = None
+        for norm in norms:
+            nonzero = norm.ne(0).to(self.found_inf.device, non_blocking=True)
+            kept = nonzero if kept is None else kept | nonzero
+        if kept is not None:
+            self.found_inf = self.found_inf * kept
+            self._kept.append((len(self._measurements), kept))
 
     def split(self, positions: Sequence[int]) -> OverflowHistory:
         """Return what was found in the gradients of the parameters at ``positions``."""
         part = OverflowHistory()
-        for kept in self._measurements:
+        for kept in self.measurements():
             places = range(len(kept.flags)) if kept.positions is None else kept.positions
             row = {place: i for i, place in enumerate(places)}
             present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
@@ -88,3 +94,4 @@ class OverflowHistory:
         """Forget all: the optimizer has stepped, or its gradients are gone."""
         self.found_inf = None
         self._measurements.clear()
+        self._kept.clear()
