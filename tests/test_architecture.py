@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -14,12 +15,13 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"loss_scale", "loss_scales", "shard_layout", "step_result", "outputs"},
-    {"collectives", "gradients"},
+    {"loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
+    {"loss_scales", "skipped_steps", "gradients"},
+    {"collectives", "overflow_history"},
     {"gradient_set"},
-    {"optimizer_window"},
+    {"optimizer_window", "unscaled_steps"},
     {"registry"},
-    {"fused", "plain", "sync_free", "closures", "updates", "backward"},
+    {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},
@@ -100,6 +102,14 @@ def test_scaling_imports_from_top_to_bottom() -> None:
 
 def test_each_module_of_scaling_has_a_layer() -> None:
     assert {file.stem for file in (ROOT / "amp_plugin/scaling").glob("*.py")} == set().union(*SCALING_LAYERS)
+
+
+def test_the_design_document_has_the_same_layers() -> None:
+    layers: dict[int, set[str]] = {}
+    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    for layer, modules in rows:
+        layers.setdefault(int(layer), set()).update(re.findall(r"`(\w+)\.py`", modules))
+    assert layers == dict(enumerate(SCALING_LAYERS[:-1]))
 
 
 def test_no_private_name_is_read_across_files() -> None:
