@@ -202,8 +202,7 @@ class TrainerPrecision(TrainerCheckpoints):
             else:
                 result = self._closure_and_hooks(self.scaler, optimizer, model, closure)
                 if self.scaler._scale is None:  # no loss has been scaled in this run yet
-                    self._holds.after_step(optimizer, None)
-                    self._unscaled_steps.stepped(optimizer)
+                    self._holds.after_step(optimizer, self._unscaled_steps.stepped(optimizer))
                     optimizer.step(**kwargs)
                     self._attempted_steps += 1
                     return result
