@@ -47,9 +47,13 @@ class Monitor:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        observers = trainer.precision_plugin.observers
+        observers = getattr(trainer.precision_plugin, "observers", [])
         if self._stepped in observers:
             observers.remove(self._stepped)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop watching: after an exception the Trainer does not call ``teardown``."""
+        self.teardown(trainer, pl_module, "")
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
         self._unread.append((id(optimizer), result))
