@@ -60,7 +60,13 @@ def clip_norm(
     """
     max_norm, norm_type = _limit("max_norm", max_norm), _number("norm_type", norm_type)
     if not scaler.is_enabled():
-        return torch.nn.utils.clip_grad_norm_(_params_of(target), max_norm, norm_type, error_if_nonfinite)
+        params = _params_of(target)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        given = set(map(id, params))
+        for optimizer in [target] if isinstance(target, Optimizer) else scaler.optimizers:
+            if given == set(map(id, _params_of(optimizer))):
+                scaler.note_norm(optimizer, norm)
+        return norm
     if isinstance(target, Optimizer):
         record = scaler._record(target)
         norm, folded = _norm_of_record(scaler, record, norm_type, fold)

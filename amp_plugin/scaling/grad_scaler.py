@@ -5,7 +5,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,13 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import folding, stepping, updating
 from amp_plugin.scaling.backward_events import after_backward, watch
 from amp_plugin.scaling.distributed import Groups
-from amp_plugin.scaling.loss_scale import ConstantLossScale, DynamicLossScale, HysteresisMode, LossScale
+from amp_plugin.scaling.loss_scale import (
+    ConstantLossScale,
+    DynamicLossScale,
+    HysteresisMode,
+    LossScale,
+    LossScaleOptions,
+)
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.registry import OptimizerRecord, Registry
 from amp_plugin.scaling.state import ScalerState
@@ -128,6 +135,13 @@ class GradScaler(ScalerState):
         self._sync_free = sync_free
         self._start()
 
+    @classmethod
+    def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> GradScaler:
+        """Make a scaler from a loss scale's options and the constructor's other arguments."""
+        return cls(
+            device, **{field.name: getattr(options, field.name) for field in fields(options)}, **others
+        )
+
     def _start(self) -> None:
         """Set what a copy or a pickled scaler starts without."""
         self._registry = Registry(self._loss_scale)
@@ -137,6 +151,7 @@ class GradScaler(ScalerState):
         self._floor = []
         self._open_results = weakref.WeakKeyDictionary()
         self._passed = weakref.WeakKeyDictionary()
+        self._norms = weakref.WeakKeyDictionary()
         self._last_backward = None
         self._backward = -1
         if self._enabled:

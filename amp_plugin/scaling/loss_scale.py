@@ -8,6 +8,7 @@ changed there by one op, so that no step waits for the host. The rule is in
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,73 @@ from torch import Tensor
 from amp_plugin.kernels import ops
 
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScaleOptions:
+    """The options of a loss scale, checked.
+
+    Attributes:
+        init_scale: The first scale.
+        growth_factor: Factor of a growth, more than 1.
+        backoff_factor: Factor of a backoff, between 0 and 1.
+        growth_interval: Good optimizer steps in a row before a growth.
+        min_scale: Floor of the scale; None only keeps it above 0.
+        max_scale: Ceiling of the scale; None means float32's largest number.
+        hysteresis: Overflows tolerated before a backoff, the last included.
+        hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
+            ``"deepspeed"`` (a whole growth interval).
+        on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
+        dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
+
+    Raises:
+        ValueError: A number is out of range, or an option unknown.
+    """
+
+    init_scale: float = 2.0**16
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float | None = None
+    max_scale: float | None = None
+    hysteresis: int = 1
+    hysteresis_mode: HysteresisMode = "apex"
+    on_min_scale: Literal["hold", "raise"] = "hold"
+    dynamic: bool = True
+
+    def __post_init__(self) -> None:
+        positive("init_scale", self.init_scale)
+        checked_growth_factor(self.growth_factor)
+        checked_backoff_factor(self.backoff_factor)
+        whole("growth_interval", self.growth_interval)
+        whole("hysteresis", self.hysteresis)
+        if self.hysteresis_mode not in ops.HYSTERESIS_MODES:
+            known = ", ".join(ops.HYSTERESIS_MODES)
+            msg = f"hysteresis_mode={self.hysteresis_mode!r} is not known; use one of {known}"
+            raise ValueError(msg)
+        if self.on_min_scale not in {"hold", "raise"}:
+            msg = f"on_min_scale={self.on_min_scale!r} is not known; use 'hold' or 'raise'"
+            raise ValueError(msg)
+        if not self.floor <= self.init_scale <= self.ceiling:
+            msg = (
+                f"init_scale={self.init_scale} is not between min_scale={self.floor} and "
+                f"max_scale={self.ceiling}; change one of the three"
+            )
+            raise ValueError(msg)
+
+    @property
+    def floor(self) -> float:
+        """The smallest scale."""
+        if self.min_scale is None:
+            return min(float(torch.finfo(torch.float32).tiny), float(self.init_scale))
+        return positive("min_scale", self.min_scale)
+
+    @property
+    def ceiling(self) -> float:
+        """The largest scale."""
+        if self.max_scale is None:
+            return float(torch.finfo(torch.float32).max)
+        return positive("max_scale", self.max_scale)
 
 
 class LossScale:

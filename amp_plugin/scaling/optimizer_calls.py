@@ -12,9 +12,11 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.scaling import clipping, closures, stepping
-from amp_plugin.scaling.distributed import Groups
+from amp_plugin.scaling.distributed import Groups, combine
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.registry import OptimizerRecord
+from amp_plugin.scaling.spread import parameter_spreads
 from amp_plugin.scaling.step_result import HostFlag, StepResult
 from amp_plugin.scaling.torch_interface import TorchInterface
 
@@ -33,7 +35,60 @@ class OptimizerCalls(TorchInterface):
     _backward: int
     _skipped: Tensor | None
     _passed: weakref.WeakKeyDictionary[Optimizer, StepResult]
+    _norms: weakref.WeakKeyDictionary[Optimizer, Tensor]
     _skipped_before: int = 0
+
+    # What adapters ask, enabled or not.
+
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss has been scaled yet."""
+        return self._enabled and self._first_materialized() is not None
+
+    def current_scale(self) -> Tensor | None:
+        """Return the scale on its device, float32, 0-dim, without a host sync; None before the first loss."""
+        return self._loss_scale.value if self._enabled else None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers it knows."""
+        return [record.optimizer for record in self._registry]
+
+    def parameter_names(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order of its groups."""
+        return self._record(optimizer).all_names()
+
+    def has_new_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether there are other gradients than those last unscaled or stepped."""
+        record = self._record(optimizer)
+        return any(gradients.renewed(record.slot) for gradients in record.sets)
+
+    def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
+        """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
+        record = self._record(optimizer)
+        pending = any(gradients.touched and gradients.ledger.count() for gradients in record.sets)
+        return pending and bool(self._unscale(record)[1].item() > 0)
+
+    def measure(self, optimizer: Optimizer) -> Tensor | None:
+        """Measure the norm of gradients that carry no scale, for the optimizer's next result."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        spreads = parameter_spreads(params)
+        parts = GradientSet(params, frozenset()).measure(2.0)
+        if not (parts or spreads or self._groups):
+            return None
+        device = parts[0].norm.device if parts else params[0].device
+        norm = combine(parts, 2.0, device, self._groups, spreads)[0]
+        self.note_norm(optimizer, norm)
+        return norm
+
+    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Keep a norm that is known already (0-dim) for the optimizer's next result."""
+        self._norms[optimizer] = norm
+
+    def note_step(self, optimizer: Optimizer) -> StepResult:
+        """Note a step taken without :meth:`step`, and return what there is to tell of it."""
+        result = self._passed[optimizer] = StepResult.unscaled(self._norms.pop(optimizer, None))
+        return result
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         record = self._record(optimizer)
@@ -56,6 +111,8 @@ class OptimizerCalls(TorchInterface):
             ValueError: ``names`` names parameters, but none of an optimizer's.
         """
         if not self._enabled:
+            for optimizer in optimizers:
+                self._registry.find(optimizer) or self._registry.add(optimizer)
             return
         named = _named(names)
         own = {id(param) for param in named.values()}
@@ -173,8 +230,7 @@ class OptimizerCalls(TorchInterface):
         """
         if not self._enabled:
             value = optimizer.step(*args, **kwargs)
-            if optimizer not in self._passed:
-                self._passed[optimizer] = StepResult.unscaled()
+            self.note_step(optimizer)
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is not None:

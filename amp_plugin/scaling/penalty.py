@@ -11,9 +11,8 @@ skipped; it is noted for the scale's next update at once. Nothing here waits for
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -58,7 +57,9 @@ def grad(
     sources = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     vectors = (grad_outputs,) if isinstance(grad_outputs, Tensor) else grad_outputs
     scaling = scaler is not None and scaler.is_enabled()
-    with _outside_autocast(targets[0].device.type), _fabric_allows_it():
+    with _outside_autocast(targets[0].device.type), ExitStack() as surroundings:
+        for context in _surroundings:
+            surroundings.enter_context(context())
         if scaling and scaler is not None:
             targets = tuple(_scaled(target, scaler) for target in targets)
         grads = torch.autograd.grad(
@@ -142,16 +143,13 @@ def _outside_autocast(device_type: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _fabric_allows_it() -> Iterator[None]:
-    """Lightning Fabric refuses autograd.grad on its modules' outputs unless told it is a backward."""
-    wrappers: Any = sys.modules.get("lightning.fabric.wrappers")
-    if wrappers is None or not hasattr(wrappers, "_in_fabric_backward"):
-        yield
-        return
-    before = wrappers._in_fabric_backward
-    wrappers._in_fabric_backward = True
-    try:
-        yield
-    finally:
-        wrappers._in_fabric_backward = before
+_surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
+
+
+def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Run each later ``torch.autograd.grad`` of this module inside ``context()``.
+
+    For frameworks whose guards refuse a backward pass that they do not know of.
+    """
+    if context not in _surroundings:
+        _surroundings.append(context)

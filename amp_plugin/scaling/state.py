@@ -115,6 +115,7 @@ class ScalerState(OptimizerCalls):
             "_backward",
             "_open_results",
             "_passed",
+            "_norms",
             "_groups",
             "_skipped",
         ):

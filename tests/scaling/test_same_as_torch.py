@@ -161,7 +161,8 @@ def test_disabled_passes_everything_through(weights):
     assert one.value == -1.0
     assert (scaler.get_scale(), scaler.state_dict(), scaler.is_enabled()) == (1.0, {}, False)
     result = scaler.last_step(one.optimizer)
-    assert (result.skipped, result.skipped_if_known(), result.norm) == (False, False, None)
+    assert (result.skipped, result.skipped_if_known()) == (False, False)
+    assert result.norm.item() == pytest.approx(2.0 * 12**0.5)
     assert (result.found_inf.item(), result.scale_before, result.scale_after) == (0.0, 1.0, 1.0)
     assert not result.overflow_report()
     assert scaler.skipped_steps() == scaler.skipped_steps(one.optimizer) == 0
