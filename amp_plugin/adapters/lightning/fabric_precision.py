@@ -13,11 +13,10 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, autocast_module
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
-from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.scaling.spread import parameter_spreads
 
@@ -55,10 +54,9 @@ class FabricPrecision(PrecisionCore):
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Put ``fp32_modules`` under fp32, and let threads that run the module use our region."""
-        module = super().convert_module(module)
+        """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
+        module = autocast_module(super().convert_module(module))
         self._modules[module] = None
-        carry_into_threads(module, self)
         return module
 
     def _ready(self) -> None:
