@@ -252,7 +252,7 @@ class OptimizerCalls(TorchInterface):
             RuntimeError: It has not stepped yet.
         """
         record = self._registry.find(optimizer)
-        result = self._passed.get(optimizer) if record is None else record.result
+        result = (record and record.result) or self._passed.get(optimizer)
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)

@@ -22,6 +22,7 @@ import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+from amp_plugin.scaling.loss_scale import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
     Linear,
@@ -900,6 +901,26 @@ def test_signatures_name_the_options():
     for cls in (AmpPrecision, FabricAmpPrecision):
         assert list(inspect.signature(cls).parameters)[:2] == ["precision", "device"]
     assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps"]
+
+
+def test_signatures_have_the_defaults_of_the_loss_scale():
+    options = inspect.signature(LossScaleOptions).parameters
+    assert AmpPrecision().settings.loss_scale == LossScaleOptions()
+    for cls in (AmpPrecision, FabricAmpPrecision, classes_for("pytorch_lightning").AmpPrecision):
+        given = inspect.signature(cls).parameters
+        assert [given[name] for name in options] == list(options.values())
+
+
+@pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])
+def test_both_packages_document_the_same_options(name):
+    ours, theirs = (getattr(classes_for(package), name) for package in ("lightning", "pytorch_lightning"))
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    names = theirs.__doc__.replace("pytorch_lightning", "lightning.pytorch")
+    assert names.replace("lightning_fabric", "lightning.fabric") == ours.__doc__
+    assert all(f"{option}: " in AmpPrecision.__doc__ for option in inspect.signature(AmpPrecision).parameters)
+    for cls in (ours, theirs):
+        assert cls.__name__ == cls.__qualname__ == name
+        assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,8 @@
-"""What FabricAmpPrecision does at each call of Lightning's Fabric."""
+"""FabricAmpPrecision: what it does at each call of Lightning's Fabric.
+
+Fabric does not tell a plugin its device or the end of an iteration: the device is that of the modules set
+up, when one of them first runs; a requested update waits for the next loss.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -31,20 +35,26 @@ class _Known(weakref.WeakKeyDictionary[Member, None]):
 
 
 class FabricPrecision(PrecisionCore):
-    """The body shared by FabricAmpPrecision of ``lightning.fabric`` and of ``lightning_fabric``.
+    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
 
-    Fabric does not tell a plugin its device, its optimizers or the end of an iteration: the
-    device is that of the modules set up, when one of them first runs; optimizers are
-    registered at their first step or clip; a requested update waits for the next loss.
+    Takes the arguments of AmpPrecision. Inputs keep their dtypes, half-precision outputs come back
+    as fp32. ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values.
+        TypeError: at the first backward, under DeepSpeed.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin.adapters.lightning import FabricAmpPrecision
+        >>> from lightning.fabric import Fabric
+        >>> fabric = Fabric(plugins=[FabricAmpPrecision("bf16")], accelerator="cpu")
+        >>> model = fabric.setup(torch.nn.Linear(2, 1))
+        >>> model(torch.ones(1, 2)).dtype
+        torch.float32
     """
 
     advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
-    plain: ClassVar[Any]
-    """The framework's plain Precision."""
-    wrapper: ClassVar[Any]
-    """The framework's _FabricOptimizer."""
-    guard: ClassVar[Any]
-    """The framework's module whose flag allows backward passes."""
 
     def _begin(self) -> None:
         self._modules: _Known[nn.Module] = _Known()
@@ -71,7 +81,7 @@ class FabricPrecision(PrecisionCore):
                 "(fabric.setup), or pass device='cpu' or 'cuda'"
             )
             raise RuntimeError(msg)
-        root = next((fsdp_root(each) for module in modules for each in module.modules()), None)
+        root = next((fsdp_root(part) for module in modules for part in module.modules()), None)
         device = self.device if tensor is None else tensor.device.type
         may_be_offloaded = tensor is None or root is not None or parameter_spreads([tensor])
         if not may_be_offloaded:
@@ -102,27 +112,21 @@ class FabricPrecision(PrecisionCore):
         self._ready()
         inside = torch.is_autocast_enabled(self.device)
         with self._no_region() if inside else nullcontext():
-            scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
-            self.plain.backward(self, scaled, model, *args, **kwargs)
+            self.package.plugins.Precision.backward(self, self._scaler.scale(tensor), model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
-        inner = self._unwrap(optimizer)
-        if self.scaler is None:
-            output = self.plain.optimizer_step(self, optimizer, **kwargs)
-            self._report(inner, self._unscaled_steps.stepped(inner))
-            return output
-        output = self._known(self.scaler, optimizer).step(optimizer, **kwargs)
-        self.scaler.update()
-        self._report(inner, self.scaler.last_step(inner))
+        optimizer = self._unwrap(optimizer)
+        output = self._scaler_of(optimizer).step(optimizer, **kwargs)
+        self._scaler.update()
+        self._report(optimizer, self._scaler.last_step(optimizer))
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
         self._ready()
-        if self.scaler is not None:
-            self._known(self.scaler, optimizer).ensure_unscaled(optimizer)
+        self._scaler_of(optimizer).ensure_unscaled(optimizer)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
@@ -137,33 +141,30 @@ class FabricPrecision(PrecisionCore):
         """
         optimizer = self._unwrap(optimizer)
         self._ready()
-        if self.scaler is None:
-            params = list(self.plain.main_params(self, optimizer))
-            norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-            self._unscaled_steps.note(optimizer, norm)
-            return norm
-        return self._known(self.scaler, optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
+        return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
 
-    def _known(self, scaler: GradScaler, optimizer: Optimizer) -> GradScaler:
-        """Register an optimizer when it is first seen, its parameters by name."""
+    def _scaler_of(self, optimizer: Optimizer) -> GradScaler:
+        """Return the scaler; it knows the optimizer now, its parameters by name."""
         if optimizer not in self._named:
             self._named[optimizer] = None
-            scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
-        return scaler
+            self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
+        return self._scaler
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
-        inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
-        return inner
+        wrapped = isinstance(optimizer, self.package.wrappers._FabricOptimizer)
+        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
 
+    @classmethod
     @contextmanager
-    def _backward_allowed(self) -> Iterator[None]:
+    def backward_allowed(cls) -> Iterator[None]:
         """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
-        before = self.guard._in_fabric_backward
-        self.guard._in_fabric_backward = True
+        guard = cls.package.wrappers
+        before = guard._in_fabric_backward
+        guard._in_fabric_backward = True
         try:
             yield
         finally:
-            self.guard._in_fabric_backward = before
+            guard._in_fabric_backward = before
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:
