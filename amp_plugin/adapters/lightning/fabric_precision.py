@@ -6,6 +6,7 @@ up, when one of them first runs; a requested update waits for the next loss.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -58,7 +59,7 @@ class FabricPrecision(PrecisionCore):
 
     def _begin(self) -> None:
         self._modules: _Known[nn.Module] = _Known()
-        self._named: _Known[Optimizer] = _Known()
+        self._optimizers: _Known[Optimizer] = _Known()
         self._started = False
 
     # -- set-up -------------------------------------------------------------------------------
@@ -68,6 +69,16 @@ class FabricPrecision(PrecisionCore):
         module = autocast_module(super().convert_module(module))
         self._modules[module] = None
         return module
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Make an optimizer known, so that its gradients follow the scale before its first step too."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = None
+            if self._started:
+                self._register(optimizer)
+
+    def _register(self, optimizer: Optimizer) -> None:
+        self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
 
     def _ready(self) -> None:
         if self._started:
@@ -90,6 +101,8 @@ class FabricPrecision(PrecisionCore):
         self._start(device, **scaler_options(root))
         self._keep_casts(window=1)
         self._started = True
+        for optimizer in list(self._optimizers):
+            self._register(optimizer)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -144,10 +157,8 @@ class FabricPrecision(PrecisionCore):
         return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
 
     def _scaler_of(self, optimizer: Optimizer) -> GradScaler:
-        """Return the scaler; it knows the optimizer now, its parameters by name."""
-        if optimizer not in self._named:
-            self._named[optimizer] = None
-            self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
+        """Return the scaler, which knows the optimizer now if it was not set up."""
+        self.add_optimizer(optimizer)
         return self._scaler
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
@@ -165,6 +176,28 @@ class FabricPrecision(PrecisionCore):
             yield
         finally:
             guard._in_fabric_backward = before
+
+
+def report_set_up(wrapper: Any) -> None:
+    """Let Fabric's optimizers report to a FabricPrecision that they are set up.
+
+    Fabric has no hook for that. ``setup`` and ``setup_optimizers`` show a plugin no optimizer, and the
+    strategies, which see them, do not all call their base class. But every optimizer ends in one private
+    class of Fabric, whose constructor is given the strategy, and the strategy knows the plugin. So the
+    report is made there; programs without a FabricPrecision are not affected.
+
+    Args:
+        wrapper: the package's ``_FabricOptimizer``.
+    """
+    wrap = wrapper.__init__
+
+    @functools.wraps(wrap)
+    def wrap_and_report(self: Any, optimizer: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, optimizer, strategy, *args, **kwargs)
+        if isinstance(strategy.precision, FabricPrecision):
+            strategy.precision.add_optimizer(optimizer)
+
+    wrapper.__init__ = wrap_and_report
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:

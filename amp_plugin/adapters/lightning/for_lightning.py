@@ -14,7 +14,7 @@ from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # n
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision  # noqa: E402
 from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
 
-from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision  # noqa: E402
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up  # noqa: E402
 from amp_plugin.adapters.lightning.monitor import Monitor  # noqa: E402
 from amp_plugin.adapters.lightning.scheduler_holds import HeldBack  # noqa: E402
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision  # noqa: E402
@@ -42,3 +42,4 @@ class AmpMonitor(Monitor, pytorch.Callback):
 
 
 surround_backward(FabricAmpPrecision.backward_allowed)
+report_set_up(fabric.wrappers._FabricOptimizer)

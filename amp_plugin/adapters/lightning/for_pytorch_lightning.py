@@ -11,7 +11,7 @@ from lightning_fabric.plugins import MixedPrecision as FabricMixedPrecision
 from pytorch_lightning.plugins import FSDPPrecision, MixedPrecision
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 
-from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
 from amp_plugin.adapters.lightning.monitor import Monitor
 from amp_plugin.adapters.lightning.scheduler_holds import HeldBack
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
@@ -39,3 +39,4 @@ class AmpMonitor(Monitor, pytorch.Callback):
 
 
 surround_backward(FabricAmpPrecision.backward_allowed)
+report_set_up(fabric.wrappers._FabricOptimizer)
