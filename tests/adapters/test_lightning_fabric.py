@@ -258,6 +258,18 @@ def test_accumulation_and_optimizers_without_gradients():
     assert model.b.item() == 1.0
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_lazy_parameters(precision):
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision(precision, init_scale=8.0)])
+    module = nn.LazyLinear(1, bias=False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    loss = model(torch.ones(1, 1)).sum()
+    before = module.weight.item()
+    fabric.backward(loss)
+    optimizer.step()
+    assert module.weight.item() == before - 1.0
+
+
 @pytest.mark.parametrize("order", ["model first", "optimizers first"])
 def test_an_optimizer_that_accumulates_before_its_first_step(order):
     """It is known from its set-up, so its gradients follow the scale that the other one's steps change."""

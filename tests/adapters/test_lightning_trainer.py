@@ -442,6 +442,32 @@ def test_hooks_of_a_fused_optimizer_see_unscaled_gradients(clip):
 # -- several optimizers -------------------------------------------------------------------------
 
 
+class EditsGradients(OneWeight):
+    """LBFGS whose gradient of 3 becomes 0.5: its first step is the gradient, or 1 if that is larger."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=1)
+
+
+class ClipsByItself(EditsGradients):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.5)
+
+
+class EditsInHook(EditsGradients):
+    def on_before_optimizer_step(self, optimizer):
+        self.w.grad.clamp_(max=0.5)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("module", [EditsGradients, ClipsByItself, EditsInHook])
+def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precision):
+    clip = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"} if module is EditsGradients else {}
+    fitted = module()
+    fit(fitted, AmpPrecision(precision, init_scale=8.0), **clip)
+    assert fitted.w.item() == 0.5
+
+
 def test_n_critic_steps_one_optimizer_several_times_an_iteration():
     def step(module, batch, batch_idx):
         generator, critic = module.optimizers()
@@ -513,6 +539,34 @@ def test_parameters_in_float16_are_refused_or_allowed():
     module = Half()
     fit(module, AmpPrecision("fp16", fp16_gradients=True, init_scale=4.0))
     assert module.w.item() == 1.0 - 3.0
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_lazy_parameters(manual):
+    class Lazy(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.net = nn.LazyLinear(1, bias=False)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch.reshape(1, 1)).sum()
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def run(plugin):
+        torch.manual_seed(0)
+        module = Lazy()
+        fit(module, plugin, steps=2)
+        return module.net.weight.item()
+
+    assert run(AmpPrecision(init_scale=8.0)) == run(stock(8.0))
 
 
 def test_toggled_optimizers():

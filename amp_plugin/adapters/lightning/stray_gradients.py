@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -27,11 +28,12 @@ class StrayGradients:
         """Watch the parameters of these optimizers, and no others any more."""
         self.release()
         params = {id(param): param for optimizer in optimizers for param in params_of(optimizer)}
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
-            for param in params.values()
-            if param.requires_grad
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
+            self._handles = [
+                param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
+                for param in params.values()
+                if param.requires_grad
+            ]
 
     def release(self) -> None:
         """Watch no parameter any more."""
