@@ -48,10 +48,8 @@ class FabricPrecision(PrecisionCore):
     Example:
         >>> import torch
         >>> from amp_plugin.adapters.lightning import FabricAmpPrecision
-        >>> from lightning.fabric import Fabric
-        >>> fabric = Fabric(plugins=[FabricAmpPrecision("bf16")], accelerator="cpu")
-        >>> model = fabric.setup(torch.nn.Linear(2, 1))
-        >>> model(torch.ones(1, 2)).dtype
+        >>> plugin = FabricAmpPrecision("bf16")  # for Fabric(plugins=[plugin])
+        >>> plugin.convert_output(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
     """
 

@@ -66,9 +66,8 @@ class TrainerPrecision(TrainerCheckpoints):
 
     Example:
         >>> from amp_plugin.adapters.lightning import AmpPrecision
-        >>> from lightning.pytorch import Trainer
-        >>> trainer = Trainer(plugins=[AmpPrecision("fp16")], accelerator="cpu", logger=False)
-        >>> trainer.precision
+        >>> plugin = AmpPrecision("fp16", fp32_modules=["LayerNorm"])  # for Trainer(plugins=[plugin])
+        >>> plugin.precision
         '16-mixed'
     """
 
