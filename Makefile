@@ -27,7 +27,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 .DELETE_ON_ERROR:
 
 demo: $(READY)
-	$(BIN)/python recipes/train_digits.py --config configs/digits_fp16.yaml
+	$(BIN)/python recipes/train_digits.py
 
 test: lint test-native test-host-device test-fallback
 

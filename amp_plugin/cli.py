@@ -1,13 +1,12 @@
-"""The command `amp-plugin`: look at a machine, compile ahead of time, list a run's casts.
+"""The command `amp-plugin`: check a machine, compile ahead, list a script's casts.
 
-Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or the
-environment is wrong. With ``--json`` standard output is one JSON object and nothing else.
+Exit codes: 0 all is well, 1 something is missing or failed, 2 the command line or an environment
+variable is wrong. With ``--json`` standard output is one JSON object and nothing else.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import amp_plugin
+from amp_plugin.did_you_mean import did_you_mean
 
 app = typer.Typer(
     name="amp-plugin",
@@ -34,15 +34,13 @@ app = typer.Typer(
 )
 
 
-def _one_of(*allowed: str, called: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
-    """Return the check of an option that takes one of some words; ``called`` holds other names of them."""
+def _one_of(*allowed: str, aliases: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
+    """Return a callback that accepts some words; an alias is answered with its word."""
 
     def check(given: str | None) -> str | None:
         if given is None or given in allowed:
             return given
-        near = difflib.get_close_matches(given, allowed, n=1, cutoff=0.5)
-        meant = (called or {}).get(given) or next(iter(near), None)
-        hint = f"; did you mean {meant!r}?" if meant else ""
+        hint = did_you_mean(given, allowed, aliases=aliases, written=repr)
         msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
         raise typer.BadParameter(msg)
 
@@ -83,7 +81,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="cpu|cuda|xpu|mps",
-            callback=_one_of("cpu", "cuda", "xpu", "mps", called={"gpu": "cuda"}),
+            callback=_one_of("cpu", "cuda", "xpu", "mps", aliases={"gpu": "cuda"}),
             help="Device to plan for; default: the best here.",
         ),
     ] = None,
@@ -195,7 +193,7 @@ def casts(
 
 
 def _show(table: Table) -> None:
-    """Print a table without blanks at its right; as wide as it likes where no terminal limits it."""
+    """Print a table without trailing blanks, in full width if this is no terminal."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         console.width = max(
@@ -248,7 +246,7 @@ def _rows(part: Any) -> list[tuple[str, Any]]:
 
 
 def _words(name: str) -> str:
-    """Return a name as read by people; the names of settings and packages stay."""
+    """Return a key of the report as words, names of settings and packages unchanged."""
     return name.replace("_", " ") if name.islower() and name != "amp_plugin" else name
 
 
@@ -256,5 +254,5 @@ def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{_words(name)} {_text(each)}" for name, each in value.items())
+        return ", ".join(f"{_words(name)} {_text(item)}" for name, item in value.items())
     return str(value)

@@ -1,7 +1,7 @@
-"""What this machine has and what amp_plugin will do on it, as plain data.
+"""Report what this machine has and what amp_plugin does on it, as plain data.
 
-Each part is a dictionary of strings, numbers and booleans, so the whole can be printed
-as JSON. Collecting it compiles and loads the native core as a first use would.
+Each part is a dictionary of strings, numbers and booleans, ready for JSON. Making the report
+compiles and loads the native core, as its first use would.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.environment_variables import read_variables, unknown_variables
+from amp_plugin.environment_variables import KNOWN, read_variables, unknown_variables
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
@@ -37,18 +37,18 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
 
     Args:
         precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the precision to plan for.
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``: the device to plan for.
 
     Returns:
         ``versions``, ``devices``, ``native_core``, ``cuda_kernels``, ``cache``, ``plan``, ``environment``,
-        ``unknown_variables`` and ``healthy``: True if nothing that this machine could use is missing, the
-        planned device is there and no variable of the environment is misspelt.
+        ``unknown_variables`` and ``healthy``: False if something that this machine could use is missing, the
+        planned device is not there or an environment variable is misspelt.
 
     Raises:
-        ValueError: The environment holds a setting that is not allowed.
+        ValueError: an environment variable has a value that is not allowed.
     """
     core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
-    planned, unknown = plan(precision, device_type), unknown_variables(os.environ)
+    planned, unknown = plan(precision, device_type), unknown_variables_state()
     return {
         "versions": versions(),
         "devices": devices(),
@@ -87,7 +87,7 @@ def versions() -> Part:
 
 
 def devices() -> list[Part]:
-    """Return each device's name and what it computes fast."""
+    """Return the name of each device and which precisions it computes fast."""
     return [_cpu(), *(_cuda(index) for index in range(torch.cuda.device_count()))]
 
 
@@ -119,8 +119,8 @@ def _cuda(index: int) -> Part:
 
 
 def native_core_state() -> Part:
-    """Return what is loaded of the native core and why something is not."""
-    with warnings.catch_warnings():  # the report says it
+    """Return which parts of the native core are loaded, and why a part is not."""
+    with warnings.catch_warnings():  # the report gives the reason
         warnings.simplefilter("ignore")
         core = native_core()
     return {
@@ -133,18 +133,18 @@ def native_core_state() -> Part:
 
 
 def cuda_kernels_state() -> Part:
-    """Return whether the CUDA kernels serve the current GPU, trying one of them; no GPU needs none."""
+    """Return whether the CUDA kernels work on the current GPU, after trying one."""
     if not torch.cuda.is_available():
         return {"usable": False, "reason": "", "note": "no CUDA device"}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # the report says it
+        warnings.simplefilter("ignore", RuntimeWarning)  # the report gives the reason
         core = cuda_core()
     note = "compiled at first use" if core.loaded else "plain torch ops are used"
     return {"usable": core.loaded, "reason": core.reason, "note": note}
 
 
 def cache_state() -> Part:
-    """Return where the build cache is, its size in bytes, and why it cannot be used."""
+    """Return folder, bytes and problem of the build cache."""
     try:
         root = cache_root()
     except (OSError, ValueError) as error:
@@ -153,30 +153,32 @@ def cache_state() -> Part:
     return {"folder": str(root), "bytes": size, "problem": ""}
 
 
+def unknown_variables_state() -> dict[str, str]:
+    """Return name -> advice for each environment variable that looks misspelt."""
+    unset = f"; unset it; known are {', '.join(KNOWN)}"
+    hints = unknown_variables(os.environ).items()
+    return {name: f"nothing reads this variable{hint or unset}" for name, hint in hints}
+
+
 def plan(precision: str, device_type: str) -> Part:
     """Return what a run in ``precision`` on ``device_type`` does.
 
     Returns:
-        ``autocast`` is on or off, ``dtype`` its dtype, ``ops`` the number of ops per rule,
-        ``kernels`` who casts, ``loss_scale`` the scaler's settings or None, ``problem`` why nothing
-        can run there, ``advice`` what the user should know.
+        ``autocast``: whether it is on; ``dtype``: of its casts; ``ops``: number of ops per rule;
+        ``kernels``: whose casting kernels run, ``"amp_plugin"`` or ``"torch"``, None if nothing can run;
+        ``loss_scale``: the scaler's settings, None without a scaler; ``problem``: why nothing can run;
+        ``advice``: what the user should know.
     """
-    core, problem = native_core_state(), _problem(device_type)
-    mixed = precision != "fp32"
-    rules = (
-        Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else Counter()
-    )
+    problem, mixed = _problem(device_type), precision != "fp32"
+    rules = Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else {}
+    kernels = "amp_plugin" if native_core_state()["regions"] else "torch"
     return {
         "precision": precision,
         "device": device_type,
         "autocast": mixed,
         "dtype": str(DTYPES[precision]).removeprefix("torch."),
         "ops": dict(sorted(rules.items())),
-        "kernels": None
-        if (problem := _problem(device_type))
-        else "amp_plugin"
-        if core["regions"]
-        else "torch",
+        "kernels": None if problem else kernels,
         "loss_scale": _loss_scale() if precision == "fp16" else None,
         "problem": problem,
         "advice": "" if problem else _advice(precision, device_type),

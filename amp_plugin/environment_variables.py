@@ -1,15 +1,16 @@
-"""The variables of the environment that this package reads, and those that it takes for misspelt."""
+"""The environment variables that this package reads, and misspelt ones."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Final
+
+from amp_plugin.did_you_mean import did_you_mean
 
 PREFIX: Final = "AMP_PLUGIN_"
 OWN: Final = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", "AMP_PLUGIN_CONFIG")
 OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
-ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; listed here to be known without Accelerate
+ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so that doctor needs no Accelerate
     "init_scale",
     "growth_factor",
     "backoff_factor",
@@ -27,10 +28,11 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; listed here to
     "cast_cache",
     "exact_schedulers",
 )
+KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS))
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of the variables that this package reads or takes for its own.
+    """Return name -> value of the package's variables, misspelt ones included.
 
     Args:
         environment: usually ``os.environ``.
@@ -41,16 +43,17 @@ def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> what to do for each variable ``AMP_PLUGIN_...`` that nothing reads.
+    """Return the variables ``AMP_PLUGIN_...`` that nothing reads.
 
     Args:
         environment: usually ``os.environ``.
+
+    Returns:
+        Name -> ``"; did you mean X?"``, or ``""`` if no known variable is near.
     """
-    known = [*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS)]
-    advice = {}
-    for name in environment:
-        if name.startswith(PREFIX) and name not in known:
-            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = f"did you mean {near[0]}?" if near else f"unset it; known are {', '.join(known)}"
-            advice[name] = f"nothing reads this variable; {hint}"
-    return advice
+    endings = [name.removeprefix(PREFIX) for name in KNOWN]  # the prefix makes all names look alike
+    return {
+        name: did_you_mean(name.removeprefix(PREFIX), endings, written=PREFIX.__add__)
+        for name in environment
+        if name.startswith(PREFIX) and name not in KNOWN
+    }

@@ -1,4 +1,4 @@
-"""Run a script as it is and list the casts that autocast makes in it."""
+"""Run a script unchanged and list the casts that autocast makes in it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoggedRun:
-    """What came of a script.
+    """A script that has run.
 
     Attributes:
-        log: Its casts, closed.
+        log: The closed log of its casts.
         code: Its exit code.
-        failed: It ended in an error, which has been printed.
+        failed: Whether it ended in an error, which has been printed.
     """
 
     log: CastLog
@@ -47,15 +47,15 @@ class LoggedRun:
 def run_logged(script: Path, arguments: Sequence[str]) -> LoggedRun:
     """Run ``script`` as the main program with a cast log open.
 
-    ``torch.autocast`` blocks are listed too: while the script runs they follow this package's
-    default rules, which are torch's. An error of the script is printed as ``python script.py`` prints it.
+    The casts of ``torch.autocast`` blocks are listed too: while the script runs, those blocks follow this
+    package's default rules, which equal torch's. An error of the script is printed as Python prints it.
 
     Args:
         script: A Python file.
         arguments: Its arguments.
 
     Raises:
-        RuntimeError: There is no native core.
+        RuntimeError: The native core is not loaded.
     """
     log, code, failed, argv, path = log_casts(), 0, False, sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
@@ -77,7 +77,7 @@ def run_logged(script: Path, arguments: Sequence[str]) -> LoggedRun:
 
 
 def _print_error(error: BaseException, script: Path) -> None:
-    """Print an error from the script's first frame on, by the hook that the script may have set."""
+    """Print an error from the script's first frame on, by the script's own excepthook if set."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
         frames = frames.tb_next
@@ -93,11 +93,11 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def rows(log: CastLog, by: str) -> list[dict[str, Any]]:
-    """Return the casts of a log added up, most bytes first.
+    """Return the casts of a log, added up in groups, most bytes first.
 
     Args:
         log: A closed log.
-        by: ``"cast"``, ``"module"`` or ``"op"``: what a row stands for.
+        by: ``"cast"``, ``"module"`` or ``"op"``: what the casts of a group have in common.
     """
     groups: dict[tuple[str, ...], list[Cast]] = {}
     for cast in log.records():

@@ -25,7 +25,7 @@ def show() -> None:
 
 @app.command(
     "run",
-    add_help_option=False,  # run NAME --help is for the recipe
+    add_help_option=False,  # `run NAME --help` shows the help of the recipe
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
 )
 def run(context: typer.Context, name: str) -> None:

@@ -1,6 +1,6 @@
 """Accumulation: several micro-batches a step, one scale and one cast of the weights a window.
 
-    python -m recipes run accumulation [--config configs/accumulation/bf16.yaml] [key=value ...]
+    python -m recipes run accumulation [precision=bf16] [key=value ...]
 
 The scale must stay as it is until the step: ``step`` and ``update`` are called once a window, after the
 last micro-batch. Each loss is divided by their number, so the gradients are those of one large batch. A

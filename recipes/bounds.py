@@ -1,4 +1,4 @@
-"""Which numbers the keys of a config take, said beside their defaults and checked in one place."""
+"""Bounds of the numbers in a config, given beside their defaults."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What a number must be; finite it must be always.
+    """What a number must be, besides finite.
 
     Attributes:
         least, most: the smallest and the largest number allowed.
-        above, below: numbers just outside.
-        multiple_of: whole numbers that this divides.
-        length: for a list, of how many numbers; each has to fit.
+        above, below: the number must be larger or smaller than these.
+        multiple_of: the number must be a multiple of this.
+        length: for a list: how many numbers it has; each of them must fit.
     """
 
     least: float | None = None
@@ -52,33 +52,33 @@ class Bounds:
 
 
 def number(default: float, **bounds: Any) -> Any:
-    """Return a dataclass field with a default and the numbers it takes.
+    """Return a dataclass field with a default and bounds.
 
     Args:
         default: an int or a float.
-        **bounds: as ``Bounds`` has them. A subclass that gives another default keeps them.
+        **bounds: the attributes of ``Bounds``. A subclass that changes the default keeps them.
     """
     return field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 def out_of_bounds(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Bounds]]:
-    """Yield key, value and bounds of each number of a config that is not allowed.
+    """Yield key, value and bounds of each number in a config that is out of bounds.
 
     Args:
         config: a dataclass; its sections are dataclasses too.
-        prefix: of the keys.
+        prefix: stands before each key, for the keys of a section.
     """
-    for each in fields(config):
-        value = getattr(config, each.name)
+    for key in (entry.name for entry in fields(config)):
+        value = getattr(config, key)
         if is_dataclass(value):
-            yield from out_of_bounds(value, f"{prefix}{each.name}.")
-        bounds = bounds_of(type(config), each.name)
+            yield from out_of_bounds(value, f"{prefix}{key}.")
+        bounds = bounds_of(type(config), key)
         if bounds is not None and not bounds.hold(value):
-            yield prefix + each.name, value, bounds
+            yield prefix + key, value, bounds
 
 
 def bounds_of(schema: type, key: str) -> Bounds | None:
-    """Return the bounds of a key, those of the nearest class that gives any."""
+    """Return the bounds of a key, from the nearest class in the MRO that has any."""
     for base in schema.__mro__:
         found = base.__dict__.get("__dataclass_fields__", {}).get(key)
         if found is not None and "bounds" in found.metadata:

@@ -1,15 +1,15 @@
-"""The recipes by name: what there is, and running one."""
+"""The recipes by name: list, load and run them."""
 
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from amp_plugin.did_you_mean import did_you_mean
 from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent
@@ -36,18 +36,18 @@ NAMES = (
     "char_gpt",
     "inference",
 )  # fmt: skip
-FRAMEWORKS = ("_lightning", "_accelerate")  # ends of the names of a recipe's other forms
+FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework
 
 
 def plain_name(name: str) -> str:
-    """Return the recipe that ``name`` is a form of, whose configs it takes; a plain recipe's own name."""
+    """Return the name without its framework: both forms of a recipe share a config."""
     for end in FRAMEWORKS:
         name = name.removesuffix(end)
     return name
 
 
 def about(name: str) -> str:
-    """Return a recipe's one line, without importing it.
+    """Return the first line of a recipe's docstring, without importing it.
 
     Args:
         name: one of ``NAMES``.
@@ -66,9 +66,8 @@ def load(name: str) -> ModuleType:
         ValueError: there is no such recipe.
     """
     if name not in NAMES:
-        near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]}? " if near else ""
-        msg = f"no recipe {name!r}; {hint}python -m recipes list shows all: {', '.join(NAMES)}"
+        hint = did_you_mean(name, NAMES) or ";"
+        msg = f"no recipe {name!r}{hint} python -m recipes list shows all: {', '.join(NAMES)}"
         raise ValueError(msg)
     return importlib.import_module(f"recipes.{name}")
 
@@ -78,16 +77,16 @@ def run(name: str, arguments: Sequence[str] | None = None) -> None:
 
     Args:
         name: one of ``NAMES``.
-        arguments: ``[--config FILE] [key=value ...]``; None: this process's.
+        arguments: ``[--config FILE] [key=value ...]``; None: those of this process.
 
     Raises:
-        SystemExit: the config is wrong, or the recipe needs what this machine lacks.
+        SystemExit: the config is not valid, or this machine lacks what the recipe needs.
     """
     recipe = load(name)
     program = f"python -m recipes run {name}"
     config = config_from_command_line(
         recipe.Config,
-        default=f"configs/{plain_name(name)}/fp16.yaml",
+        default=f"configs/{plain_name(name)}.yaml",
         about=about(name),
         arguments=arguments,
         program=program,

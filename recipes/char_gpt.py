@@ -1,6 +1,6 @@
 """A character GPT on Python's own manual: accumulation, clipping, optionally compiled.
 
-    python -m recipes run char_gpt [compile=true] [--config configs/char_gpt/bf16.yaml] [key=value ...]
+    python -m recipes run char_gpt [compile=true] [precision=bf16] [key=value ...]
 
 The text is what ``help()`` shows for Python's keywords and types (``pydoc_data.topics``, installed with every
 Python): 465,000 characters. A window of micro-batches is one step; the norm is that of the whole window.
@@ -94,7 +94,7 @@ def train(config: Config) -> TrainingRecord:
     record = TrainingRecord(title=f"character GPT, {config.precision.value}", log_loss=False)
     text = "".join(topics[key] for key in sorted(topics))
     characters = sorted(set(text))
-    codes = torch.tensor([characters.index(each) for each in text], device=config.device)
+    codes = torch.tensor([characters.index(character) for character in text], device=config.device)
     training, held_out = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
     if config.context >= len(held_out):
         msg = f"context={config.context} is not allowed; the text held out has {len(held_out):,} characters"

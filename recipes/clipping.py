@@ -1,6 +1,6 @@
 """Clipping: bound the norm, or each element, of the unscaled gradients.
 
-    python -m recipes run clipping [--config configs/clipping/bf16.yaml] [key=value ...]
+    python -m recipes run clipping [precision=bf16] [key=value ...]
 
 ``scaler.clip_grad_norm_`` may stand anywhere between ``backward()`` and ``step()``: it unscales what is not
 unscaled yet, with a fused optimizer too, and returns the norm before clipping. torch's own

@@ -1,6 +1,6 @@
 """torch.compile: the region and the scaler stay outside the compiled model.
 
-    python -m recipes run compiled [--config configs/compiled/bf16.yaml] [key=value ...]
+    python -m recipes run compiled [precision=bf16] [key=value ...]
 
 Inductor traces the model under the region and fuses the casts into its kernels. The compiled code belongs to
 the region's dtype: another one is another graph. The first step compiles, a minute on a slow machine;

@@ -1,9 +1,8 @@
-"""Typed configs: a YAML file, then ``key=value`` overrides, checked against a schema."""
+"""Read configs: a YAML file and ``key=value`` overrides, checked against a schema."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
+from amp_plugin.did_you_mean import did_you_mean
 from recipes.bounds import out_of_bounds
 
 Schema = TypeVar("Schema")
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class ConfigError(ValueError):
-    """A config does not fit its schema; the text names the key and what is allowed."""
+    """A config is not valid; the text names the key and what is allowed."""
 
 
 def config_from_command_line(
@@ -40,8 +40,8 @@ def config_from_command_line(
         schema: dataclass with a type and a default for each key.
         default: YAML file used without ``--config``, relative to the repository.
         about: what the program does, for ``--help``.
-        arguments: the command line; None: this process's.
-        program: what was called, for ``--help`` and errors; None: this process's script.
+        arguments: the command line; None: that of this process.
+        program: name of the program in ``--help`` and errors; None: the script of this process.
 
     Raises:
         SystemExit: the config is wrong; the reason is printed.
@@ -67,10 +67,10 @@ def config_from_command_line(
 
 @contextmanager
 def config_errors(program: str) -> Iterator[None]:
-    """End the program with exit code 2 and one line where a config does not fit.
+    """Turn a ConfigError into one line on standard error and exit code 2.
 
     Args:
-        program: what was called; the line begins with it.
+        program: name of the program; the line begins with it.
 
     Raises:
         SystemExit: for a ``ConfigError``.
@@ -83,11 +83,11 @@ def config_errors(program: str) -> Iterator[None]:
 
 
 def make_folder(output: str, name: str) -> Path:
-    """Make the folder of a run's results before the run, and return it.
+    """Create the folder for the results of a run, before the run, and return it.
 
     Args:
-        output: the config's key of that name.
-        name: of the folder in it.
+        output: the folder of all results, from the config.
+        name: name of the new folder in it.
 
     Raises:
         ConfigError: it cannot be made.
@@ -123,8 +123,8 @@ def load_config(schema: type[Schema], path: Path, overrides: Sequence[str] = ())
             wrong type or out of bounds.
     """
     if not path.is_file():
-        near = sorted(str(found) for found in path.parent.glob("*.yaml"))
-        msg = f"config file {path} does not exist; there is {', '.join(near) or 'no YAML file beside it'}"
+        names = ", ".join(sorted(found.name for found in path.parent.glob("*.yaml")))
+        msg = f"config file {path} does not exist; beside it there is {names or 'no YAML file'}"
         raise ConfigError(msg)
     for override in overrides:
         if "=" not in override:
@@ -169,8 +169,7 @@ def _unknown_key(base: DictConfig, key: str, source: str) -> str:
     parent, _, name = key.rpartition(".")
     node = OmegaConf.select(base, parent) if parent else base
     allowed = [str(known) for known in node] if isinstance(node, DictConfig) else []
-    near = difflib.get_close_matches(name, allowed, n=1, cutoff=0.5)
-    hint = f"; did you mean {'.'.join(filter(None, (parent, near[0])))}?" if near else ""
+    hint = did_you_mean(name, allowed, written=lambda near: f"{parent}.{near}".lstrip("."))
     return f"{source}: unknown key {key!r}; allowed are {', '.join(allowed)}{hint}"
 
 
@@ -182,5 +181,5 @@ def _type_name(base: DictConfig, key: str) -> str:
         return "as in the schema"
     hint = get_type_hints(kind)[name]
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return f"one of {', '.join(each.name for each in hint)}"
+        return f"one of {', '.join(member.name for member in hint)}"
     return getattr(hint, "__name__", str(hint))

@@ -1,6 +1,6 @@
 """CUDA graph: forward, backward, the check, the step and the update in one launch (GPU only).
 
-    python -m recipes run cuda_graph [--config configs/cuda_graph/bf16.yaml] [key=value ...]
+    python -m recipes run cuda_graph [precision=bf16] [key=value ...]
 
 Nothing in the step waits for the device: the fused optimizer takes the scale and the overflow flag as
 tensors, and the scale is updated on the device, so a captured step that overflows skips itself on replay.

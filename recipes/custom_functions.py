@@ -1,6 +1,6 @@
 """Custom autograd Functions that follow autocast: custom_fwd, custom_bwd, cast_inputs, setup_context.
 
-    python -m recipes run custom_functions [--config configs/custom_functions/bf16.yaml] [key=value ...]
+    python -m recipes run custom_functions [precision=bf16] [key=value ...]
 
 ``custom_fwd`` notes the autocast state of the forward pass and ``custom_bwd`` runs the backward pass in it,
 else a matrix product in ``backward`` would run in whatever dtypes arrive. ``cast_inputs`` casts the arguments

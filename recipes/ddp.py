@@ -1,6 +1,6 @@
 """DDP: several processes average their gradients and take the same decision on every step.
 
-    python -m recipes run ddp [--config configs/ddp/bf16.yaml] [key=value ...]
+    python -m recipes run ddp [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run ddp [key=value ...]
 
 Without torchrun the recipe starts its processes itself. Gradients are averaged while they are scaled; an

@@ -54,13 +54,13 @@ class Generator(Conditioned):
 
 
 def between(real: Tensor, made: Tensor) -> Tensor:
-    """Return a random point between each real and each made image, to be differentiated by."""
+    """Return a random point between each two images; the points require grad."""
     mix = torch.rand(len(real), 1, device=real.device)
     return (mix * real + (1 - mix) * made).requires_grad_()
 
 
 def average_of(generator: Generator) -> AveragedModel:
-    """Return a running mean of the generator's weights: it draws more steadily than the latest ones."""
+    """Return a running mean of the weights, which draws better than the latest ones."""
     return AveragedModel(generator, multi_avg_fn=get_ema_multi_avg_fn(0.99))
 
 

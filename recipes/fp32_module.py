@@ -1,6 +1,6 @@
 """An imported module kept in fp32 inside a region, one of its arguments never cast.
 
-    python -m recipes run fp32_module [--config configs/fp32_module/bf16.yaml] [key=value ...]
+    python -m recipes run fp32_module [precision=bf16] [key=value ...]
 
 ``run_in(torch.float32)`` turns autocast off inside the module and casts its arguments; nothing in the module
 is edited. ``keep`` names arguments that are passed as they came: here a buffer that the module writes

@@ -1,6 +1,6 @@
 """FSDP2: parameters and gradients are sharded; every rank takes the same decision on every step.
 
-    python -m recipes run fsdp2 [--config configs/fsdp2/bf16.yaml] [key=value ...]
+    python -m recipes run fsdp2 [precision=bf16] [key=value ...]
     torchrun --nproc-per-node 2 -m recipes run fsdp2 [key=value ...]
 
 Without torchrun the recipe starts its processes itself. The parameters are DTensors and stay in fp32; the

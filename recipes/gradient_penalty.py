@@ -1,6 +1,6 @@
 """Gradient penalty: add the squared norm of gradients to the loss, in true units.
 
-    python -m recipes run gradient_penalty [--config configs/gradient_penalty/bf16.yaml] [key=value ...]
+    python -m recipes run gradient_penalty [precision=bf16] [key=value ...]
 
 ``gradient_penalty`` differentiates the scaled loss, so that small gradients survive, and divides by the
 scale before it squares; the sum of loss and penalty is then scaled as any loss is. Here the gradients are

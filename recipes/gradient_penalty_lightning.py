@@ -1,6 +1,6 @@
 """Gradient penalty in a LightningModule: the precision plugin computes it from the scaled loss.
 
-    python -m recipes run gradient_penalty_lightning [--config configs/gradient_penalty/bf16.yaml]
+    python -m recipes run gradient_penalty_lightning [precision=bf16] [key=value ...]
 
 ``gradient_penalty.py`` in Lightning, with the same losses. ``precision_plugin.gradient_penalty`` leaves the
 autocast region that Lightning runs ``training_step`` in and returns the penalty unscaled; it is part of the

@@ -1,6 +1,6 @@
 """Inference: a trained model answers in lower precision, compared with its answers in fp32.
 
-    python -m recipes run inference [--config configs/inference/bf16.yaml] [key=value ...]
+    python -m recipes run inference [precision=bf16] [key=value ...]
 
 No scaler: there are no gradients. The region stands around the whole of the evaluation, so a weight is cast
 once and not once a batch; ``torch.inference_mode`` goes inside or outside. Softmax and what follows

@@ -1,6 +1,6 @@
 """LBFGS under scaling: the closure runs backward on the scaled loss and returns the true one.
 
-    python -m recipes run lbfgs [--config configs/lbfgs/bf16.yaml] [key=value ...]
+    python -m recipes run lbfgs [precision=bf16] [key=value ...]
 
 LBFGS calls its closure many times a step. ``scaler.step(optimizer, closure)`` unscales the gradients of each
 call before the optimizer sees them; if one call overflows the step is given up and what it has already

@@ -1,4 +1,4 @@
-"""A Trainer without its notes on devices, data loader workers and its own deprecated calls."""
+"""Silence what Lightning logs about the machine and about itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Hold back what Lightning says about the machine and itself; other warnings pass."""
+    """Silence notes on devices, data loader workers and deprecated calls of Lightning's own."""
     logger = logging.getLogger("lightning.pytorch")
     level = logger.level
     logger.setLevel(logging.ERROR)

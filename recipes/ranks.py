@@ -1,4 +1,4 @@
-"""Run a function on several processes, as torchrun does, and meet in one process group."""
+"""Run a function on several processes, as torchrun does, in one process group."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ Result = TypeVar("Result")
 
 
 def on_ranks(function: Callable[[Config], Result], config: Config, processes: int) -> Result:
-    """Return rank 0's result; under torchrun this process's.
+    """Call a function on several processes and return the result of rank 0.
+
+    Under torchrun the processes are there already: the function is called here, and its result returned.
 
     Args:
-        function: what each process calls, a module's top-level function.
+        function: what each process calls; defined at the top of a module.
         config: its argument.
-        processes: how many to start; 1 stays in this process. Under torchrun: not used.
+        processes: how many to start; 1: run in this process. Not used under torchrun.
     """
     if "RANK" in os.environ or processes == 1:
         return function(config)
@@ -54,8 +56,8 @@ def process_group(device: str) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
         if backend == "gloo":
             dist.barrier()
-            # Its threads drop the last work now, for which they need the GIL; destroying the group holds it
-            # and waits for them.
+            # gloo's threads need the GIL to drop their last work, and destroy_process_group holds it while it
+            # waits for them: give them time before.
             time.sleep(0.1)
     finally:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What every recipe's config may set: precision, device, data order, learning rate, loss scale."""
+"""The config keys that recipes share: precision, device, seed, loss scale ..."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Precision(Enum):
 
     @property
     def scaled(self) -> bool:
-        """Whether the loss is scaled: fp16's range is too small for most gradients."""
+        """Whether the loss is scaled: many gradients are too small for fp16."""
         return self is Precision.fp16
 
 
 @dataclass
 class LossScaleConfig:
-    """How the loss scale moves; fp16 only."""
+    """How the loss scale changes; fp16 only."""
 
     init_scale: float = number(2.0**16, above=0, most=torch.finfo(torch.float32).max)
     growth_factor: float = number(2.0, above=1)
@@ -47,8 +47,27 @@ class LossScaleConfig:
 
 
 @dataclass
+class DigitsProgramConfig:
+    """The keys that ``train_digits.py`` and ``train_digits_accelerate.py`` share."""
+
+    name: str = "digits"
+    precision: Precision = Precision.fp16
+    threads: int = number(1, least=1)
+    seed: int = number(0, least=0, most=2**32 - 1)
+    epochs: int = number(20, least=1)
+    batch_size: int = number(64, least=1)
+    accumulate: int = number(1, least=1)
+    learning_rate: float = number(1e-2, above=0)
+    weight_decay: float = number(1e-2, least=0)
+    clip_norm: float = number(1.0, above=0)
+    width: int = number(16, least=4, multiple_of=4)
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    output: str = "runs"
+
+
+@dataclass
 class RecipeConfig:
-    """The keys all recipes share; a recipe's ``Config`` adds its own."""
+    """The keys of every recipe; the ``Config`` of a recipe adds its own."""
 
     precision: Precision = Precision.fp16
     device: str = "cpu"
@@ -61,12 +80,12 @@ class RecipeConfig:
     output: str = "runs"
 
     def start(self) -> None:
-        """Set the number of CPU threads and the seed of weights and noise, and load the native core.
+        """Set the number of threads and the seed, and load the native core.
 
-        Where the core is compiled first, that takes its time before the training's begins.
+        Called before the training is timed, since the core may have to be compiled first.
 
         Raises:
-            ConfigError: this machine lacks the device.
+            ConfigError: this machine does not have the device.
         """
         kind = self.device.partition(":")[0]
         if kind != "cpu" and not getattr(getattr(torch, kind, None), "is_available", bool)():

@@ -1,6 +1,6 @@
 """Several models and optimizers with joint losses, under one scaler.
 
-    python -m recipes run several_models [--config configs/several_models/bf16.yaml] [key=value ...]
+    python -m recipes run several_models [precision=bf16] [key=value ...]
 
 Two classifiers teach each other (Zhang et al. 2018): each learns from the labels and from the other's
 answers, through one joint loss. Every optimizer is stepped, then ``update`` is called once: after an update

@@ -1,6 +1,6 @@
 """Several models and optimizers with joint losses, with Accelerate.
 
-    python -m recipes run several_models_accelerate [--config configs/several_models/bf16.yaml]
+    python -m recipes run several_models_accelerate [precision=bf16] [key=value ...]
 
 ``several_models.py`` with Accelerate, with the same losses. Accelerate updates the scale inside every
 ``optimizer.step()``; here that is a request, granted when no optimizer holds gradients of the old scale.

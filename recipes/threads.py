@@ -1,6 +1,6 @@
 """Threads and DataParallel: the worker threads run in the region of the thread that owns the model.
 
-    python -m recipes run threads [--config configs/threads/bf16.yaml] [key=value ...]
+    python -m recipes run threads [precision=bf16] [key=value ...]
 
 A new thread starts with autocast off. ``autocast_module`` gives the module the state of the thread that calls
 it, for every thread that runs it: a pool of workers as here, and the replicas of ``nn.DataParallel``, which
@@ -47,11 +47,11 @@ class InThreads(nn.Module):
         """Return the module's outputs for all of ``images``, in their order."""
         grad_enabled = torch.is_grad_enabled()  # another state that threads do not inherit
 
-        def one(part: Tensor) -> Tensor:
+        def run_part(part: Tensor) -> Tensor:
             with torch.set_grad_enabled(grad_enabled):
                 return self.module(part)
 
-        return torch.cat(list(self.pool.map(one, images.chunk(self.workers))))
+        return torch.cat(list(self.pool.map(run_part, images.chunk(self.workers))))
 
 
 def train(config: Config) -> TrainingRecord:

@@ -1,6 +1,6 @@
 """Train a digits classifier with Lightning in fp16, bf16 or fp32.
 
-    python recipes/train_digits.py [--config configs/digits_fp16.yaml] [key=value ...]
+    python recipes/train_digits.py [precision=bf16] [key=value ...]
 
 The only line about precision is ``plugins=[AmpPrecision(...)]``.
 """
@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,31 +29,17 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
 from amp_plugin.kernels.build import native_core
-from recipes.bounds import number
 from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import CLASSES, DigitsNet, digits_loaders
-from recipes.settings import LossScaleConfig, Precision
+from recipes.settings import DigitsProgramConfig
 from recipes.training_record import TrainingRecord
 
 
 @dataclass
-class DigitsConfig:
+class DigitsConfig(DigitsProgramConfig):
     """What a config of this recipe may set."""
 
-    name: str = "digits_fp16"
-    precision: Precision = Precision.fp16
     accelerator: str = "auto"
-    threads: int = number(1, least=1)
-    seed: int = number(0, least=0, most=2**32 - 1)
-    epochs: int = number(20, least=1)
-    batch_size: int = number(64, least=1)
-    accumulate: int = number(1, least=1)
-    learning_rate: float = number(1e-2, above=0)
-    weight_decay: float = number(1e-2, least=0)
-    clip_norm: float = number(1.0, above=0)
-    width: int = number(16, least=4, multiple_of=4)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    output: str = "runs"
 
 
 class DigitsModule(LightningModule):
@@ -169,13 +155,13 @@ def new_trainer(config: DigitsConfig, record: TrainingRecord) -> Trainer:
 def main() -> None:
     """Run the recipe from the command line."""
     config = config_from_command_line(
-        DigitsConfig, default="configs/digits_fp16.yaml", about=str(__doc__).splitlines()[0]
+        DigitsConfig, default="configs/train_digits.yaml", about=str(__doc__).splitlines()[0]
     )
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # which devices were not found, tips
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")  # 2000 images in memory
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
     with config_errors(Path(sys.argv[0]).name):
-        folder = make_folder(config.output, config.name)
+        folder = make_folder(config.output, f"{config.name}_{config.precision.value}")
         record = train(config)
     record.print_table()
     plot = folder / "training.png"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 if __package__ in (None, ""):  # run as a script: the recipes are a package
@@ -25,30 +25,18 @@ from torch.utils.data import DataLoader
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.kernels.build import native_core
-from recipes.bounds import number
 from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import DigitsNet, digits_loaders
-from recipes.settings import LossScaleConfig
+from recipes.settings import DigitsProgramConfig
 from recipes.training_record import TrainingRecord
 
 
 @dataclass
-class DigitsConfig:
+class DigitsConfig(DigitsProgramConfig):
     """What a config of this recipe may set."""
 
     name: str = "digits_accelerate"
-    precision: str | None = None
-    threads: int = number(1, least=1)
-    seed: int = number(0, least=0, most=2**32 - 1)
-    epochs: int = number(20, least=1)
-    batch_size: int = number(64, least=1)
-    accumulate: int = number(1, least=1)
-    learning_rate: float = number(1e-2, above=0)
-    weight_decay: float = number(1e-2, least=0)
-    clip_norm: float = number(1.0, above=0)
-    width: int = number(16, least=4, multiple_of=4)
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    output: str = "runs"
+    precision: str | None = None  # as Accelerate spells it; None: the launch file's
 
 
 def train(config: DigitsConfig) -> TrainingRecord:

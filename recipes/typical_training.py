@@ -1,6 +1,6 @@
 """Typical training: a region around the forward pass, a scaler around the step.
 
-    python -m recipes run typical_training [--config configs/typical_training/bf16.yaml] [key=value ...]
+    python -m recipes run typical_training [precision=bf16] [key=value ...]
 
 The backward pass stays outside the region: its ops run in the dtypes of their forward ops.
 ``scaler.step`` skips a step whose gradients hold inf or nan; ``scaler.update`` then lowers the scale.

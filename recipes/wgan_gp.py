@@ -1,6 +1,6 @@
 """WGAN-GP: a generator and a critic with a gradient penalty learn to write digits.
 
-    python -m recipes run wgan_gp [--config configs/wgan_gp/bf16.yaml] [key=value ...]
+    python -m recipes run wgan_gp [precision=bf16] [key=value ...]
 
 Two optimizers that step at different times share one scaler. ``register`` makes both known, so that
 ``update`` waits while one of them still holds scaled gradients. The generator's backward pass names its

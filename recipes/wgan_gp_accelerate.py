@@ -1,6 +1,6 @@
 """WGAN-GP with Accelerate: two optimizers and a gradient penalty under one loss scale.
 
-    python -m recipes run wgan_gp_accelerate [--config configs/wgan_gp/bf16.yaml] [key=value ...]
+    python -m recipes run wgan_gp_accelerate [precision=bf16] [key=value ...]
 
 ``wgan_gp.py`` with Accelerate, which computes the penalty and passes on the ``inputs`` of the generator's
 backward pass. Prepared models need no ``with``: each call is a region of its own, so the gradients

@@ -1,6 +1,6 @@
 """WGAN-GP in a LightningModule: manual optimization, two optimizers, one loss scale.
 
-    python -m recipes run wgan_gp_lightning [--config configs/wgan_gp/bf16.yaml] [key=value ...]
+    python -m recipes run wgan_gp_lightning [precision=bf16] [key=value ...]
 
 ``wgan_gp.py`` in Lightning. The Trainer's plugin computes the penalty; nothing else is about precision.
 ``toggle_optimizer`` keeps the generator's backward pass from leaving gradients in the critic.

@@ -27,19 +27,19 @@ def examples(module_name: str) -> list[doctest.DocTest]:
     public = {name: getattr(amp_plugin, name) for name in amp_plugin.__all__}
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = finder.find(module, module_name, globs={"torch": torch, **public, **vars(module)})
-    return [each for each in found if each.examples]
+    return [example for example in found if example.examples]
 
 
 @pytest.mark.parametrize("module_name", ["amp_plugin", *modules()])
 def test_the_examples_of_a_module(module_name: str) -> None:
     report: list[str] = []
-    for each in examples(module_name):
+    for example in examples(module_name):
         torch.manual_seed(0)
-        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(each, out=report.append)
+        doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=report.append)
     assert not report, "".join(report)
 
 
 def test_examples_are_found() -> None:
-    assert [each.name for each in examples("amp_plugin.casting.region")] == [
+    assert [example.name for example in examples("amp_plugin.casting.region")] == [
         "amp_plugin.casting.region.autocast"
     ]

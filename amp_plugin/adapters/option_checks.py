@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Sequence
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, SupportsFloat, TypeVar, cast
 
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.did_you_mean import did_you_mean
 
 Init = TypeVar("Init", bound=Callable[..., None])
 
@@ -17,9 +17,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
     """Return what to say of a name that is no option: what is allowed, and which may be meant."""
     allowed = list(allowed)
-    near = difflib.get_close_matches(str(name), allowed, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{hint}"
+    return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}"
 
 
 def refuse_misfits(

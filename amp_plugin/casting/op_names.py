@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
 import torch
+
+from amp_plugin.did_you_mean import did_you_mean
 
 # Statistics that batch norms write into, though most of their schemas do not say so.
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
@@ -59,7 +60,7 @@ def _in_full(op: object) -> str:
     name = f"aten::{op.removeprefix('torch.').removeprefix('ops.').removeprefix('aten.')}"
     known = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
     names = known | {each.split(".")[0] for each in known}
-    return f", did you mean {name}?" if name in names else nearest(name, names)
+    return nearest(name, [name] if name in names else names)
 
 
 def _is_written_form(full: str) -> bool:
@@ -121,6 +122,5 @@ def dtype_overload(full: str) -> str | None:
 
 
 def nearest(word: str, among: Iterable[str]) -> str:
-    """Return ``", did you mean X or Y?"`` for an unknown word, empty if nothing is near."""
-    near = difflib.get_close_matches(word, list(among), n=3, cutoff=0.6)
-    return f", did you mean {' or '.join(near)}?" if near else ""
+    """Return ``", did you mean X or Y?"`` for an unknown word, ``""`` if no known one is near."""
+    return did_you_mean(word, among, at_most=3, separator=", ")

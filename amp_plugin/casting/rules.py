@@ -16,6 +16,7 @@ import yaml
 
 from amp_plugin.casting.op_names import check_arguments, dtype_overload, is_registered, nearest, overloads_of
 from amp_plugin.casting.torch_version import torch_older_than
+from amp_plugin.did_you_mean import did_you_mean
 
 TABLES = ("cpu", "cuda", "mps", "xpu")
 
@@ -58,8 +59,8 @@ class OpRule(str, Enum):
     @classmethod
     def _missing_(cls, value: object) -> NoReturn:
         allowed = [rule.value for rule in cls]
-        meant = _DTYPE_RULES.get(str(value).lower().removeprefix("torch."))
-        near = f", did you mean {meant}?" if meant else nearest(str(value).lower(), allowed)
+        word = str(value).lower().removeprefix("torch.")
+        near = did_you_mean(word, allowed, aliases=_DTYPE_RULES, at_most=3, separator=", ")
         msg = f"unknown rule {value!r}{near}; allowed: {', '.join(allowed)}"
         raise ValueError(msg)
 

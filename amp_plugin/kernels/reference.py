@@ -190,9 +190,10 @@ def update_scale_(
     steps = torch.where(overflow, 0, growth_tracker + 1)
     grow = ~overflow & (steps >= growth_interval)
 
-    lower = scale * backoff_factor
+    wide = scale if scale.device.type == "mps" else scale.double()  # torch multiplies in double
+    lower = (wide * backoff_factor).float()
     lower = torch.maximum(lower, scale.clamp(max=min_scale))
-    higher = scale * growth_factor
+    higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
     higher = torch.minimum(higher, scale.clamp(min=_as_float32(max_scale)))
 

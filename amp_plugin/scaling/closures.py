@@ -19,18 +19,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from amp_plugin.scaling import stepping
-from amp_plugin.scaling.backward_events import is_watched
-from amp_plugin.scaling.registry import OptimizerRecord
-
-if TYPE_CHECKING:
-    from amp_plugin.scaling.optimizer_calls import OptimizerCalls
+from amp_plugin.scaling.backward import is_watched
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 
 Closure = Callable[[], Any]
 
@@ -50,12 +46,7 @@ def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure
 
 
 def step(
-    scaler: OptimizerCalls,
-    record: OptimizerRecord,
-    optimizer: Optimizer,
-    closure: Closure,
-    args: Any,
-    kwargs: dict[str, Any],
+    window: OptimizerWindow, optimizer: Optimizer, closure: Closure, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Step an optimizer that calls a closure; waits for the device in each call.
 
@@ -63,72 +54,75 @@ def step(
         What ``optimizer.step`` returns; None if the step was given up.
 
     Raises:
-        RuntimeError: The closure ran a backward from a loss that was not scaled, or returned the scaled one.
+        RuntimeError: The closure ran a backward from a loss that was not scaled, or returned the scaled one;
+            or no loss has been scaled at all.
     """
-    session = _ClosureStep(scaler, record, closure)
-    if may_look_first(optimizer) and session.overflowed_before():
-        return session.finish()
-    saved = _Snapshot(optimizer) if _may_change_first(optimizer) else None
+    calls = _CheckedCalls(window, closure)
+    if uses_gradients_before_closure(optimizer) and calls.overflowed_before():
+        calls.close()
+        return None
+    saved = _Snapshot(optimizer) if _may_change_weights_before_closure(optimizer) else None
     try:
-        value = optimizer.step(session.call, *args, **kwargs)
+        value = optimizer.step(calls.run, *args, **kwargs)
     except _OverflowError:
         value = None
         if saved is not None:
             saved.restore()
-    session.finish()
+    calls.close()
     return value
 
 
-class _ClosureStep:
-    """The closure of one step, with what its calls found."""
+class _CheckedCalls:
+    """The calls of one step's closure, and what was found in their gradients."""
 
-    def __init__(self, scaler: OptimizerCalls, record: OptimizerRecord, closure: Closure) -> None:
-        self._scaler = scaler
-        self._record = record
+    def __init__(self, window: OptimizerWindow, closure: Closure) -> None:
+        self._window = window
         self._closure = closure
         self._found: tuple[Tensor, Tensor] | None = None
         self._skipped = False
 
     def overflowed_before(self) -> bool:
         """Unscale gradients that were made before the step, as for SAM's first half."""
-        if not any(one.touched and one.ledger.count() for one in self._record.sets):
+        if not (self._window.is_awaited() and self._window.has_gradients()):
             return False
-        return self._check()
+        return self._overflowed()
 
-    def _check(self) -> bool:
-        self._found = self._scaler._unscale(self._record)
+    def _overflowed(self) -> bool:
+        self._window.begin_call()
+        self._found = self._window.unscale_()
+        self._window.note_unscaled()
         self._skipped = bool(self._found[1].item() > 0)
         return self._skipped
 
-    def call(self) -> Any:
+    def run(self) -> Any:
         """Run the closure, unscale its gradients, and leave the step if they overflowed."""
+        before = self._window.backwards
         with torch.enable_grad():
             loss = self._closure()
-        self._refuse_unscaled()
+        if self._window.backwards == before:
+            self._refuse_unscaled()
         _refuse_scaled(loss)
         with torch.no_grad():
-            if self._check():
+            if self._overflowed():
                 raise _OverflowError
         return loss
 
     def _refuse_unscaled(self) -> None:
-        if any(
-            one.ledger.count() and one.changed_since_measured() and one.unit is None
-            for one in self._record.sets
-        ):
+        """Raise if gradients are new: no scaled backward has made them."""
+        if any(gradients.is_changed_unscaled() for gradients in self._window.sets):
             msg = (
                 "the closure ran backward() on a loss that was not scaled: call "
                 "scaler.scale(loss).backward() in it, and return the unscaled loss"
             )
             raise RuntimeError(msg)
 
-    def finish(self) -> None:
-        """Close the optimizer's window."""
+    def close(self) -> None:
+        """End the optimizer's window."""
         if self._found is None:
-            zero = torch.zeros((), device=self._scaler._check_scale_growth_tracker("step")[0].device)
+            zero = torch.zeros((), device=self._window.device("step"))
             self._found = (zero, zero)
         norm, found = self._found
-        stepping.finish(self._scaler, self._record, norm, found, known=self._skipped)
+        self._window.close(norm, found, known=self._skipped)
 
 
 def _refuse_scaled(loss: Any) -> None:
@@ -138,7 +132,7 @@ def _refuse_scaled(loss: Any) -> None:
         raise RuntimeError(msg)
 
 
-def may_look_first(optimizer: Optimizer) -> bool:
+def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may use gradients that were made before it calls its closure.
 
     torch's own call the closure first, which often drops those gradients.
@@ -146,12 +140,12 @@ def may_look_first(optimizer: Optimizer) -> bool:
     return not type(optimizer).__module__.startswith("torch.optim")
 
 
-def _may_change_first(optimizer: Optimizer) -> bool:
+def _may_change_weights_before_closure(optimizer: Optimizer) -> bool:
     """Whether the optimizer may change anything before the last call of its closure.
 
     torch's own, LBFGS apart, call it once and first.
     """
-    return isinstance(optimizer, LBFGS) or may_look_first(optimizer)
+    return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 
 class _Snapshot:
@@ -181,7 +175,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: _copied(one) for key, one in value.items()}
+        return {key: _copied(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_copied(one) for one in value)
+        return type(value)(_copied(item) for item in value)
     return copy.copy(value)

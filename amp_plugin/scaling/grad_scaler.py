@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import folding, stepping, updating
-from amp_plugin.scaling.backward_events import after_backward, watch
-from amp_plugin.scaling.distributed import Groups
-from amp_plugin.scaling.loss_scale import (
-    ConstantLossScale,
-    DynamicLossScale,
-    HysteresisMode,
-    LossScale,
-    LossScaleOptions,
-)
+from amp_plugin.scaling import clipping, closures, fused, plain
+from amp_plugin.scaling.backward import Backwards
+from amp_plugin.scaling.collectives import Groups, Ranks
+from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.outputs import scale_outputs
-from amp_plugin.scaling.registry import OptimizerRecord, Registry
-from amp_plugin.scaling.state import ScalerState
+from amp_plugin.scaling.parameter_names import checked_names
+from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.torch_interface import TorchInterface
+from amp_plugin.scaling.unscaled_steps import UnscaledSteps
+from amp_plugin.scaling.updates import Updates
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OUR_KEY = "amp_plugin"
 
-class GradScaler(ScalerState):
+
+class GradScaler(TorchInterface):
     """Scale losses, unscale gradients, skip steps that overflow.
 
     A drop-in for :class:`torch.amp.GradScaler`: same methods, same numbers. Beyond it, a gradient
@@ -52,8 +57,8 @@ class GradScaler(ScalerState):
         growth_factor: Factor of a growth, more than 1.
         backoff_factor: Factor of a backoff, between 0 and 1.
         growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False makes every method pass through.
-        min_scale: Floor of the scale; None means 1, or ``init_scale`` if that is lower.
+        enabled: False makes every method pass through; :meth:`last_step` tells of steps all the same.
+        min_scale: Floor of the scale; None only keeps it above 0.
         max_scale: Ceiling of the scale; None means float32's largest number.
         hysteresis: Overflows tolerated before a backoff, the last included.
         hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
@@ -109,53 +114,44 @@ class GradScaler(ScalerState):
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
-        if on_min_scale not in {"hold", "raise"}:
-            msg = f"on_min_scale={on_min_scale!r} is not known; use 'hold' or 'raise'"
-            raise ValueError(msg)
-
-        def new_scale() -> LossScale:
-            if not dynamic:
-                return ConstantLossScale(init_scale)
-            return DynamicLossScale(
-                init_scale,
-                growth_factor,
-                backoff_factor,
-                growth_interval,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-                hysteresis_mode=hysteresis_mode,
-                watch_floor=on_min_scale == "raise",
-            )
-
-        self._loss_scale = new_scale()
-        self._loss_scales = {name: new_scale() for name in _checked_names(losses)}
+        options = LossScaleOptions(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            hysteresis=hysteresis,
+            hysteresis_mode=hysteresis_mode,
+            on_min_scale=on_min_scale,
+            dynamic=dynamic,
+        )
+        self._scales = LossScales(options, losses)
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
+        self._skipped_before = 0
         self._start()
 
     @classmethod
-    def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> GradScaler:
+    def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
         return cls(
             device, **{field.name: getattr(options, field.name) for field in fields(options)}, **others
         )
 
     def _start(self) -> None:
-        """Set what a copy or a pickled scaler starts without."""
-        self._registry = Registry(self._loss_scale)
-        self._requested = False
-        self._core_agreed = False
-        self._skipped = None
-        self._floor = []
-        self._open_results = weakref.WeakKeyDictionary()
-        self._passed = weakref.WeakKeyDictionary()
-        self._norms = weakref.WeakKeyDictionary()
-        self._last_backward = None
-        self._backward = -1
+        """Make what a copy or a pickled scaler starts without."""
+        shared = Shared(scales=self._scales, ranks=Ranks(self._groups), fp16_gradients=self._fp16_gradients)
+        self._shared = shared
+        self._registry = Registry(shared)
+        self._updates = Updates(self._scales, self._registry)
+        self._backwards = Backwards(self._registry)
+        self._unscaled_steps = UnscaledSteps()
         if self._enabled:
             native_core()
+
+    # -- the loss -----------------------------------------------------------------------------
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
@@ -174,51 +170,242 @@ class GradScaler(ScalerState):
         """
         if not self._enabled:
             return outputs
-        loss_scale = self._loss_scale_of(name)
-        updating.settle(self, force=True)
+        loss_scale = self._scales.of(name)
+        self._updates.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
             scaled = tensor * loss_scale.snapshot_on(tensor.device)
-            watch(scaled, self, loss_scale)
+            self._backwards.watch(scaled, loss_scale)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
 
-    def _begin_backward(self, loss_scale: LossScale) -> None:
-        """Called before a backward from an output scaled by ``loss_scale`` makes gradients."""
-        backward = torch._C._current_graph_task_id()
-        if self._last_backward is not None and backward == self._backward:
-            if self._last_backward[0] is not loss_scale:
-                msg = (
-                    "one backward() brings gradients of two losses with scales of their own, which cannot be "
-                    "told apart: call backward() on each scaled loss, one after the other."
-                )
-                raise RuntimeError(msg)
-            return
-        self._backward = backward
-        self._last_backward = (loss_scale, loss_scale.generation, loss_scale.snapshot())
-        again = [
-            r for r in self._registry if r.stage is OptState.UNSCALED and any(s.unit is None for s in r.sets)
-        ]
-        for record in self._registry:
-            folding.write_clip(record)
-        for gradients in self._registry.sets():
-            gradients.begin_backward(loss_scale)
-        for record in self._registry:
-            if record.norm is not None:
-                for gradients in record.sets:
-                    gradients.mark_backward()
-        if again:
-            after_backward(lambda: self._unscale_again(again))
+    # -- its gradients ------------------------------------------------------------------------
 
-    def _unscale_again(self, records: list[OptimizerRecord]) -> None:
-        """After a backward in mid-window: what was unscaled before it is unscaled again."""
-        for record in records:
-            if record.stage is OptState.UNSCALED:
-                stepping.check(self, record, write=True)
+    def register(self, *optimizers: Optimizer, names: Any = None) -> None:
+        """Make optimizers known before their first step.
+
+        A plain loop with one optimizer need not; with several, ``update()`` can only wait for the
+        gradients of those it knows.
+
+        Args:
+            *optimizers: The optimizers.
+            names: Their parameters' names for :meth:`last_step`'s ``overflow_report()``: a module, the
+                pairs of ``module.named_parameters()``, or a mapping of names to parameters.
+
+        Raises:
+            TypeError: Something is no optimizer, or ``names`` none of these.
+            ValueError: ``names`` names parameters, but none of an optimizer's.
+        """
+        named = checked_names(names)
+        own = {id(param) for param in named.values()}
+        for window in self._registry.add(optimizers):
+            if named and window.params and not any(id(param) in own for param in window.params):
+                msg = (
+                    f"register(names=...): none of the {len(named)} names is of a parameter of this "
+                    f"{type(window.optimizer).__name__}; give the module that it optimizes"
+                )
+                raise ValueError(msg)
+            window.names.add(named)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the optimizer's gradients by their scale, in place.
+
+        One pass: also measures their norm and finds overflows. No host sync. Gradients that a
+        later backward adds are unscaled as well. :meth:`ensure_unscaled` may be called again.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
+            ValueError: A gradient is float16.
+        """
+        if not self._enabled:
+            return
+        window = self._open_window("unscale_", optimizer)
+        if window.stage is OptState.UNSCALED and not window.is_awaited():
+            msg = (
+                "unscale_() has already been called on this optimizer since the last update(). "
+                "Call it once, or use ensure_unscaled(), which may be repeated."
+            )
+            raise RuntimeError(msg)
+        if window.stage is OptState.STEPPED and not window.is_awaited():
+            msg = "unscale_() is being called after step(). Call it between backward() and step()."
+            raise RuntimeError(msg)
+        window.unscale_()
+        window.note_unscaled()
+
+    def ensure_unscaled(self, optimizer: Optimizer) -> None:
+        """Unscale the optimizer's gradients if they are not; may be called any number of times.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            RuntimeError: Called before ``scale()``.
+            ValueError: A gradient is float16.
+        """
+        if self._enabled:
+            window = self._open_window("ensure_unscaled", optimizer)
+            window.unscale_()
+            window.note_unscaled()
+
+    def _open_window(self, call: str, optimizer: Optimizer) -> OptimizerWindow:
+        """Return an optimizer's window for a call that follows a backward."""
+        self._scales.require(call)
+        window = self._registry.window(optimizer)
+        window.begin_call()
+        return window
+
+    def clip_grad_norm_(
+        self,
+        optimizer_or_params: Optimizer | Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        fold: bool = False,
+    ) -> Tensor:
+        """Clip the norm of unscaled gradients, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        Unscales them first if need be, and may be called any number of times::
+
+            norm = || unscaled gradients ||_p          (over all ranks, float32, one pass)
+            gradients *= min(1, max_norm / (norm + 1e-6))          (nothing is written if that is 1)
+
+        Overflowed gradients are left as they are: the step will be skipped.
+
+        Args:
+            optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
+            max_norm: Largest norm.
+            norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
+            error_if_nonfinite: Raise if the norm is not finite: a host sync.
+            fold: With a fused optimizer, hand the factor to its kernel instead of writing gradients. For
+                callers that do not look at ``.grad`` before ``step()``, where it is still scaled and not
+                clipped. Ignored where the optimizer cannot.
+
+        Returns:
+            The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled.
+
+        Raises:
+            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
+            TypeError: An argument is something else.
+            ValueError: ``max_norm`` is negative or nan.
+        """
+        target = optimizer_or_params
+        max_norm, norm_type = clipping.limit("max_norm", max_norm), clipping.number("norm_type", norm_type)
+        if self._enabled:
+            return clipping.clip_norm(
+                self._registry, self._shared, target, max_norm, norm_type, error_if_nonfinite, fold
+            )
+        params = clipping.params_in(target)
+        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+        known = [target] if isinstance(target, Optimizer) else self._registry.optimizers_of_exactly(params)
+        for optimizer in known:
+            self._unscaled_steps.note_norm(optimizer, norm)
+        return norm
+
+    def clip_grad_value_(
+        self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
+    ) -> None:
+        """Clip every element of unscaled gradients, as ``torch.nn.utils.clip_grad_value_`` does.
+
+        Args:
+            optimizer_or_params: An optimizer, or parameters of optimizers the scaler knows.
+            clip_value: Largest absolute value; infinities are clipped too, the step is skipped all the same.
+
+        Raises:
+            TypeError: An argument is something else.
+            ValueError: ``clip_value`` is negative or nan.
+        """
+        limit = clipping.limit("clip_value", clip_value)
+        if self._enabled:
+            clipping.clip_value(self._registry, optimizer_or_params, limit)
+        else:
+            clipping.clip_value_of(clipping.params_in(optimizer_or_params), limit)
+
+    # -- the step -----------------------------------------------------------------------------
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Unscale, and call ``optimizer.step`` unless a gradient is not finite.
+
+        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
+        ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
+
+        Args:
+            optimizer: The optimizer.
+            *args: For ``optimizer.step``; a callable first one is a closure.
+            **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
+
+        Returns:
+            What ``optimizer.step`` returns, None if it was skipped; :meth:`last_step` tells more.
+
+        Raises:
+            RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
+                parameters took scaled gradients away.
+        """
+        if not self._enabled:
+            value = optimizer.step(*args, **kwargs)
+            self.note_step(optimizer)
+            return value
+        closure, args, kwargs = closures.take_closure(args, kwargs)
+        window = self._registry.window(optimizer)
+        if closure is None:
+            value = self._step_once(window, optimizer, args, kwargs)
+        else:
+            value = closures.step(window, optimizer, closure, args, kwargs)
+        if window.result is not None:
+            self._updates.note_step(window.result, window.result_scale)
+        return value
+
+    def _step_once(
+        self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        self._scales.require("step")
+        if window.stage is OptState.STEPPED and not window.is_awaited():
+            msg = "step() has already been called since the last update(). Run backward() or update() first."
+            raise RuntimeError(msg)
+        window.begin_call()
+        window.refuse_taken_away()
+        if not fused.is_fused(optimizer):
+            return plain.step(window, optimizer, args, kwargs, without_sync=self._sync_free)
+        if fused.takes_scaler(optimizer):
+            return fused.step_with_scaler(window, optimizer, args, {**kwargs, "grad_scaler": self})
+        return fused.step(window, optimizer, args, kwargs)
+
+    def last_step(self, optimizer: Optimizer) -> StepResult:
+        """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            RuntimeError: It has not stepped yet.
+        """
+        window = self._registry.find(optimizer)
+        result = None if window is None else window.result
+        result = result or self._unscaled_steps.last(optimizer)
+        if result is None:
+            msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
+            raise RuntimeError(msg)
+        return result
+
+    def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
+        """Return how many steps were skipped, of one optimizer or of all: a host sync.
+
+        Args:
+            optimizer: The optimizer; None for all.
+        """
+        if optimizer is None:
+            return self._skipped_before + self._updates.skipped.item()
+        window = self._registry.find(optimizer)
+        return 0 if window is None else window.skipped.item()
+
+    # -- the update ---------------------------------------------------------------------------
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
@@ -232,8 +419,11 @@ class GradScaler(ScalerState):
                 one update later.
         """
         if self._enabled:
-            self._check_scale_growth_tracker("update")
-            updating.request(self, new_scale)
+            self._scales.require("update")
+            if new_scale is None:
+                self._updates.request()
+            else:
+                self._updates.set_scale(new_scale)
 
     def end_iteration(self) -> None:
         """Apply a requested update now.
@@ -242,14 +432,154 @@ class GradScaler(ScalerState):
         multiplied by new/old; float16 ones are not, the update waits for their step.
         """
         if self._enabled:
-            updating.settle(self, force=True)
+            self._updates.settle(force=True)
 
+    # -- what adapters ask, of a disabled scaler too ------------------------------------------
 
-def _checked_names(losses: Sequence[str]) -> Sequence[str]:
-    if isinstance(losses, str) or len(set(losses)) < len(losses):
-        msg = f"losses={losses!r} is not allowed; give a list of different names, such as ['pixel', 'edges']"
-        raise ValueError(msg)
-    return losses
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss has been scaled yet."""
+        return self._enabled and bool(self._scales.materialized())
+
+    def current_scale(self) -> Tensor | None:
+        """Return the scale on its device, float32, 0-dim, without a host sync; None before the first loss."""
+        return self.loss_scale.value if self._enabled else None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers it knows."""
+        return [window.optimizer for window in self._registry]
+
+    def parameter_names(self, optimizer: Optimizer) -> list[str]:
+        """Return the names of an optimizer's parameters, in the order of its groups."""
+        return self._registry.window(optimizer).parameter_names()
+
+    def has_new_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether there are other gradients than those last unscaled or stepped with."""
+        return self._registry.window(optimizer).is_renewed()
+
+    def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
+        """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
+        window = self._registry.window(optimizer)
+        if not (window.is_awaited() and window.has_gradients()):
+            return False
+        window.begin_call()
+        overflowed = bool(window.unscale_()[1].item() > 0)
+        window.note_unscaled()
+        return overflowed
+
+    def assume_unchanged(self, optimizer: Optimizer) -> None:
+        """Promise that nothing has touched the optimizer's gradients since the last call for it.
+
+        The next call then does not read them again. For who knows that no user code has run in between.
+        """
+        if self._enabled:
+            self._registry.window(optimizer).assume_unchanged()
+
+    def measure(self, optimizer: Optimizer) -> Tensor | None:
+        """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
+
+        Args:
+            optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
+
+        Returns:
+            Their norm, float32, 0-dim; None if there are no gradients.
+        """
+        return self._unscaled_steps.measure(optimizer, self._shared.ranks)
+
+    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
+        """Keep a norm that is known already (0-dim) for the optimizer's next result."""
+        self._unscaled_steps.note_norm(optimizer, norm)
+
+    def note_step(self, optimizer: Optimizer) -> StepResult:
+        """Note a step taken without :meth:`step`, and return what there is to tell of it."""
+        return self._unscaled_steps.note_step(optimizer)
+
+    # -- saving and copying -------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers: a host sync.
+
+        Applies a requested update first. torch.amp's scaler loads it too.
+
+        Returns:
+            ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
+            ``_growth_tracker`` as torch's, and ``amp_plugin`` with ``hysteresis_tracker``,
+            ``skipped_steps`` and the states of named ``losses``.
+        """
+        if not self._enabled:
+            return {}
+        self.end_iteration()
+        ours = {
+            "hysteresis_tracker": self.loss_scale.tolerance(),
+            "skipped_steps": self.skipped_steps(),
+            "losses": self._scales.state_dict(),
+        }
+        return {**self.loss_scale.state_dict(), _OUR_KEY: ours}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a saved state, ours or torch.amp's.
+
+        An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
+        step are converted to the loaded scale.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+
+        Raises:
+            RuntimeError: A scaled float16 gradient waits for a step.
+        """
+        if not self._enabled:
+            return
+        if not isinstance(state_dict, dict) or "scale" not in state_dict:
+            warnings.warn(_foreign_text(state_dict), UserWarning, stacklevel=2)
+            return
+        self._updates.refuse_half("load_state_dict()")
+        before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
+        ours = state_dict.get(_OUR_KEY, {})
+        self.loss_scale.load_state_dict(state_dict, ours.get("hysteresis_tracker"))
+        self._scales.load_state_dict(ours.get("losses", {}))
+        self._skipped_before = int(ours.get("skipped_steps", 0))
+        self._updates.begin_anew(before)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
+        twin = type(self).__new__(type(self))
+        twin.__dict__.update(copy.deepcopy(self._between_iterations(), memo), _groups=self._groups)
+        twin._start()
+        return twin
+
+    def __copy__(self) -> Self:
+        """As deepcopy: a scale cannot be shared."""
+        return copy.deepcopy(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickle between iterations: optimizers and gradients stay behind."""
+        if self._groups:
+            msg = (
+                "a GradScaler with process_groups or sharded_groups cannot be pickled, they belong to this "
+                "process: save its state_dict() and load it into a scaler made with the new groups."
+            )
+            raise RuntimeError(msg)
+        return self._between_iterations()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start with the pickled numbers and no optimizers and no process groups."""
+        self.__dict__.update(state, _groups=Groups())
+        self._start()
+
+    def _between_iterations(self) -> dict[str, Any]:
+        """What is copied: all but the collaborators that :meth:`_start` makes, and process groups."""
+        windows = self._registry if self._enabled else ()
+        if any(window.is_pending() or window.stage is not OptState.READY for window in windows):
+            msg = (
+                "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
+                "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
+            )
+            raise RuntimeError(msg)
+        made_anew = {"_shared", "_registry", "_updates", "_backwards", "_unscaled_steps", "_groups"}
+        state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
+        return {**state, "_skipped_before": self.skipped_steps()}
 
 
 def _usable(device: str) -> bool:
@@ -263,3 +593,16 @@ def _usable(device: str) -> bool:
         )
         return False
     return True
+
+
+def _foreign_text(state: Any) -> str:
+    if not state:
+        return (
+            "The source state dict is empty, possibly because it was saved from a disabled instance of "
+            "GradScaler; the scaler keeps its present scale."
+        )
+    keys = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
+    return (
+        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
+        "the scaler keeps its present scale. Set one with update(new_scale)."
+    )

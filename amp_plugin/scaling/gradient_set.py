@@ -1,27 +1,70 @@
-"""Gradients that share their unit: scaled by one loss scale, or not scaled.
+"""Gradients that share their unit: unscaled, scaled by one loss scale, or left by a fused step.
 
 Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one set of
 parameters; parameters shared by several optimizers form sets of their own, so that what one
-owner does to a shared gradient is known to the others.
+owner does to a shared gradient is known to the others. docs/design.md draws the states.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.scaling.distributed import Part
-from amp_plugin.scaling.gradients import GradientLedger, Group, group_gradients, make_ledger, native_group
+from amp_plugin.scaling.gradients import (
+    GradientBatch,
+    GradientLedger,
+    Kernel,
+    Measurement,
+    batch_gradients,
+    make_ledger,
+    native_batch,
+)
 from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.overflow_history import OverflowHistory
 
-_MEASURED = 0  # the ledger's slot for the last measurement; optimizers' slots start at 1
-_BACKWARD = -1  # the slot for what was there when a backward began after a measurement
+# Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
+_MEASURED = 0
+_BACKWARD = -1  # what was there when a backward began after a measurement
 
 
-class Residue(NamedTuple):
-    """What gradients still carry after a folded step: nothing if it was taken, the scale if not.
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """The gradients are what the loss's own backward would give."""
+
+    def factor(self) -> Tensor | None:
+        """Return what the gradients are multiplied by, float32, 0-dim; None means 1."""
+        return None
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """Return 1/factor on ``device``, float32, 0-dim."""
+        return torch.ones((), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledBy:
+    """The gradients are multiplied by a loss scale, and follow its changes."""
+
+    loss_scale: LossScale
+
+    def factor(self) -> Tensor | None:
+        """As :meth:`Unscaled.factor`."""
+        return self.loss_scale.require()
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """As :meth:`Unscaled.inverse`."""
+        return self.loss_scale.inverse(device)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftByFusedStep:
+    """A fused optimizer has unscaled the gradients if it stepped, and left them scaled if not.
+
+    Which of the two, only the device knows.
 
     Attributes:
         scale: The scale they had, float32, 0-dim.
@@ -31,196 +74,265 @@ class Residue(NamedTuple):
     scale: Tensor
     skipped: Tensor
 
-    def factor(self) -> Tensor:
-        """Return the factor, float32, 0-dim; worked out only where gradients live on."""
+    def factor(self) -> Tensor | None:
+        """As :meth:`Unscaled.factor`; worked out only where gradients live on."""
         return torch.where(self.skipped > 0, self.scale, torch.ones_like(self.scale))
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """As :meth:`Unscaled.inverse`."""
+        return self.factor().reciprocal().to(device, non_blocking=True)  # type: ignore[union-attr]
+
+
+UNSCALED = Unscaled()
+Unit = Unscaled | ScaledBy | LeftByFusedStep
 
 
 class GradientSet:
     """The gradients of some parameters, and the unit they are in.
 
-    Attributes:
+    Args:
         params: The parameters.
-        owners: Slots of the optimizers that step them.
-        unit: The loss scale the gradients are multiplied by; None if they are unscaled.
-        residue: What they may still carry although ``unit`` is None; None means nothing.
-        overflow: Overflow seen before gradients were last changed, float32, 0-dim; None if nobody looked.
-        overwritten: Measurements that no longer hold, for their flags; joined where they are alike.
-        touched: Slots of the owners that have not stepped since the last scaled backward.
-        consumed: Slots of the owners that have stepped since gradients last changed unit.
-        parts: The last measurement, while it holds; None otherwise.
+        owners: Numbers of the optimizers that step them.
+        unit: The unit of their gradients.
+
+    Attributes:
+        unit: As given; changed by the methods below only.
+        history: Overflows seen before the last measurement.
+        awaiting: Owners that have not stepped since the last scaled backward.
     """
 
-    def __init__(self, params: list[Tensor], owners: frozenset[int]) -> None:
+    def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
         self.params = params
         self.owners = owners
-        self.unit: LossScale | None = None
-        self.residue: Residue | None = None
-        self.overflow: Tensor | None = None
-        self.overwritten: list[Part] = []
-        self.touched: set[int] = set()
-        self.consumed: set[int] = set()
-        self.parts: list[Part] | None = None
+        self.unit: Unit = unit
+        self.history = OverflowHistory()
+        self.awaiting: frozenset[int] = frozenset()
+        self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
+        self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
-        self._ledger: GradientLedger = make_ledger(params)
+        self._reached: list[Tensor] = []
+        self._hooks: list[RemovableHandle] = []
+        self._ledger = make_ledger()
+
+    # -- looking ------------------------------------------------------------------------------
 
     @property
-    def ledger(self) -> GradientLedger:
-        """The record of which gradients were seen when."""
-        return self._ledger
+    def scaled_by(self) -> LossScale | None:
+        """The loss scale the gradients are multiplied by; None if they are not, or nobody knows."""
+        return self.unit.loss_scale if isinstance(self.unit, ScaledBy) else None
 
-    def groups(self) -> list[Group]:
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return bool(self._ledger.count(self.params) > 0)
+
+    def first_half(self) -> Tensor | None:
+        """Return the first parameter with a float16 gradient."""
+        position = self._ledger.first_half(self.params)
+        return None if position < 0 else self.params[position]
+
+    def is_pending(self, owner: int) -> bool:
+        """Whether scaled gradients came in since the last step of ``owner``."""
+        return isinstance(self.unit, ScaledBy) and self._changed_since(owner)
+
+    def is_renewed(self, owner: int) -> bool:
+        """Whether the gradients are others than those that were unscaled, or that ``owner`` stepped with."""
+        if owner in self._used_by:
+            return self._changed_since(owner)
+        return bool(self._ledger.compare(self.params, _MEASURED) == GradientLedger.NEW)
+
+    def _changed_since(self, slot: int) -> bool:
+        return bool(self._ledger.compare(self.params, slot) > GradientLedger.SAME)
+
+    def is_changed(self) -> bool:
+        """Whether a gradient was seen to be written to or replaced since the last measurement."""
+        return bool(self._ledger.compare(self.params, _MEASURED) != GradientLedger.SAME)
+
+    def is_changed_unscaled(self) -> bool:
+        """Whether there are gradients that changed since the last measurement and carry no loss scale."""
+        return self.scaled_by is None and self.has_gradients() and self.is_changed()
+
+    def batches(self) -> list[GradientBatch]:
         """Return the present gradients, ready for the kernels."""
-        plain = native_group(self._ledger)
+        plain = native_batch(self._ledger, self.params)
         if plain is not None:
             return [plain]
-        return group_gradients(self.params) if self._ledger.count() else []
+        return batch_gradients(self.params) if self.has_gradients() else []
 
-    def first_of_dtype(self, dtype: torch.dtype) -> int | None:
-        """Return the position of the first parameter with a gradient of ``dtype``."""
-        if isinstance(self._ledger, GradientLedger):
-            return next(
-                (i for i, p in enumerate(self.params) if p.grad is not None and p.grad.dtype is dtype), None
-            )
-        position = self._ledger.first_half() if dtype is torch.float16 else -1
-        return None if position < 0 else position
-
-    def measure(self, norm_type: float) -> list[Part]:
-        """Measure the gradients in their present unit, without a pass if nothing changed."""
-        if self.parts is None or norm_type != self._norm_type or self.changed_since_measured():
-            self._keep_overflow()
-            self.parts = [
-                Part(*group.norm_check(self._inverse(group.device), norm_type), group.positions, group.spread)
-                for group in self.groups()
-            ]
-            self._remember(norm_type)
-        return self.parts
-
-    def unscale_(self, norm_type: float) -> list[Part]:
-        """Divide the gradients by what they carry, once, and measure them."""
-        self.consumed.clear()
-        if self.unit is None and self.residue is None:
-            return self.measure(norm_type)
-        self._keep_overflow()
-        self.parts = [
-            Part(*group.unscale_(self._inverse(group.device), norm_type), group.positions, group.spread)
-            for group in self.groups()
-        ]
-        self.unit = self.residue = None
-        self._remember(norm_type)
-        return self.parts
-
-    def clip_(self, factor: Tensor, norm_type: float) -> None:
-        """Multiply unscaled gradients by a factor of at most 1; the measurement is carried along."""
-        parts = self.measure(norm_type)
-        for group in self.groups():
-            group.multiply_(factor.to(group.device, non_blocking=True))
-        if norm_type != 0:
-            parts = [
-                part._replace(norm=part.norm * factor.to(part.norm.device, non_blocking=True))
-                for part in parts
-            ]
-        self.parts = parts
-        self._remember(norm_type)
-
-    def changed_since_measured(self) -> bool:
-        """Whether a gradient was written to or replaced since the last measurement."""
-        return self._ledger.compare(_MEASURED) != GradientLedger.SAME
-
-    def _keep_overflow(self) -> None:
-        """An overflow that was seen counts, also if someone has overwritten it since."""
-        for part in self.parts or ():
-            found = part.found_inf
-            kept = self.overflow
-            self.overflow = (
-                found if kept is None else torch.maximum(kept, found.to(kept.device, non_blocking=True))
-            )
-            self._keep_flags(part)
-
-    def _keep_flags(self, part: Part) -> None:
-        for i, kept in enumerate(self.overwritten):
-            if kept.positions == part.positions and kept.flags.device == part.flags.device:
-                self.overwritten[i] = kept._replace(flags=kept.flags | part.flags)
-                return
-        self.overwritten.append(part)
-
-    def flagged(self) -> list[Part]:
+    def flagged(self) -> list[Measurement]:
         """Return all measurements since the last step, for their flags."""
-        return [*self.overwritten, *(self.parts or ())]
+        return [*self.history.measurements(), *(self._measurements or ())]
 
-    def _remember(self, norm_type: float) -> None:
-        self._norm_type = norm_type
-        self._ledger.remember(_MEASURED)
+    # -- measuring ----------------------------------------------------------------------------
 
-    def _inverse(self, device: torch.device) -> Tensor:
-        if self.unit is not None:
-            return self.unit.inverse(device)
-        if self.residue is not None:
-            return self.residue.factor().reciprocal().to(device, non_blocking=True)
-        return torch.ones((), dtype=torch.float32, device=device)
+    def measure(self, norm_type: float = 2.0) -> list[Measurement]:
+        """Measure the gradients; what one call of the scaler has measured already is not read again."""
+        if self._measurements is None or norm_type != self._norm_type or self.is_changed():
+            self.doubt_measurement()
+            self._remember(
+                [self._measured(batch, batch.norm_check, norm_type) for batch in self.batches()], norm_type
+            )
+        return self._measurements or []
 
-    def begin_backward(self, unit: LossScale) -> None:
-        """Get ready for gradients in ``unit``: convert those that are there; free if there are none."""
-        self.touched = set(self.owners)
-        present = self._ledger.count() > 0
+    def doubt_measurement(self) -> None:
+        """Read the gradients again when they are asked for: somebody may have written to them.
+
+        No version counter tells of ``.grad.data``, of numpy, or of a collective.
+        """
+        if self._measurements is not None:
+            self.history.add(self._measurements)
+            self._measurements = None
+
+    def _measured(self, batch: GradientBatch, kernel: Kernel, norm_type: float) -> Measurement:
+        return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
+
+    def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
+        self._measurements, self._norm_type = measurements, norm_type
+        self._ledger.remember(self.params, _MEASURED)
+
+    # -- changes of the unit ------------------------------------------------------------------
+
+    def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
+        """Divide the gradients by what they carry, once, and measure them."""
+        self._used_by.clear()
+        if self.unit is UNSCALED:
+            return self.measure(norm_type)
+        self.doubt_measurement()
+        measurements = [self._measured(batch, batch.unscale_, norm_type) for batch in self.batches()]
+        self.unit = UNSCALED
+        self._remember(measurements, norm_type)
+        return measurements
+
+    def begin_backward(self, loss_scale: LossScale) -> None:
+        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that unit."""
+        self.awaiting = self.owners
+        present = self.has_gradients()
         if not present:
-            self.overflow = self.parts = None
-            self.overwritten = []
-        if self.unit is unit:
+            self.doubt_measurement()
+            self.history.clear()
+            self._watch_hooks()
+        elif self.history.found_inf is not None or self._measurements:
+            self.forget_dropped_overflow()
+        before = self.scaled_by
+        if before is loss_scale:
             return
         if present:
-            factor = unit.require()
-            if self.unit is not None:
-                factor = factor / self.unit.require()
-            elif self.residue is not None:
-                factor = factor / self.residue.factor()
-            overflow = self.multiply_(factor)
-            if self.unit is not None:
-                self.unit.record(overflow)
-        self.unit, self.residue, self.parts, self.consumed = unit, None, None, set()
+            factor, carried = loss_scale.require(), self.unit.factor()
+            overflow = self._multiply_(factor if carried is None else factor / carried)
+            if before is not None:
+                before.record(overflow)
+        self.doubt_measurement()
+        self.unit = ScaledBy(loss_scale)
+        self._used_by.clear()
 
-    def mark_backward(self) -> None:
-        """Note the gradients at the beginning of a backward, for :meth:`grown`."""
-        self._ledger.remember(_BACKWARD)
-        self._marked = True
+    def forget_dropped_overflow(self) -> None:
+        """Forget an overflow whose batch was dropped by setting its gradients to zero."""
+        self.doubt_measurement()
+        if self.history.found_inf is not None:
+            one = UNSCALED.inverse
+            norms = [batch.norm_check(one(batch.device), torch.inf)[0] for batch in self.batches()]
+            if norms:
+                self.history.forget_if_zero(norms)
+            else:
+                self.history.clear()
 
-    def grown(self) -> bool:
-        """Whether that backward has added to the gradients; asked once."""
-        marked, self._marked = self._marked, False
-        return marked and self._ledger.compare(_BACKWARD) > GradientLedger.SAME
+    def assume_scaled(self, loss_scale: LossScale) -> None:
+        """Take the gradients for scaled ones, whose backward nobody has seen."""
+        self.unit = ScaledBy(loss_scale)
 
-    def multiply_(self, factor: Tensor) -> Tensor:
-        """Multiply the gradients by a device-side factor; returns whether a product is not finite."""
+    def rescale_(self, factor: Tensor) -> None:
+        """Follow a change of the loss scale: multiply the gradients by new/old."""
+        self._multiply_(factor)
+
+    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor) -> None:
+        """Note that a fused optimizer had the gradients, scaled by ``scale``."""
+        self.unit = LeftByFusedStep(scale, skipped)
+
+    # -- other changes ------------------------------------------------------------------------
+
+    def clip_(self, factor: Tensor, norm_type: float) -> None:
+        """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""
+        measurements = self.measure(norm_type)
+        for batch in self.batches():
+            batch.multiply_(factor.to(batch.device, non_blocking=True))
+        if norm_type != 0:
+            measurements = [
+                measured._replace(norm=measured.norm * factor.to(measured.norm.device, non_blocking=True))
+                for measured in measurements
+            ]
+        self._remember(measurements, norm_type)
+
+    def write_clip_(self, factor: Tensor) -> None:
+        """Write a clip into the gradients that was left to a fused optimizer."""
+        self._multiply_(factor)
+
+    def _multiply_(self, factor: Tensor) -> Tensor:
+        """Multiply by a device-side factor; returns whether a product is not finite."""
+        known = not self.is_changed()
         total = torch.zeros((), dtype=torch.float32, device=factor.device)
-        for group in self.groups():
-            found = group.multiply_(factor.to(group.device, non_blocking=True))
+        for batch in self.batches():
+            found = batch.multiply_(factor.to(batch.device, non_blocking=True))
             total = torch.maximum(total, found.to(factor.device, non_blocking=True))
-        self._keep_overflow()
-        self.parts = None
+        self.doubt_measurement()
+        if known:
+            self._ledger.remember(self.params, _MEASURED)
         return total
 
-    def pending(self, slot: int) -> bool:
-        """Whether scaled gradients came in since the last step of the owner with ``slot``."""
-        return self.unit is not None and self._ledger.compare(slot) > GradientLedger.SAME
+    def mark_backward(self) -> None:
+        """Note the gradients at the beginning of a backward, for :meth:`grew`."""
+        self._ledger.remember(self.params, _BACKWARD)
+        self._marked = True
 
-    def renewed(self, slot: int) -> bool:
-        """Whether the gradients are others than those that were unscaled or stepped."""
-        if slot in self.consumed:
-            return self._ledger.compare(slot) > GradientLedger.SAME
-        return self._ledger.compare(_MEASURED) == GradientLedger.NEW
+    def grew(self) -> bool:
+        """Whether that backward has added to the gradients; asked once."""
+        marked, self._marked = self._marked, False
+        return marked and self._changed_since(_BACKWARD)
 
-    def stepped(self, slot: int) -> None:
-        """Note that the owner with ``slot`` has used the gradients."""
-        self._ledger.remember(slot)
-        self.touched.discard(slot)
-        self.consumed.add(slot)
-        self.overflow = self.parts = None
-        self.overwritten = []
+    def note_step(self, owner: int) -> None:
+        """Note that ``owner`` has used the gradients."""
+        self._ledger.remember(self.params, owner)
+        self.note_unscaled(owner)
+        self._used_by.add(owner)
+        self._measurements = None
+        self.history.clear()
 
-    def split(self, params: list[Tensor], owners: frozenset[int]) -> GradientSet:
-        """Return a set of some of these parameters, in the same unit."""
-        part = GradientSet(params, owners)
-        part.unit, part.residue, part.overflow = self.unit, self.residue, self.overflow
-        part.touched = set(owners) if self.touched else set()
+    def note_unscaled(self, owner: int) -> None:
+        """Note that ``owner`` has had the gradients of the last backward."""
+        self.awaiting = self.awaiting - {owner}
+
+    def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientSet:
+        """Return a set of the parameters at ``positions``, with all that is known of their gradients."""
+        self.doubt_measurement()
+        part = GradientSet([self.params[i] for i in positions], owners, self.unit)
+        part.history = self.history.split(positions)
+        if self.awaiting:
+            part.awaiting = (self.awaiting & owners) | (owners - self.owners)
+        part._used_by = self._used_by & owners
+        part._marked = self._marked
+        part._ledger = self._ledger.split(positions)
         return part
+
+    # -- gradients that hooks take away -------------------------------------------------------
+
+    def _watch_hooks(self) -> None:
+        """Learn which parameters a backward reaches whose hooks may take the gradient away.
+
+        Optimizers that are offloaded to the CPU do so. No other parameter is watched.
+        """
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._reached.clear()
+        for position in self._ledger.hooked(self.params):
+            param = self.params[position]
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            if not all(getattr(hook, "keeps_gradients", False) for hook in hooks.values()):
+                note = partial(_note_reached, self._reached, param)
+                self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+
+    def taken_away(self) -> Tensor | None:
+        """Return a parameter that a scaled backward has reached, and that has no gradient."""
+        return next((param for param in self._reached if param.grad is None), None)
+
+
+def _note_reached(reached: list[Tensor], param: Tensor, _: Tensor) -> None:
+    reached.append(param)

@@ -1,9 +1,8 @@
-"""An optimizer's gradients as groups that one kernel call can take.
+"""An optimizer's gradients as batches that one kernel call can take.
 
-A group has one device and one way of being spread over ranks. Dense gradients go in
-as they are, sparse ones through their coalesced values, DTensors through their local
-tensors. With the native core, looking up 1000 gradients costs some 10 us, without it
-ten times as much; the result is the same.
+A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones
+through their coalesced values, DTensors through their local tensors. With the native core,
+looking up 1000 gradients costs some 10 us, without it ten times as much; the result is the same.
 """
 
 from __future__ import annotations
@@ -13,134 +12,178 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.spread import Spread, local_gradient
+from amp_plugin.scaling.shard_layout import ShardLayout, local_gradient
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
-Measured = tuple[Tensor, Tensor, Tensor]
-"""Norm, found_inf and flags, as the ops return them."""
+
+class Measurement(NamedTuple):
+    """What one kernel call found in a batch.
+
+    Attributes:
+        norm: Norm of the unscaled gradients, float32, 0-dim.
+        found_inf: 1.0 if an element is not finite, else 0.0; float32, 0-dim.
+        flags: For each gradient whether it holds inf or nan, int32, 1-dim.
+        positions: Which of the set's parameters they belong to; None if all of them, in order.
+        layout: How they are sharded over ranks; None if every rank holds all of them.
+    """
+
+    norm: Tensor
+    found_inf: Tensor
+    flags: Tensor
+    positions: Sequence[int] | None = None
+    layout: ShardLayout | None = None
 
 
-class Group(NamedTuple):
+Kernel = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
+"""``(inv_scale, norm_type) -> norm, found_inf, flags``, over the gradients of a batch."""
+
+
+class GradientBatch(NamedTuple):
     """Gradients that one kernel call takes.
 
     Attributes:
         device: Their device.
-        spread: How they are spread over ranks; None if every rank holds all of them.
-        positions: Which of the set's parameters they belong to; None if all of them, in order.
-        norm_check: ``(inv_scale, norm_type) -> norm, found_inf, flags``; reads.
-        unscale_: The same, and multiplies in place.
+        layout: As a measurement's.
+        positions: As a measurement's.
+        norm_check: Measures.
+        unscale_: Multiplies in place by ``inv_scale``, and measures.
         multiply_: ``factor -> found_inf``; multiplies in place.
     """
 
     device: torch.device
-    spread: Spread | None
+    layout: ShardLayout | None
     positions: Sequence[int] | None
-    norm_check: Callable[[Tensor, float], Measured]
-    unscale_: Callable[[Tensor, float], Measured]
+    norm_check: Kernel
+    unscale_: Kernel
     multiply_: Callable[[Tensor], Tensor]
 
 
 class GradientLedger:
-    """Remembers which gradients were seen: by tensor identity and version.
+    """Remembers which gradients were seen: by memory and version.
 
-    Plain Python; ``torch.classes.amp_plugin.GradientLedger`` is the same in C++.
-
-    Args:
-        params: The parameters whose ``.grad`` is watched.
+    Each call is given the parameters whose ``.grad`` it is about, always the same list. The ledger
+    itself refers to neither parameters nor gradients, which ``torch.utils.swap_tensors`` forbids.
+    ``GradientLedger`` of the Python extension is the same in C++.
     """
 
     GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
 
-    def __init__(self, params: list[Tensor]) -> None:
-        self._params = params
-        self._marks: dict[int, list[tuple[Any, int, int] | None]] = {}
+    def __init__(self) -> None:
+        self._marks: dict[int, list[_Mark | None]] = {}
 
-    def count(self) -> int:
+    def count(self, params: list[Tensor]) -> int:
         """Return how many parameters have a gradient."""
-        return sum(p.grad is not None for p in self._params)
+        return sum(param.grad is not None for param in params)
 
-    def remember(self, slot: int) -> None:
+    def remember(self, params: list[Tensor], slot: int) -> None:
         """Note the present gradients under ``slot``."""
-        grads = (p.grad for p in self._params)
-        self._marks[slot] = [None if g is None else (_weak_reference(g), id(g), _version(g)) for g in grads]
+        self._marks[slot] = [None if param.grad is None else _Mark(param.grad) for param in params]
 
-    def forget(self, slot: int) -> None:
-        """Drop what was noted under ``slot``: every gradient is new again."""
-        self._marks.pop(slot, None)
-
-    def compare(self, slot: int) -> int:
+    def compare(self, params: list[Tensor], slot: int) -> int:
         """Compare the present gradients with those noted under ``slot``.
 
         Returns:
-            2 if one is another tensor, else 1 if one was written to, else -1 if one is gone, else 0.
+            2 if one is in other memory, else 1 if one was written to, else -1 if one is gone, else 0.
         """
-        marks = self._marks.get(slot)
-        worst = self.SAME
-        for i, param in enumerate(self._params):
-            grad = param.grad
-            mark = None if marks is None else marks[i]
-            if grad is not None:
-                worst = (
-                    max(worst, _compare(grad, mark)) if worst != self.GONE else _compare(grad, mark) or worst
-                )
-            elif mark is not None and worst == self.SAME:
-                worst = self.GONE
-        return worst
+        marks = self._marks.get(slot) or [None] * len(params)
+        changes = [_change(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
+        return max(changes, default=self.SAME) or min(changes, default=self.SAME)
+
+    def split(self, positions: Sequence[int]) -> GradientLedger:
+        """Return a ledger of the parameters at ``positions``, with all that was noted of them."""
+        part = GradientLedger()
+        part._marks = {slot: [marks[i] for i in positions] for slot, marks in self._marks.items()}
+        return part
+
+    def first_half(self, params: list[Tensor]) -> int:
+        """Return the position of the first parameter with a float16 gradient, -1 if there is none."""
+        dtypes = (None if param.grad is None else param.grad.dtype for param in params)
+        return next((i for i, dtype in enumerate(dtypes) if dtype is torch.float16), -1)
+
+    def hooked(self, params: list[Tensor]) -> list[int]:
+        """Return the positions of parameters with hooks that run once their gradient is there."""
+        return [i for i, param in enumerate(params) if getattr(param, "_post_accumulate_grad_hooks", None)]
 
 
-def _compare(grad: Tensor, mark: Any) -> int:
-    if mark is None:
+class _Mark:
+    """A gradient as it was seen."""
+
+    def __init__(self, grad: Tensor) -> None:
+        dense = grad.layout is torch.strided
+        self._owner: Any = StorageWeakRef(grad.untyped_storage()) if dense else _weak_reference(grad)
+        self._place = _place(grad)
+        self.version = _version(grad)
+
+    def is_of(self, grad: Tensor) -> bool:
+        """Whether the gradient is in the same memory."""
+        return not self._owner.expired() and self._place == _place(grad)
+
+
+def _change(grad: Tensor | None, mark: _Mark | None) -> int:
+    if grad is None:
+        return GradientLedger.SAME if mark is None else GradientLedger.GONE
+    if mark is None or not mark.is_of(grad):
         return GradientLedger.NEW
-    reference, identity, version = mark
-    if reference.expired() or id(grad) != identity:
-        return GradientLedger.NEW
-    return GradientLedger.CHANGED if _version(grad) != version else GradientLedger.SAME
+    return GradientLedger.CHANGED if mark.version != _version(grad) else GradientLedger.SAME
 
 
 def _weak_reference(grad: Tensor) -> Any:
     return torch._C._WeakTensorRef(grad)  # type: ignore[attr-defined]
 
 
+def _place(grad: Tensor) -> tuple[int, int]:
+    if grad.layout is torch.strided:
+        return grad.untyped_storage()._cdata, grad.storage_offset()
+    return id(grad), 0
+
+
 def _version(grad: Tensor) -> int:
     return 0 if grad.is_inference() else grad._version
 
 
-def make_ledger(params: list[Tensor]) -> Any:
-    """Return the native ledger for ``params`` if the native core is loaded, else the Python one."""
-    if native_core().loaded and params:
-        return torch.classes.amp_plugin.GradientLedger(params)
-    return GradientLedger(params)
+def make_ledger() -> Any:
+    """Return a native ledger if the Python extension is loaded, else the Python one."""
+    extension = native_core().region
+    return GradientLedger() if extension is None else extension.GradientLedger()
 
 
-def native_group(ledger: Any) -> Group | None:
-    """Return all gradients of a native ledger as one group, if they are plain and on one device."""
+def native_batch(ledger: Any, params: list[Tensor]) -> GradientBatch | None:
+    """Return all gradients of a native ledger as one batch, if they are plain and on one device."""
     if isinstance(ledger, GradientLedger):
         return None
-    device, positions = ledger.survey()
+    device, positions = ledger.survey(params)
     if device is None:
         return None
-    return Group(device, None, positions, ledger.norm_check, ledger.unscale_, ledger.multiply_)
+    return GradientBatch(
+        device,
+        None,
+        positions,
+        lambda inv_scale, norm_type: ledger.norm_check(params, inv_scale, norm_type),
+        lambda inv_scale, norm_type: ledger.unscale_(params, inv_scale, norm_type),
+        lambda factor: ledger.multiply_(params, factor),
+    )
 
 
-def group_gradients(params: Sequence[Tensor]) -> list[Group]:
+def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Look up the gradients of ``params``, whatever their kind.
 
     Uncoalesced sparse gradients, Partial DTensors and lazily conjugated ones are replaced by
     their plain equal, in ``.grad`` too.
     """
-    found: dict[tuple[torch.device, Spread | None, bool], tuple[list[Tensor], list[int]]] = {}
+    found: dict[tuple[torch.device, ShardLayout | None, bool], tuple[list[Tensor], list[int]]] = {}
     for position, param in enumerate(params):
         if param.grad is None:
             continue
-        values, spread = local_gradient(param)
+        values, layout = local_gradient(param)
         values = _dense_values(param, values)
-        tensors, positions = found.setdefault((values.device, spread, _is_narrow(values)), ([], []))
+        tensors, positions = found.setdefault((values.device, layout, _is_narrow(values)), ([], []))
         tensors.append(values)
         positions.append(position)
-    return [_tensor_group(*key, *content) for key, content in found.items()]
+    return [_tensor_batch(*key, *content) for key, content in found.items()]
 
 
 def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
@@ -163,15 +206,19 @@ def _is_narrow(grad: Tensor) -> bool:
     return grad.is_floating_point() and grad.dtype.itemsize == 1
 
 
-def _tensor_group(
-    device: torch.device, spread: Spread | None, narrow: bool, tensors: list[Tensor], positions: list[int]
-) -> Group:
+def _tensor_batch(
+    device: torch.device,
+    layout: ShardLayout | None,
+    narrow: bool,
+    tensors: list[Tensor],
+    positions: list[int],
+) -> GradientBatch:
     if narrow:
-        return _narrow_group(device, spread, tensors, positions)
+        return _narrow_batch(device, layout, tensors, positions)
     op = torch.ops.amp_plugin
-    return Group(
+    return GradientBatch(
         device,
-        spread,
+        layout,
         positions,
         lambda inv_scale, norm_type: op.norm_check(tensors, inv_scale, norm_type),
         lambda inv_scale, norm_type: op.unscale_(tensors, inv_scale, norm_type),
@@ -179,22 +226,22 @@ def _tensor_group(
     )
 
 
-def _narrow_group(
-    device: torch.device, spread: Spread | None, tensors: list[Tensor], positions: list[int]
-) -> Group:
+def _narrow_batch(
+    device: torch.device, layout: ShardLayout | None, tensors: list[Tensor], positions: list[int]
+) -> GradientBatch:
     """float8 gradients: widened, worked on, rounded back."""
     op = torch.ops.amp_plugin
 
     def widened(call: Callable[[list[Tensor]], Any]) -> Any:
-        wide = [t.float() for t in tensors]
+        wide = [tensor.float() for tensor in tensors]
         result = call(wide)
         for tensor, value in zip(tensors, wide, strict=True):
             tensor.copy_(value)
         return result
 
-    return Group(
+    return GradientBatch(
         device,
-        spread,
+        layout,
         positions,
         lambda inv_scale, norm_type: op.norm_check([t.float() for t in tensors], inv_scale, norm_type),
         lambda inv_scale, norm_type: widened(lambda wide: op.unscale_(wide, inv_scale, norm_type)),

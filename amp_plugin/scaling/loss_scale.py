@@ -87,12 +87,16 @@ class LossScaleOptions:
 
 
 class LossScale:
-    """A loss scale that never changes by itself.
+    """One loss scale: its tensors, and the rule by which it changes.
 
     The tensors are made by the first :meth:`materialize`, on the device of the first
     loss; until then :attr:`value` is None.
 
     Attributes:
+        options: What it was made with.
+        growth_factor: Factor of a growth; may be changed while training, as the next two.
+        backoff_factor: Factor of a backoff.
+        growth_interval: Good optimizer steps in a row before a growth.
         value: The scale, float32, 0-dim; None before the first use.
         growth_tracker: Good steps since the last change, int32, 0-dim.
         hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
@@ -100,12 +104,14 @@ class LossScale:
         found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
     """
 
-    dynamic = False
-
-    def __init__(self, init_scale: float = 2.0**16) -> None:
-        self.init_scale = positive("init_scale", init_scale)
+    def __init__(self, options: LossScaleOptions) -> None:
+        self.options = options
+        self.growth_factor = float(options.growth_factor)
+        self.backoff_factor = float(options.backoff_factor)
+        self.growth_interval = int(options.growth_interval)
+        self.init_scale = float(options.init_scale)
         self.init_growth_tracker = 0
-        self.init_hysteresis_tracker = 1
+        self.init_hysteresis_tracker = options.hysteresis if options.dynamic else 1
         self.value: Tensor | None = None
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
@@ -127,6 +133,24 @@ class LossScale:
     def _counter(value: int, device: torch.device | str) -> Tensor:
         return torch.full((), value, dtype=torch.int32, device=device)
 
+    def require(self) -> Tensor:
+        """Return the scale's tensor; it must have been made."""
+        if self.value is None:
+            msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
+            raise RuntimeError(msg)
+        return self.value
+
+    def replace(self, value: Tensor | None) -> None:
+        """Take another tensor for the scale, as code written for torch's scaler does."""
+        self.value = value
+        self.generation += 1
+
+    def require_growth_tracker(self) -> Tensor:
+        """Return the growth tracker; made at 0 where the scale's tensor was set by hand."""
+        if self.growth_tracker is None:
+            self.growth_tracker = self._counter(0, self.require().device)
+        return self.growth_tracker
+
     def _derive(self, key: Any) -> Tensor | None:
         """Look up what was computed from this value; forget it if the value has changed.
 
@@ -140,13 +164,6 @@ class LossScale:
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
         return self._derived.get(key)
-
-    def require(self) -> Tensor:
-        """Return the scale's tensor; it must have been made."""
-        if self.value is None:
-            msg = "the loss scale has no tensor yet; call scaler.scale(loss) first"
-            raise RuntimeError(msg)
-        return self.value
 
     def snapshot(self) -> Tensor:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
@@ -188,14 +205,34 @@ class LossScale:
             self.found_inf = torch.maximum(self.found_inf, found_inf)
 
     def update_(self) -> Tensor | None:
-        """Apply the recorded checks.
+        """Apply the recorded checks, by one op on the device; a constant scale only forgets them.
 
         Returns:
-            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim);
-            None if this scale has no floor to watch.
+            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim); None if
+            nobody asked for that.
         """
-        self.found_inf = None
-        return None
+        found, self.found_inf = self.found_inf, None
+        options = self.options
+        if found is None or not options.dynamic:
+            return None
+        value = self.require()
+        watched = options.on_min_scale == "raise"
+        at_floor = torch.logical_and(found > 0, value <= options.floor).float() if watched else None
+        torch.ops.amp_plugin.update_scale_(
+            value,
+            self.growth_tracker,
+            self.hysteresis_tracker,
+            found,
+            self.growth_factor,
+            self.backoff_factor,
+            self.growth_interval,
+            options.floor,
+            options.ceiling,
+            options.hysteresis,
+            ops.HYSTERESIS_MODES[options.hysteresis_mode],
+        )
+        self.generation += 1
+        return at_floor
 
     def fill_(self, value: float | Tensor) -> None:
         """Set the scale by hand.
@@ -222,11 +259,32 @@ class LossScale:
         kept = self.hysteresis_tracker
         return self.init_hysteresis_tracker if kept is None else int(kept.item())
 
-    def restore(self, scale: float, growth_tracker: int, hysteresis_tracker: int | None) -> None:
-        """Take over saved numbers, on the device if the tensors exist."""
-        self.init_scale, self.init_growth_tracker = float(scale), int(growth_tracker)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the numbers under torch's names: a host sync; a constant scale has torch's default rule."""
+        rule = self if self.options.dynamic else LossScaleOptions()
+        return {
+            "scale": self.item(),
+            "growth_factor": rule.growth_factor,
+            "backoff_factor": rule.backoff_factor,
+            "growth_interval": rule.growth_interval,
+            "_growth_tracker": self.tracker(),
+        }
+
+    def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
+        """Take over saved numbers, on the device if the tensors exist.
+
+        Args:
+            saved: What :meth:`state_dict` returned; all but ``scale`` may be missing.
+            hysteresis_tracker: Overflows still tolerated; None leaves them.
+        """
+        self.init_scale = float(saved["scale"])
+        self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
         if hysteresis_tracker is not None:
             self.init_hysteresis_tracker = int(hysteresis_tracker)
+        if self.options.dynamic:
+            self.growth_factor = float(saved.get("growth_factor", self.growth_factor))
+            self.backoff_factor = float(saved.get("backoff_factor", self.backoff_factor))
+            self.growth_interval = int(saved.get("growth_interval", self.growth_interval))
         self.found_inf = None
         if self.value is not None and self.growth_tracker is not None:
             self.value.fill_(self.init_scale)
@@ -244,87 +302,6 @@ class LossScale:
             state[name] = None
         state["_derived"] = {}
         return state
-
-
-class ConstantLossScale(LossScale):
-    """A loss scale that is only changed by hand; overflowing steps are still skipped."""
-
-
-class DynamicLossScale(LossScale):
-    """A loss scale that backs off on overflow and grows after good steps.
-
-    Args:
-        init_scale: The first scale.
-        growth_factor: Factor of a growth, more than 1.
-        backoff_factor: Factor of a backoff, between 0 and 1.
-        growth_interval: Good optimizer steps in a row before a growth.
-        min_scale: Floor; None means 1, or ``init_scale`` if that is lower.
-        max_scale: Ceiling; None means float32's largest number.
-        hysteresis: Overflows before a backoff.
-        hysteresis_mode: When the tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
-            ``"deepspeed"`` (a whole growth interval).
-        watch_floor: Whether :meth:`update_` reports an overflow at the floor.
-    """
-
-    dynamic = True
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_mode: HysteresisMode = "apex",
-        watch_floor: bool = False,
-    ) -> None:
-        super().__init__(init_scale)
-        self.growth_factor = checked_growth_factor(growth_factor)
-        self.backoff_factor = checked_backoff_factor(backoff_factor)
-        self.growth_interval = whole("growth_interval", growth_interval)
-        self.min_scale = min(1.0, self.init_scale) if min_scale is None else positive("min_scale", min_scale)
-        self.max_scale = (
-            torch.finfo(torch.float32).max if max_scale is None else positive("max_scale", max_scale)
-        )
-        self.hysteresis = self.init_hysteresis_tracker = whole("hysteresis", hysteresis)
-        if hysteresis_mode not in ops.HYSTERESIS_MODES:
-            known = ", ".join(ops.HYSTERESIS_MODES)
-            msg = f"hysteresis_mode={hysteresis_mode!r} is not known; use one of {known}"
-            raise ValueError(msg)
-        self.hysteresis_mode: HysteresisMode = hysteresis_mode
-        self.watch_floor = watch_floor
-        if not self.min_scale <= self.init_scale <= self.max_scale:
-            msg = (
-                f"init_scale={init_scale} is not between min_scale={self.min_scale} and "
-                f"max_scale={self.max_scale}; change one of the three"
-            )
-            raise ValueError(msg)
-
-    def update_(self) -> Tensor | None:
-        """Apply the recorded checks by one op on the device."""
-        found, self.found_inf = self.found_inf, None
-        if found is None:
-            return None
-        value = self.require()
-        at_floor = torch.logical_and(found > 0, value <= self.min_scale).float() if self.watch_floor else None
-        torch.ops.amp_plugin.update_scale_(
-            value,
-            self.growth_tracker,
-            self.hysteresis_tracker,
-            found,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.min_scale,
-            self.max_scale,
-            self.hysteresis,
-            ops.HYSTERESIS_MODES[self.hysteresis_mode],
-        )
-        self.generation += 1
-        return at_floor
 
 
 def capturing(device: torch.device) -> bool:

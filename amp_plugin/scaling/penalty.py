@@ -118,15 +118,16 @@ def gradient_penalty(
 
 def _scaled(target: Tensor, scaler: GradScaler) -> Tensor:
     """Multiply by the scale, unseen by the scaler: this backward adds to no ``.grad``."""
-    scaler._loss_scale.materialize(target.device)
+    loss_scale = scaler.loss_scale
+    loss_scale.materialize(target.device)
     wide = target.float() if target.dtype is torch.float16 else target
-    scaled: Tensor = wide * scaler._loss_scale.snapshot_on(target.device)
+    scaled: Tensor = wide * loss_scale.snapshot_on(target.device)
     return scaled
 
 
 def _unscaled(grads: Sequence[Tensor | None], scaler: GradScaler) -> tuple[Tensor | None, ...]:
     present = [g.detach() for g in grads if g is not None]
-    loss_scale = scaler._loss_scale
+    loss_scale = scaler.loss_scale
     for device in {g.device for g in present}:
         own = [g for g in present if g.device == device]
         loss_scale.record(torch.ops.amp_plugin.norm_check(own, loss_scale.inverse(device), 2.0)[1])

@@ -4,204 +4,213 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from amp_plugin.scaling.gradient_set import GradientSet
+from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
 from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.spread import Spread, parameter_spreads
-from amp_plugin.scaling.step_result import StepResult
-
-if TYPE_CHECKING:
-    from amp_plugin.scaling.folding import FoldedClip
+from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.shard_layout import parameter_layouts
 
 
-class OptimizerRecord:
-    """What a scaler knows of one optimizer since its last step.
+class ScaledBackward(NamedTuple):
+    """A backward from a scaled loss.
 
     Attributes:
-        slot: Its number, the key of its marks in the ledgers.
-        names: The names given to parameters, also to those that may join it later.
-        params: Its parameters, in the order of its groups.
-        sets: The gradient sets they fall into.
-        spreads: The ways in which its parameters are spread over ranks.
-        stage: What torch's scaler would say: READY, UNSCALED or STEPPED.
-        norm: Norm of the unscaled gradients, before clipping; None if not measured yet.
-        losses: The loss scales its gradients were multiplied by.
-        clip: A clip left to the kernel of a fused optimizer; None if there is none.
-        result: The last step's; None before the first.
-        skipped: Steps skipped so far, float32, 0-dim, on the device; None before the first step.
-        unanswered: Steps since the last ``update()``.
-        takes_scaler: Whether ``step`` has a ``grad_scaler`` parameter; None if not looked up yet.
-        momentum_started: Whether the momentum buffers of a fused SGD exist.
-        found_inf_per_device: As torch's scaler keeps it.
+        loss_scale: What the loss was multiplied by.
+        generation: That scale's generation then.
+        value: Its value then, float32, 0-dim.
     """
 
-    def __init__(self, optimizer: Optimizer, slot: int) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self.slot = slot
-        self.names: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
-        self.params: list[Tensor] = []
-        self.sets: list[GradientSet] = []
-        self.spreads: tuple[Spread, ...] = ()
-        self.stage = OptState.READY
-        self.result: StepResult | None = None
-        self.skipped: Tensor | None = None
-        self.unanswered = 0
-        self.takes_scaler: bool | None = None
-        self.momentum_started = False
-        self.forget_window()
-
-    def forget_window(self) -> None:
-        """Start a new window: nothing is measured, nothing is to be clipped."""
-        self.norm: Tensor | None = None
-        self.losses: list[LossScale] = []
-        self.clip: FoldedClip | None = None
-        self.found_inf_per_device: dict[Any, Tensor] = {}
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            msg = "the optimizer of this record no longer exists"
-            raise ReferenceError(msg)
-        return optimizer
-
-    @property
-    def shared(self) -> bool:
-        """Whether another optimizer steps some of the parameters too."""
-        return any(len(one.owners) > 1 for one in self.sets)
-
-    def all_names(self, params: list[Tensor] | None = None) -> list[str]:
-        """Return the name of each parameter, now or then: registered, else by group and index."""
-        params = self.params if params is None else params
-        optimizer = self._optimizer()
-        known = [] if optimizer is None else default_names(optimizer)
-        rest = [*known, *(f"parameter {i}" for i in range(len(known), len(params)))]
-        return [self.names.get(param, name) for param, name in zip(params, rest, strict=False)]
-
-    def name_of(self, param: Tensor) -> str:
-        """Return the name of one of the parameters."""
-        return self.all_names()[next(i for i, p in enumerate(self.params) if p is param)]
-
-    def __getitem__(self, key: str) -> Any:
-        """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""
-        if key in {"stage", "found_inf_per_device"}:
-            return getattr(self, key)
-        raise KeyError(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Write as torch's per-optimizer dict."""
-        self[key]
-        setattr(self, key, value)
+    loss_scale: LossScale
+    generation: int
+    value: Tensor
 
 
 class Registry:
-    """The records of all optimizers a scaler has met, and their gradient sets.
+    """The windows of all optimizers a scaler has met, and their gradient sets.
 
     Args:
-        default: The unit assumed for the gradients of an optimizer met for the first time.
+        shared: What the windows share.
+
+    Attributes:
+        last_backward: The last scaled backward; None before the first.
     """
 
-    def __init__(self, default: LossScale) -> None:
-        self._default = default
-        self._records: dict[int, OptimizerRecord] = {}
-        self._slots = itertools.count(1)
+    def __init__(self, shared: Shared) -> None:
+        self._shared = shared
+        self._windows: dict[int, OptimizerWindow] = {}
+        self._numbers = itertools.count(1)
+        self._may_wait: list[int] = []
+        self.last_backward: ScaledBackward | None = None
 
-    def __iter__(self) -> Iterator[OptimizerRecord]:
-        """Iterate over the records of the optimizers that still exist."""
-        return iter(list(self._records.values()))
+    def __iter__(self) -> Iterator[OptimizerWindow]:
+        """Iterate over the windows of the optimizers that still exist."""
+        return iter(list(self._windows.values()))
 
     def __len__(self) -> int:
         """Return the number of optimizers."""
-        return len(self._records)
+        return len(self._windows)
 
     def sets(self) -> list[GradientSet]:
         """Return all gradient sets, each once."""
-        found = {id(one): one for record in self for one in record.sets}
-        return list(found.values())
+        return list({id(gradients): gradients for window in self for gradients in window.sets}.values())
 
-    def by_id(self, key: int) -> OptimizerRecord | None:
-        """Return the record of the optimizer with this id."""
-        return self._records.get(key)
+    def by_id(self, key: int) -> OptimizerWindow | None:
+        """Return the window of the optimizer with this id."""
+        return self._windows.get(key)
 
-    def find(self, optimizer: Optimizer) -> OptimizerRecord | None:
-        """Return the record of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
-        record = self._records.get(id(optimizer))
-        if record is not None:
-            return record
+    def find(self, optimizer: Optimizer) -> OptimizerWindow | None:
+        """Return the window of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
+        window = self._windows.get(id(optimizer))
+        if window is not None:
+            return window
         groups = getattr(optimizer, "param_groups", None)
-        return next((one for one in self if one.optimizer.param_groups is groups), None)
+        return next((window for window in self if window.optimizer.param_groups is groups), None)
 
-    def add(self, optimizer: Optimizer) -> OptimizerRecord:
-        """Make a record of an optimizer met for the first time."""
-        record = OptimizerRecord(optimizer, next(self._slots))
-        key, records = id(optimizer), self._records
-        record._optimizer = weakref.ref(optimizer, lambda _: records.pop(key, None))
-        records[key] = record
-        self.refresh(record)
-        return record
+    def window(self, optimizer: Optimizer) -> OptimizerWindow:
+        """Return an optimizer's window, its parameters looked at again; a new one if it was never met.
 
-    def refresh(self, record: OptimizerRecord) -> bool:
-        """Look at the optimizer's parameters again; True if they are others than before."""
-        groups = record.optimizer.param_groups
-        params = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
-        known = record.params
-        if len(params) == len(known) and all(map(is_, params, known)):
-            return False
-        record.params = list(params)
-        record.momentum_started = False
-        record.spreads = parameter_spreads(params)
-        self._partition()
-        return True
+        Raises:
+            TypeError: It is no optimizer.
+        """
+        window = self.find(optimizer)
+        if window is None:
+            return self.add([optimizer])[0]
+        self.refresh([window])
+        return window
+
+    def add(self, optimizers: Iterable[Optimizer]) -> list[OptimizerWindow]:
+        """Return the windows of optimizers, new ones for those met for the first time.
+
+        Raises:
+            TypeError: Something is no optimizer.
+        """
+        found = []
+        for optimizer in optimizers:
+            if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
+                given = type(optimizer).__name__
+                msg = f"expected an optimizer with param_groups, got {given}; pass the torch.optim one"
+                raise TypeError(msg)
+            found.append(self.find(optimizer) or self._new_window(optimizer))
+        self.refresh(found)
+        return found
+
+    def _new_window(self, optimizer: Optimizer) -> OptimizerWindow:
+        key, windows = id(optimizer), self._windows
+        reference = weakref.ref(optimizer, lambda _: windows.pop(key, None))
+        window = windows[key] = OptimizerWindow(reference, next(self._numbers), self._shared)
+        return window
+
+    def refresh(self, windows: Iterable[OptimizerWindow]) -> bool:
+        """Look at the parameters of optimizers again; returns whether some have joined or left."""
+        changed = False
+        for window in windows:
+            params, known = params_of(window.optimizer), window.params
+            if len(params) != len(known) or not all(map(is_, params, known)):
+                window.take_params(list(params), parameter_layouts(params))
+                changed = True
+        if changed:
+            self._partition()
+            self._may_wait = list(self._windows)
+        return changed
+
+    def refresh_joined(self) -> bool:
+        """Look again at the parameters of optimizers that have more or fewer of them than before."""
+        return self.refresh([window for window in self if window.has_other_count()])
+
+    def begin_backward(self, backward: ScaledBackward) -> None:
+        """Note that a scaled backward begins: every optimizer may wait for its step after it."""
+        self.last_backward = backward
+        self._may_wait = list(self._windows)
+
+    def awaits_steps(self) -> bool:
+        """Whether an optimizer has scaled gradients to use.
+
+        One that had none is not asked again before the next backward, so that an ``update()`` after each
+        of many optimizers stays cheap.
+        """
+        while self._may_wait:
+            window = self._windows.get(self._may_wait[-1])
+            if window is not None and window.is_pending():
+                return True
+            self._may_wait.pop()
+        return False
 
     def _partition(self) -> None:
         """Let parameters with the same owners and the same history form one set."""
-        before = {id(param): one for one in self.sets() for param in one.params}
+        before = {
+            id(param): (gradients, position)
+            for gradients in self.sets()
+            for position, param in enumerate(gradients.params)
+        }
         owners: dict[int, set[int]] = {}
-        for record in self:
-            for param in record.params:
-                owners.setdefault(id(param), set()).add(record.slot)
-        classes: dict[tuple[frozenset[int], int], list[Tensor]] = {}
-        for param in _unique(param for record in self for param in record.params):
-            key = (frozenset(owners[id(param)]), id(before.get(id(param))))
-            classes.setdefault(key, []).append(param)
-        sets = [self._set_of(params, key[0], before.get(id(params[0]))) for key, params in classes.items()]
-        for record in self:
-            record.sets = [one for one in sets if record.slot in one.owners]
+        params: dict[int, Tensor] = {}
+        for window in self:
+            for param in window.params:
+                owners.setdefault(id(param), set()).add(window.number)
+                params[id(param)] = param
+        classes: dict[tuple[frozenset[int], GradientSet | None], list[Tensor]] = {}
+        for key, param in params.items():
+            history = before[key][0] if key in before else None
+            classes.setdefault((frozenset(owners[key]), history), []).append(param)
+        sets: dict[int, list[GradientSet]] = {window.number: [] for window in self}
+        for (numbers, history), members in classes.items():
+            positions = [before[id(param)][1] for param in members] if history else []
+            gradients = self._set_of(members, numbers, history, positions)
+            for number in numbers:
+                sets[number].append(gradients)
+        for window in self:
+            window.sets = sets[window.number]
 
     def _set_of(
-        self, params: list[Tensor], owners: frozenset[int], before: GradientSet | None
+        self, params: list[Tensor], owners: frozenset[int], history: GradientSet | None, positions: list[int]
     ) -> GradientSet:
-        if before is None:
-            fresh = GradientSet(params, owners)
-            fresh.unit = self._default
-            return fresh
-        if before.owners == owners and len(before.params) == len(params):
-            return before
-        return before.split(params, owners)
+        if history is None:
+            return self._new_set(params, owners)
+        if history.owners == owners and len(history.params) == len(params):
+            return history
+        return history.split(positions, owners)
 
+    def _new_set(self, params: list[Tensor], owners: frozenset[int]) -> GradientSet:
+        """A set of parameters met for the first time: what gradients they have, the last backward made."""
+        backward = self.last_backward
+        if backward is None:
+            return GradientSet(params, owners, ScaledBy(self._shared.scales.default))
+        loss_scale = backward.loss_scale
+        gradients = GradientSet(params, owners, ScaledBy(loss_scale))
+        gradients.awaiting = owners
+        if loss_scale.generation != backward.generation and gradients.has_gradients():
+            gradients.rescale_(loss_scale.require() / backward.value)
+        return gradients
 
-def _unique(params: Iterable[Tensor]) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for param in params:
-        if id(param) not in seen:
-            seen.add(id(param))
-            yield param
+    def optimizers_of_exactly(self, params: Iterable[Tensor]) -> list[Optimizer]:
+        """Return the optimizers that step these parameters and no others."""
+        wanted = {id(param) for param in params}
+        return [window.optimizer for window in self if {id(p) for p in params_of(window.optimizer)} == wanted]
 
+    def windows_of(self, params: Iterable[Tensor]) -> tuple[list[OptimizerWindow], int]:
+        """Return the windows of the optimizers that step the given parameters.
 
-def default_names(optimizer: Optimizer) -> list[str]:
-    """Name parameters by what the optimizer knows: their names, else group and index."""
-    names: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        label = group.get("name", f"group {number}")
-        names += given or [f"{label}[{i}]" for i in range(len(group["params"]))]
-    return names
+        Also of those without gradients here: other ranks may have some, and wait for this one.
+
+        Returns:
+            The windows, and how many of the parameters have a gradient and no optimizer known here.
+        """
+        params = list(params)
+        wanted = {id(param) for param in params}
+        unknown = {id(param) for param in params if param.grad is not None}
+        windows = list(self)
+        self.refresh(windows)
+        found = []
+        for window in windows:
+            own = {id(param) for param in window.params}
+            if own & wanted:
+                found.append(window)
+            unknown -= own
+        return found, len(unknown)

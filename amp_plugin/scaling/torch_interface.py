@@ -8,23 +8,17 @@ Nothing of torch's state machine runs: every method is overridden.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    checked_backoff_factor,
-    checked_growth_factor,
-    whole,
-)
-
-if TYPE_CHECKING:
-    from amp_plugin.scaling.registry import OptimizerRecord, Registry
+from amp_plugin.scaling.loss_scale import LossScale, checked_backoff_factor, checked_growth_factor, whole
+from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.registry import Registry
 
 
 class OptimizerStates(Mapping[int, Any]):
@@ -33,13 +27,13 @@ class OptimizerStates(Mapping[int, Any]):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    def __getitem__(self, key: int) -> OptimizerRecord | dict[str, Any]:
-        """Return the optimizer's record, or the state of one never met."""
+    def __getitem__(self, key: int) -> OptimizerWindow | dict[str, Any]:
+        """Return the optimizer's window, or the state of one never met."""
         return self._registry.by_id(key) or {"stage": OptState.READY, "found_inf_per_device": {}}
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids of the known optimizers."""
-        return iter(id(record.optimizer) for record in self._registry)
+        return iter(id(window.optimizer) for window in self._registry)
 
     def __len__(self) -> int:
         """Return how many optimizers are known."""
@@ -47,11 +41,15 @@ class OptimizerStates(Mapping[int, Any]):
 
 
 class TorchInterface(torch.amp.GradScaler):
-    """torch's getters, setters and private names over a :class:`LossScale`."""
+    """torch's getters, setters and private names over our loss scales and windows."""
 
-    _loss_scale: LossScale
-    _loss_scales: dict[str, LossScale]
+    _scales: LossScales
     _registry: Registry
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The default loss scale."""
+        return self._scales.default
 
     def is_enabled(self) -> bool:
         """Return whether the scaler does anything."""
@@ -63,20 +61,11 @@ class TorchInterface(torch.amp.GradScaler):
         Args:
             name: One of the constructor's ``losses``; None for the default scale.
         """
-        return self._loss_scale_of(name).item() if self._enabled else 1.0
-
-    def _loss_scale_of(self, name: str | None) -> LossScale:
-        if name is None:
-            return self._loss_scale
-        if name not in self._loss_scales:
-            known = ", ".join(self._loss_scales) or "none"
-            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
-            raise ValueError(msg)
-        return self._loss_scales[name]
+        return self._scales.of(name).item() if self._enabled else 1.0
 
     def get_growth_factor(self) -> float:
         """Return the growth factor; 1.0 for a constant scale."""
-        return self._loss_scale.growth_factor if isinstance(self._loss_scale, DynamicLossScale) else 1.0
+        return self.loss_scale.growth_factor if self.loss_scale.options.dynamic else 1.0
 
     def set_growth_factor(self, new_factor: float) -> None:
         """Set the growth factor, more than 1."""
@@ -84,7 +73,7 @@ class TorchInterface(torch.amp.GradScaler):
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor; 1.0 for a constant scale."""
-        return self._loss_scale.backoff_factor if isinstance(self._loss_scale, DynamicLossScale) else 1.0
+        return self.loss_scale.backoff_factor if self.loss_scale.options.dynamic else 1.0
 
     def set_backoff_factor(self, new_factor: float) -> None:
         """Set the backoff factor, between 0 and 1."""
@@ -92,42 +81,41 @@ class TorchInterface(torch.amp.GradScaler):
 
     def get_growth_interval(self) -> int:
         """Return the growth interval in optimizer steps; 0 for a constant scale."""
-        return self._loss_scale.growth_interval if isinstance(self._loss_scale, DynamicLossScale) else 0
+        return self.loss_scale.growth_interval if self.loss_scale.options.dynamic else 0
 
     def set_growth_interval(self, new_interval: int) -> None:
         """Set the growth interval; one that has already passed takes effect at the next good step."""
         self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
 
-    def _dynamic(self, method: str) -> DynamicLossScale:
-        if not isinstance(self._loss_scale, DynamicLossScale):
+    def _dynamic(self, method: str) -> LossScale:
+        if not self.loss_scale.options.dynamic:
             msg = f"{method}() needs a dynamic loss scale; this one is constant (dynamic=False)"
             raise TypeError(msg)
-        return self._loss_scale
+        return self.loss_scale
 
     @property
     def _scale(self) -> Tensor | None:
-        return self._loss_scale.value
+        return self.loss_scale.value
 
     @_scale.setter
     def _scale(self, value: Tensor | None) -> None:
-        self._loss_scale.value = value
-        self._loss_scale.generation += 1
+        self.loss_scale.replace(value)
 
     @property
     def _growth_tracker(self) -> Tensor | None:
-        return self._loss_scale.growth_tracker
+        return self.loss_scale.growth_tracker
 
     @_growth_tracker.setter
     def _growth_tracker(self, value: Tensor | None) -> None:
-        self._loss_scale.growth_tracker = value
+        self.loss_scale.growth_tracker = value
 
     @property
     def _init_scale(self) -> float:  # type: ignore[override]
-        return self._loss_scale.init_scale
+        return self.loss_scale.init_scale
 
     @property
     def _init_growth_tracker(self) -> int:  # type: ignore[override]
-        return self._loss_scale.init_growth_tracker
+        return self.loss_scale.init_growth_tracker
 
     @property
     def _growth_factor(self) -> float:  # type: ignore[override]
@@ -146,33 +134,23 @@ class TorchInterface(torch.amp.GradScaler):
         return OptimizerStates(self._registry)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
-        self._loss_scale.materialize(dev)
+        self.loss_scale.materialize(dev)
 
     def _get_scale_async(self) -> Tensor | None:
-        return self._loss_scale.value
+        return self.loss_scale.value
 
     def _get_growth_tracker(self) -> int:
-        return self._loss_scale.tracker() if self._enabled else 0
+        return self.loss_scale.tracker() if self._enabled else 0
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        loss_scale = self._first_materialized()
-        if loss_scale is None:
-            msg = (
-                f"Attempted {funcname} but _scale is None. Call scaler.scale(loss).backward() "
-                "earlier in the iteration."
-            )
-            raise RuntimeError(msg)
-        if loss_scale.growth_tracker is None:
-            loss_scale.growth_tracker = torch.zeros((), dtype=torch.int32, device=loss_scale.require().device)
-        return loss_scale.require(), loss_scale.growth_tracker
+        loss_scale = self._scales.require(funcname)
+        return loss_scale.require(), loss_scale.require_growth_tracker()
 
-    def _first_materialized(self) -> LossScale | None:
-        if self._loss_scale.value is not None:
-            return self._loss_scale
-        return next((one for one in self._loss_scales.values() if one.value is not None), None)
-
-    def _all_loss_scales(self) -> list[LossScale]:
-        return [self._loss_scale, *self._loss_scales.values()]
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        window = self._registry.window(optimizer)
+        window.begin_call()
+        window.check(write=False)
+        return window.found_inf_per_device
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -305,6 +305,8 @@ class TestSkips:
             assert (result.skipped, result.scale_before, result.scale_after) == (False, scale, scale)
             assert not result.overflow_report()
             assert (result.norm is None) is (precision != "fp16")
+        assert optimizer.scaler is accelerator.scaler
+        assert (accelerator.scaler is None) is (precision != "fp16")
         metrics = accelerator.amp_metrics()
         assert metrics == {"loss_scale": scale, "skipped_steps": 0}
         assert type(metrics["skipped_steps"]) is int
@@ -370,11 +372,32 @@ class TestClosures:
         assert accelerator.last_step(optimizer).skipped is not drops
         assert accelerator.scaler.get_scale() == (8.0 if drops else 4.0)
 
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+    def test_the_loss_is_returned_in_any_precision(self, precision):
+        (model,), (optimizer,) = prepared(accelerator := ours(precision=precision))
+
+        def closure():
+            accelerator.backward(model(3.0))
+            return "loss"
+
+        assert optimizer.step(closure) == "loss"
+        assert last_gradient(optimizer) == 3.0
+
     def test_no_closure_runs_within_a_window(self):
         accelerator = ours(init_scale=8.0, steps=2)
         (model,), (optimizer,) = prepared(accelerator)
         with accelerator.accumulate(model):
             assert optimizer.step(lambda: pytest.fail("closure called")) is None
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_lomo_is_left_to_accelerate(precision):
+    Lomo = type("Lomo", (GradientKeeper,), {"__module__": "lomo_optim.lomo"})
+    accelerator = ours(precision=precision)
+    model = Weights()
+    model, optimizer = accelerator.prepare(model, Lomo(model.parameters()))
+    accelerator.backward(model(3.0))
+    assert type(optimizer).__name__ == "AcceleratedOptimizer"
 
 
 def test_an_optimizer_without_gradients():

@@ -25,6 +25,20 @@ optimizer.step()
 print(type(accelerator).__name__, accelerator.mixed_precision, accelerator.scaler.get_scale(), sys.argv[1:])
 """
 
+SPAWNING_SCRIPT = """
+import torch
+from accelerate import Accelerator
+
+def work(rank, depth):
+    accelerator = Accelerator(cpu=True)
+    print(type(accelerator).__name__, accelerator.scaler.get_scale(), flush=True)
+    if depth:
+        torch.multiprocessing.spawn(work, args=(depth - 1,))
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, args=(1,))
+"""
+
 TRAINER_SCRIPT = """
 import sys
 import torch
@@ -166,6 +180,24 @@ class TestModuleRoute:
     def test_without_a_script(self, arguments, text):
         with pytest.raises(SystemExit, match=text):
             __main__.main(arguments)
+
+    @pytest.mark.dist
+    def test_spawned_children_have_it_too(self, tmp_path):
+        script = tmp_path / "spawning.py"
+        script.write_text(SPAWNING_SCRIPT)
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(ROOT),
+            "ACCELERATE_MIXED_PRECISION": "fp16",
+            "AMP_PLUGIN_INIT_SCALE": "512",
+        }
+        command = [sys.executable, "-m", "amp_plugin.adapters.accelerate", str(script)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == "AmpAccelerator 512.0\n" * 2  # a child, and the child's child
 
     @pytest.mark.slow
     def test_transformers_trainer_under_accelerate_launch(self, tmp_path):

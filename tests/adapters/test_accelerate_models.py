@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import os
 import pickle
 
 import pytest
@@ -233,21 +234,17 @@ def test_backward_may_run_in_the_region():
 
 
 @pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA", "fp8"])
-def test_other_engines_are_left_alone(kind, monkeypatch):
+def test_other_engines_are_left_alone(kind):
     from accelerate.utils import DistributedType
 
     from amp_plugin.adapters.accelerate import engagement
     from amp_plugin.adapters.accelerate.settings import resolve
 
-    accelerator = ours()
-    if kind == "fp8":
-        monkeypatch.setattr(type(accelerator), "mixed_precision", "fp8")
-    else:
-        monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType[kind])
+    values = (DistributedType.NO, "fp8") if kind == "fp8" else (DistributedType[kind], "fp16")
     with pytest.warns(UserWarning, match="casts and scales losses by itself"):
-        assert not engagement.is_ours(accelerator, resolve([], {}), explicit=False)
+        assert not engagement.is_ours(*values, resolve([], {}), explicit=False)
     with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
-        engagement.is_ours(accelerator, resolve([], {}), explicit=True)
+        engagement.is_ours(*values, resolve([], {}), explicit=True)
 
 
 def test_left_alone_it_is_accelerate():
@@ -285,3 +282,22 @@ def test_weights_helper_has_the_gradient_it_says():
     model = Weights()
     model(3.0).backward()
     assert model.weight.grad.tolist() == [3.0] * 4
+
+
+@pytest.mark.xfail(
+    os.environ.get("AMP_PLUGIN_NATIVE") != "0",
+    raises=ValueError,
+    strict=True,
+    reason="GradScaler.register gives them to the native ledger",
+)
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_lazy_parameters_may_be_prepared(precision):
+    accelerator = ours(precision=precision, init_scale=8.0)
+    model = torch.nn.Sequential(torch.nn.LazyLinear(1, bias=False))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    loss = model(torch.full((1, 2), 3.0)).sum()
+    before = model[0].weight.detach().clone()
+    accelerator.backward(loss)
+    optimizer.step()
+    assert torch.equal(model[0].weight, before - 3.0)

@@ -15,8 +15,8 @@ from recipes.config import ROOT, load_config
 
 
 def run(recipe, precision="fp16", *overrides):
-    path = ROOT / f"configs/{recipe.__name__.rpartition('.')[2]}/{precision}.yaml"
-    return recipe.train(load_config(recipe.Config, path, overrides))
+    path = ROOT / f"configs/{recipe.__name__.rpartition('.')[2]}.yaml"
+    return recipe.train(load_config(recipe.Config, path, [f"precision={precision}", *overrides]))
 
 
 def mean_of_last(values, count=10):

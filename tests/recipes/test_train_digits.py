@@ -14,11 +14,12 @@ import torch
 from recipes import training_record
 from recipes.config import ConfigError, config_from_command_line, load_config
 from recipes.digits import DigitsNet, digits_loaders
-from recipes.train_digits import DigitsConfig, LossScaleConfig, Precision, main, train
+from recipes.settings import LossScaleConfig, Precision
+from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
 
 ROOT = Path(__file__).parents[2]
-FP16 = ROOT / "configs/digits_fp16.yaml"
+CONFIG = ROOT / "configs/train_digits.yaml"
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
@@ -39,13 +40,13 @@ def _quiet():
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_every_config_is_the_default_of_its_precision(precision):
-    config = load_config(DigitsConfig, ROOT / f"configs/digits_{precision}.yaml")
-    assert config == DigitsConfig(name=f"digits_{precision}", precision=Precision[precision])
+def test_the_config_sets_the_defaults_in_each_precision(precision):
+    config = load_config(DigitsConfig, CONFIG, [f"precision={precision}"])
+    assert config == DigitsConfig(precision=Precision[precision])
 
 
 def test_overrides_replace_values_of_the_file():
-    config = load_config(DigitsConfig, FP16, ["epochs=3", "loss_scale.init_scale=8", "precision=bf16"])
+    config = load_config(DigitsConfig, CONFIG, ["epochs=3", "loss_scale.init_scale=8", "precision=bf16"])
     assert (config.epochs, config.precision) == (3, Precision.bf16)
     assert config.loss_scale == LossScaleConfig(init_scale=8.0)
 
@@ -70,11 +71,11 @@ def test_overrides_replace_values_of_the_file():
 )
 def test_a_wrong_override_is_named(override, message):
     with pytest.raises(ConfigError, match=message):
-        load_config(DigitsConfig, FP16, [override])
+        load_config(DigitsConfig, CONFIG, [override])
 
 
 def test_a_wrong_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"no.yaml does not exist; there is .*digits_fp16\.yaml"):
+    with pytest.raises(ConfigError, match=r"no.yaml does not exist; beside it there is .*train_digits\.yaml"):
         load_config(DigitsConfig, ROOT / "configs/no.yaml")
     broken = tmp_path / "broken.yaml"
     broken.write_text("precison: fp16\n")
@@ -88,7 +89,7 @@ def test_a_wrong_file_is_named(tmp_path):
 def test_a_wrong_command_line_ends_the_program(capsys):
     with pytest.raises(SystemExit) as error:
         config_from_command_line(
-            DigitsConfig, default="configs/digits_fp16.yaml", about="", arguments=["epoch=1"]
+            DigitsConfig, default="configs/train_digits.yaml", about="", arguments=["epoch=1"]
         )
     assert error.value.code == 2
     assert "did you mean epochs?" in capsys.readouterr().err

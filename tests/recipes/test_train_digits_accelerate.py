@@ -13,7 +13,8 @@ from accelerate.state import AcceleratorState, GradientState
 from amp_plugin import set_default_rules
 from recipes import train_digits_accelerate
 from recipes.config import ROOT, ConfigError, load_config
-from recipes.train_digits_accelerate import DigitsConfig, LossScaleConfig, train
+from recipes.settings import LossScaleConfig, Precision
+from recipes.train_digits_accelerate import DigitsConfig, train
 
 LAUNCH_FILES = sorted(
     path for path in (ROOT / "configs" / "accelerate").glob("*.yaml") if path.name != "digits.yaml"
@@ -40,7 +41,7 @@ def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate, 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # bit for bit, which a GPU does not promise
     lightning = train_digits.train(
         train_digits.DigitsConfig(
-            precision=train_digits.Precision(precision), accelerator="cpu", epochs=2, accumulate=accumulate
+            precision=Precision(precision), accelerator="cpu", epochs=2, accumulate=accumulate
         )
     )
     ours = train(DigitsConfig(precision=precision, epochs=2, accumulate=accumulate))

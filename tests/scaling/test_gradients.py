@@ -7,14 +7,14 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.gradients import GradientLedger, group_gradients, make_ledger
+from amp_plugin.scaling.gradients import GradientLedger, batch_gradients, make_ledger
 
 
 @pytest.fixture(params=["native", "python"])
 def ledger_of(request):
     if request.param == "python":
         return GradientLedger
-    if not native_core().loaded:
+    if native_core().region is None:
         pytest.skip(native_core().reason)
     return make_ledger
 
@@ -25,43 +25,75 @@ def some_params(count=3):
 
 def test_a_ledger_sees_writes_and_replacements(ledger_of):
     params = some_params()
-    ledger = ledger_of(params)
-    assert (ledger.count(), ledger.compare(1)) == (0, 0)
+    ledger = ledger_of()
+    assert (ledger.count(params), ledger.compare(params, 1)) == (0, 0)
     params[1].grad = torch.ones(4)
-    assert (ledger.count(), ledger.compare(1)) == (1, 2), "never remembered: new"
-    ledger.remember(1)
-    assert ledger.compare(1) == 0
+    assert (ledger.count(params), ledger.compare(params, 1)) == (1, 2), "never remembered: new"
+    ledger.remember(params, 1)
+    assert ledger.compare(params, 1) == 0
     params[1].grad.mul_(2)
-    assert ledger.compare(1) == 1
-    assert ledger.compare(2) == 2, "slots know nothing of each other"
+    assert ledger.compare(params, 1) == 1
+    assert ledger.compare(params, 2) == 2, "slots know nothing of each other"
     params[2].grad = torch.ones(4)
-    assert ledger.compare(1) == 2
-    ledger.remember(1)
+    assert ledger.compare(params, 1) == 2
+    ledger.remember(params, 1)
     params[1].grad = None
-    assert ledger.compare(1) == -1, "one is gone, the other has not changed"
+    assert ledger.compare(params, 1) == -1, "one is gone, the other has not changed"
     params[2].grad.mul_(2)
-    assert ledger.compare(1) == 1, "a write counts more"
-    ledger.forget(1)
-    assert ledger.compare(1) == 2
+    assert ledger.compare(params, 1) == 1, "a write counts more"
+
+
+def test_a_part_of_a_ledger_knows_what_the_whole_knew(ledger_of):
+    params = some_params()
+    ledger = ledger_of()
+    for param in params:
+        param.grad = torch.ones(4)
+    ledger.remember(params, 1)
+    params[1].grad.mul_(2)
+    part, kept = ledger.split([0, 2]), [params[0], params[2]]
+    assert part.compare(kept, 1) == 0
+    assert ledger.split([2, 1]).compare([params[2], params[1]], 1) == 1
+    assert part.compare(kept, 2) == 2
+
+
+def test_parameters_and_gradients_can_be_swapped_under_a_ledger(ledger_of):
+    params = some_params(1)
+    ledger = ledger_of()
+    params[0].grad = torch.ones(4)
+    ledger.remember(params, 1)
+    torch._C._swap_tensor_impl(params[0].grad, torch.ones(4))
+    params[0].grad = None
+    torch.utils.swap_tensors(params[0], torch.nn.Parameter(torch.zeros(4)))
+    assert ledger.count(params) == 0
+    params[0].grad = torch.ones(4)
+    assert ledger.compare(params, 1) == 2
+
+
+def test_hooks_on_finished_gradients_are_found(ledger_of):
+    params = some_params()
+    ledger = ledger_of()
+    assert ledger.hooked(params) == []
+    params[1].register_post_accumulate_grad_hook(lambda param: None)
+    assert ledger.hooked(params) == [1]
 
 
 def test_a_new_gradient_at_an_old_address_is_new(ledger_of):
     """What an allocator gives back looks the same in all but identity."""
     params = some_params(1)
-    ledger = ledger_of(params)
+    ledger = ledger_of()
     for _ in range(20):
         params[0].grad = torch.ones(4)
-        assert ledger.compare(1) == 2
-        ledger.remember(1)
+        assert ledger.compare(params, 1) == 2
+        ledger.remember(params, 1)
         params[0].grad = None
 
 
 def test_a_ledger_keeps_no_gradient_alive(ledger_of):
     params = some_params(1)
-    ledger = ledger_of(params)
+    ledger = ledger_of()
     params[0].grad = torch.ones(4)
     reference = torch._C._WeakTensorRef(params[0].grad)
-    ledger.remember(1)
+    ledger.remember(params, 1)
     params[0].grad = None
     assert reference.expired()
 
@@ -70,21 +102,21 @@ def test_inference_tensors_have_no_version(ledger_of):
     with torch.inference_mode():
         param = torch.nn.Parameter(torch.ones(2), requires_grad=False)
         param.grad = torch.ones(2)
-    ledger = ledger_of([param])
-    ledger.remember(1)
-    assert ledger.compare(1) == 0
+    ledger = ledger_of()
+    ledger.remember([param], 1)
+    assert ledger.compare([param], 1) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
-def test_groups_by_device_and_kind():
+def test_batches_by_device_and_kind():
     params = some_params(6)
     params[0].grad = torch.ones(4)
     params[2].grad = torch.ones(4).to_sparse()
     params[3].grad = torch.ones(4)
     params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
-    (group,) = group_gradients(params)
-    assert group.positions == [0, 2, 3, 4]
-    norm, found, flags = group.norm_check(torch.tensor(1.0), 2.0)
+    (batch,) = batch_gradients(params)
+    assert batch.positions == [0, 2, 3, 4]
+    norm, found, flags = batch.norm_check(torch.tensor(1.0), 2.0)
     assert norm.item() == pytest.approx(math.sqrt(4 + 4 + 4 + 49))
     assert (found.item(), flags.tolist()) == (0.0, [0] * 4)
     assert params[4].grad.is_coalesced()
@@ -146,12 +178,12 @@ def test_lazily_conjugated_and_negated(lazy):
 def test_float8():
     param = torch.nn.Parameter(torch.zeros(4, dtype=torch.float8_e5m2), requires_grad=False)
     param.grad = torch.full((4,), 16.0).to(torch.float8_e5m2)
-    (group,) = group_gradients([param])
-    assert group.unscale_(torch.tensor(0.125), 2.0)[0].item() == pytest.approx(4.0)
+    (batch,) = batch_gradients([param])
+    assert batch.unscale_(torch.tensor(0.125), 2.0)[0].item() == pytest.approx(4.0)
     assert param.grad.float().tolist() == [2.0] * 4
-    assert group.multiply_(torch.tensor(2.0**20)).item() == 0.0
+    assert batch.multiply_(torch.tensor(2.0**20)).item() == 0.0
     assert param.grad.float().isinf().all()
-    assert group.norm_check(torch.tensor(1.0), 2.0)[1].item() == 1.0
+    assert batch.norm_check(torch.tensor(1.0), 2.0)[1].item() == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])

@@ -214,7 +214,7 @@ def test_results_nobody_keeps_are_not_kept(weights):
         one.optimizer.zero_grad()
         scaler.scale(one.loss(1.0)).backward()
         scaler.step(one.optimizer)
-    assert len(scaler._open_results) == 1
+    assert len(scaler._updates._open_results) == 1
 
 
 def test_the_report_is_short_for_many():

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import AutocastKwargs
-from torch import nn
+from accelerate.utils import AutocastKwargs, DistributedType
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate import checkpoints, engagement
-from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
-from amp_plugin.adapters.accelerate.gradients import Gradients
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, torch_optimizer
-from amp_plugin.adapters.accelerate.settings import OPTIONS, AmpKwargs, resolve
+from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement
+from amp_plugin.adapters.accelerate.clipping import Parameters
+from amp_plugin.adapters.accelerate.forward import MixedForward
+from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.adapters.unscaled_steps import UnscaledSteps
-from amp_plugin.casting.active import set_default_rules
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.active import invalidate, set_default_rules
+from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.penalty import grad, gradient_penalty
+from amp_plugin.scaling.step_result import StepResult
 
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
-class AmpAccelerator(Gradients):
+class AmpAccelerator(Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
     ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included. Clipping
@@ -68,27 +69,49 @@ class AmpAccelerator(Gradients):
     """
 
     native_amp: bool
+    scaler: GradScaler | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse_misfits(type(self).__name__, args, kwargs)
+        refuse_misplaced(type(self).__name__, kwargs)
+        refuse_misfits(type(self).__name__, _SIGNATURE, args, kwargs)
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         handlers = list(given.get("kwargs_handlers") or ())
-        self._amp = resolve(handlers, os.environ)
+        self._settings = resolve(handlers, os.environ)
+        self._options = self._settings.adapter()
         engagement.check_precision(given.get("mixed_precision"), os.environ)
-        given["kwargs_handlers"] = [one for one in handlers if not isinstance(one, AmpKwargs)]
+        given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
-        self._skips = SkipLedger(exact=self._amp.get("exact_schedulers", False))
-        self._unscaled_steps = UnscaledSteps()
+        self._grad_scaler = GradScaler("cpu", enabled=False)
+        self._skips = SkipLedger(exact=self._options.exact_schedulers)
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
         super().__init__(**given)
         explicit = len(given["kwargs_handlers"]) != len(handlers)
-        self._engaged = engagement.is_ours(self, self._amp, explicit=explicit)
+        self._engaged = engagement.is_ours(
+            self.distributed_type, self.mixed_precision, self._settings, explicit=explicit
+        )
         if self._engaged:
-            engagement.engage(self, self._amp)
-            self.register_load_state_pre_hook(checkpoints.remember_folder(self))
+            self._engage()
+
+    def _engage(self) -> None:
+        """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
+        device, precision = self.device.type, self.mixed_precision
+        fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
+        self._grad_scaler = engagement.grad_scaler(device, precision, self._settings, fsdp1)
+        self.scaler = self._grad_scaler if precision == "fp16" else None
+        self.native_amp = precision != "no"
+        self.register_load_state_pre_hook(self._remember_folder)
+        if self.native_amp:
+            self._region = engagement.region_options(device, precision, self._settings)
+            engagement.rules_of_blocks(device, self._settings)
+            if self.is_fsdp2 and self._options.fp32_outputs:
+                engagement.return_fp32_from_fsdp2(self.state.fsdp_plugin, self._region.dtype)
+
+    @property
+    def _is_fsdp1(self) -> bool:
+        return self.distributed_type == DistributedType.FSDP and not self.is_fsdp2
 
     # -- preparing -------------------------------------------------------------------------------
 
@@ -109,38 +132,47 @@ class AmpAccelerator(Gradients):
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
         if self.native_amp and not getattr(model, "_is_accelerate_prepared", False):
             self._mix(model)
-        native_amp, self.native_amp = self.native_amp, False  # its own wrapper stays off
-        try:
+        with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
-        finally:
-            self.native_amp = native_amp
 
     def _mix(self, module: nn.Module) -> None:
-        if not isinstance(module.__dict__.get("forward"), MixedForward):
-            MixedForward.put_on(module, self._region_options(cast_cache=True))
+        MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()))
+
+    def _window_cache(self) -> CastCache | None:
+        wanted = engagement.casts_once_a_window(
+            self._settings, self.gradient_accumulation_steps, self.distributed_type
+        )
+        if wanted and self._cast_cache is None:
+            self._cast_cache = CastCache()
+        return self._cast_cache if wanted else None
 
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
         if not self._engaged:
             return super().prepare_optimizer(optimizer, *args, **kwargs)
-        scaler, self.scaler = self.scaler, None
-        try:
+        with self._shown_to_accelerate(scaler=None):
             prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
-        finally:
-            self.scaler = scaler
-        if isinstance(prepared, AmpOptimizer):
+        if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, scaler, self._skips, self._unscaled_steps)
-        if scaler is not None and not self.is_fsdp2:  # its parameters are yet to be replaced there
-            scaler.register(ours.optimizer)
+        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self.scaler)
+        if not self.is_fsdp2:  # its parameters are yet to be replaced there
+            self._grad_scaler.register(ours.optimizer)
         return ours
 
     def _register_names(self) -> None:
-        if self.scaler is None:
-            return
         named = names_in([self.unwrap_model(model) for model in self._models])
         for optimizer in map(torch_optimizer, self._optimizers):
-            self.scaler.register(optimizer, names=names_of(optimizer, named))
+            self._grad_scaler.register(optimizer, names=names_of(optimizer, named))
+
+    @contextmanager
+    def _shown_to_accelerate(self, **attributes: Any) -> Iterator[None]:
+        """Let Accelerate's own code see attributes as given, so that it leaves to us what they control."""
+        own = {name: getattr(self, name) for name in attributes}
+        self.__dict__.update(attributes)
+        try:
+            yield
+        finally:
+            self.__dict__.update(own)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -149,24 +181,10 @@ class AmpAccelerator(Gradients):
         inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
             for module in (inner, getattr(inner, "_orig_mod", inner)):
-                if "_original_forward" in module.__dict__ and "forward" in module.__dict__:
-                    MixedForward.take_off(module)
+                MixedForward.take_off(module)
         return inner
 
     # -- forward and backward --------------------------------------------------------------------
-
-    def _region_options(
-        self, handler: AutocastKwargs | None = None, *, cast_cache: bool = False
-    ) -> RegionOptions:
-        amp = self._amp
-        return RegionOptions(
-            device_type=self.device.type,
-            dtype=torch.float16 if self.mixed_precision == "fp16" else torch.bfloat16,
-            enabled=amp.autocast_enabled if handler is None else handler.enabled,
-            cache_enabled=amp.cache_enabled if handler is None else handler.cache_enabled,
-            cast_cache=engagement.window_cache(self, amp) if cast_cache else None,
-            fp32_outputs=amp.get("fp32_outputs", True),
-        )
 
     @contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
@@ -175,7 +193,7 @@ class AmpAccelerator(Gradients):
             if not self._engaged:
                 stack.enter_context(super().autocast(autocast_handler))
             elif self.native_amp:
-                stack.enter_context(self._region_options(autocast_handler).region())
+                stack.enter_context(self._region.with_kwargs(autocast_handler).region())
             yield
 
     @contextmanager
@@ -183,14 +201,119 @@ class AmpAccelerator(Gradients):
         """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
         with super().accumulate(*models):
             yield
-        if self._engaged and self.scaler is not None and self.sync_gradients:
-            self.scaler.end_iteration()
+        if self._engaged and self.sync_gradients:
+            self._grad_scaler.end_iteration()
+
+    # -- gradients -------------------------------------------------------------------------------
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
+        if not self._engaged:
+            super().unscale_gradients(optimizer)
+            return
+        given: Any = self._optimizers if optimizer is None else optimizer
+        for prepared in given if isinstance(given, list | tuple) else [given]:
+            self._grad_scaler.ensure_unscaled(torch_optimizer(prepared))
+
+    def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip the norm of unscaled gradients, at the end of an accumulation window only.
+
+        Args:
+            parameters: parameters, of one optimizer or of several, or a prepared optimizer.
+            max_norm: largest norm.
+            norm_type: the p of the norm.
+
+        Returns:
+            The norm before clipping, 0-dim, fp32; within a window, where nothing is clipped, that of
+            the gradients so far (under FSDP nan: they are not reduced yet).
+        """
+        params = clipping.parameters_of(parameters)
+        if not self._engaged:
+            return super().clip_grad_norm_(params, max_norm, norm_type)  # type: ignore[no-any-return]
+        if not self.sync_gradients:
+            if self.distributed_type == DistributedType.FSDP:
+                return torch.full((), torch.nan)
+            return clipping.norm_so_far(self._grad_scaler, params, norm_type)
+        if self._grad_scaler.is_enabled() and not self._is_fsdp1:
+            return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type)
+        norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
+        clipping.note_norm(self._grad_scaler, params, norm)
+        return norm
+
+    def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
+        """Clip each element of unscaled gradients, at the end of an accumulation window only.
+
+        Args:
+            parameters: as for :meth:`clip_grad_norm_`.
+            clip_value: largest absolute value.
+        """
+        params = clipping.parameters_of(parameters)
+        if self._engaged and not self.sync_gradients:
+            return
+        if not self._engaged or self.distributed_type == DistributedType.FSDP:
+            super().clip_grad_value_(params, clip_value)
+        else:
+            clipping.clip_value(self._grad_scaler, params, clip_value)
+
+    def grad(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **kwargs: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Differentiate as ``torch.autograd.grad``, scaled on the way: :func:`amp_plugin.scaling.grad`."""
+        return grad(outputs, inputs, scaler=self._grad_scaler, **kwargs)
+
+    def gradient_penalty(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **kwargs: Any
+    ) -> Tensor:
+        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
+
+        Args:
+            outputs: what to differentiate, e.g. a critic's scores.
+            inputs: with respect to what.
+            **kwargs: ``kind="l2"`` or ``"wgan-gp"``, ``target``.
+
+        Returns:
+            float32, 0-dim, unscaled: ``accelerator.backward(loss + 10 * penalty)``.
+        """
+        return gradient_penalty(outputs, inputs, scaler=self._grad_scaler, **kwargs)
+
+    # -- what became of steps --------------------------------------------------------------------
+
+    def last_step(self, optimizer: Optimizer) -> StepResult:
+        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
+
+        Args:
+            optimizer: prepared or not.
+
+        Returns:
+            The result; where nothing is scaled (bf16, no mixed precision) no step is skipped, both
+            scales are 1 and ``norm`` is that of :meth:`clip_grad_norm_`, if its parameters were clipped.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
+        """
+        if not self._engaged:
+            msg = (
+                f"last_step(): steps are left to Accelerate's own code here ({self.distributed_type}, "
+                f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
+            )
+            raise RuntimeError(msg)
+        return self._grad_scaler.last_step(torch_optimizer(optimizer))
+
+    def amp_metrics(self) -> dict[str, float | int]:
+        """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
+
+        1.0 and 0 where nothing is scaled; empty where another engine steps (DeepSpeed, ...).
+        """
+        if not self._engaged:
+            return {}
+        scaler = self._grad_scaler
+        return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
 
     # -- checkpoints and the end -----------------------------------------------------------------
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save as Accelerator does; no optimizer is stepped for it through the scaler."""
-        with checkpoints.optimizers_unscaled(self):
+        with checkpoints.optimizers_unscaled(self._optimizers):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
@@ -198,8 +321,15 @@ class AmpAccelerator(Gradients):
         if not self._engaged:
             super().load_state(*args, **kwargs)
             return
-        with checkpoints.optimizers_unscaled(self), checkpoints.loss_scale_apart(self):
+        with checkpoints.optimizers_unscaled(self._optimizers), self._shown_to_accelerate(scaler=None):
             super().load_state(*args, **kwargs)
+        invalidate()
+        if self._loaded_folder is not None:
+            checkpoints.load_loss_scale(self._grad_scaler, self._loaded_folder)
+
+    def _remember_folder(self, _: list[Any], folder: str) -> None:
+        """Note which folder ``load_state`` has settled on; a hook of Accelerate's."""
+        self._loaded_folder = Path(folder)
 
     def free_memory(self, *objects: Any) -> Any:
         """Free what Accelerator frees, and the cast weights of the accumulation window."""
@@ -211,14 +341,3 @@ class AmpAccelerator(Gradients):
         super().end_training()
         if self._engaged:
             set_default_rules(None)
-
-
-def _refuse_misfits(owner: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    ours = next((name for name in kwargs if name in OPTIONS), None)
-    if ours is not None:
-        msg = (
-            f"{owner}: {ours!r} is an option of AmpKwargs: "
-            f"write {owner}(kwargs_handlers=[AmpKwargs({ours}=...)])"
-        )
-        raise TypeError(msg)
-    refuse_misfits(owner, _SIGNATURE, args, kwargs)

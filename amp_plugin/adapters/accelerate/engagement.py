@@ -1,4 +1,4 @@
-"""When AmpAccelerator takes mixed precision over, and what it sets up then."""
+"""When AmpAccelerator takes mixed precision over, and what it is set up with then."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, PrecisionType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, PrecisionType
 
+from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.casting.active import set_default_rules
-from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 
 if TYPE_CHECKING:
-    from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
+    from torch.distributed import ProcessGroup
 
 _LEFT = {
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -50,20 +50,19 @@ def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
     return several and not torch.accelerator.is_available()
 
 
-def is_ours(accelerator: AmpAccelerator, settings: Settings, *, explicit: bool) -> bool:
+def is_ours(distributed: DistributedType, precision: str, settings: Settings, *, explicit: bool) -> bool:
     """Say whether mixed precision is ours, or another engine's.
 
     Args:
-        accelerator: with Accelerate's part set up.
+        distributed: the accelerator's ``distributed_type``.
+        precision: its ``mixed_precision``.
         settings: the options.
         explicit: whether the program asked for options by AmpKwargs.
 
     Raises:
         ValueError: it did, and they would have no effect.
     """
-    other = _LEFT.get(accelerator.distributed_type)
-    if other is None and accelerator.mixed_precision == "fp8":
-        other = "fp8 training"
+    other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" else None)
     if other is None:
         return True
     text = (
@@ -73,74 +72,107 @@ def is_ours(accelerator: AmpAccelerator, settings: Settings, *, explicit: bool) 
     if explicit:
         msg = f"{text}, so AmpKwargs would have no effect; remove AmpKwargs from kwargs_handlers"
         raise ValueError(msg)
-    if accelerator.mixed_precision != "no" or settings.values:
+    if precision != "no" or settings.values:
         warnings.warn(f"{text}; amp_plugin's options have no effect", UserWarning, stacklevel=4)
     return False
 
 
-def engage(accelerator: AmpAccelerator, settings: Settings) -> None:
-    """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
-    precision, device = accelerator.mixed_precision, accelerator.device.type
-    accelerator.native_amp = precision != "no"
-    accelerator.scaler = None
-    given = settings.of_scaler()
-    checked = {**given, "enabled": False}
-    settings.build(lambda: GradScaler("cpu", **checked))  # wrong numbers are errors in any precision
-    if precision == "fp16":
-        options = {**given, **_groups(accelerator)}
-        accelerator.scaler = settings.build(lambda: GradScaler(device, **options))
-    if not accelerator.native_amp:
-        return
-    rules = settings.get("rules")
-    if rules is not None or device in TABLES:
-        rules = OpRules.default(device) if rules is None else rules
-        settings.build(lambda: set_default_rules(rules))
-    if accelerator.is_fsdp2 and settings.get("fp32_outputs", True):
-        _return_fp32_from_fsdp2(accelerator)
+def grad_scaler(
+    device: str, precision: str, settings: Settings, fsdp1: FullyShardedDataParallelPlugin | None
+) -> GradScaler:
+    """Return the scaler of a run; outside fp16 it is disabled, its options are checked all the same.
+
+    Args:
+        device: type of the accelerator's device.
+        precision: its ``mixed_precision``.
+        settings: the options.
+        fsdp1: the plugin of FSDP1, whose ranks decide together; DDP's and DTensors' do so by themselves.
+
+    Raises:
+        ValueError: an option has a bad value; the text names its source.
+    """
+    adapter, enabled = settings.adapter(), settings.enabled and precision == "fp16"
+    return GradScaler.from_options(
+        device,
+        settings.loss_scale(),
+        enabled=enabled,
+        fp16_gradients=adapter.fp16_gradients,
+        sync_free=adapter.sync_free,
+        **(_groups(fsdp1) if enabled and fsdp1 is not None else {}),
+    )
 
 
-def _groups(accelerator: AmpAccelerator) -> dict[str, Any]:
-    """Which ranks decide together; DDP's and DTensors' gradients need no telling."""
-    if accelerator.distributed_type != DistributedType.FSDP or accelerator.is_fsdp2:
-        return {}
-    plugin = accelerator.state.fsdp_plugin
-    strategy = plugin.sharding_strategy or plugin.reshard_after_forward
+def _groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, list[ProcessGroup | None]]:
+    strategy = fsdp1.sharding_strategy or fsdp1.reshard_after_forward
     sharded = getattr(strategy, "name", "") in {"FULL_SHARD", "SHARD_GRAD_OP"}
-    world = torch.distributed.group.WORLD
-    return {"sharded_groups" if sharded else "process_groups": [world]}
+    return {"sharded_groups" if sharded else "process_groups": [torch.distributed.group.WORLD]}
 
 
-def _return_fp32_from_fsdp2(accelerator: AmpAccelerator) -> None:
+def region_options(device: str, precision: str, settings: Settings) -> RegionOptions:
+    """Return how prepared models compute, before it is known whether casts are kept.
+
+    Args:
+        device: type of the accelerator's device.
+        precision: its ``mixed_precision``, fp16 or bf16.
+        settings: the options.
+    """
+    return RegionOptions(
+        device_type=device,
+        dtype=torch.float16 if precision == "fp16" else torch.bfloat16,
+        enabled=settings.autocast_enabled,
+        cache_enabled=settings.cache_enabled,
+        fp32_outputs=settings.adapter().fp32_outputs,
+    )
+
+
+def rules_of_blocks(device: str, settings: Settings) -> None:
+    """Let ``torch.autocast`` blocks of the process follow our rules.
+
+    Args:
+        device: type of the accelerator's device.
+        settings: the options.
+
+    Raises:
+        ValueError: the rules are refused; the text names what set them.
+    """
+    rules = settings.adapter().rules
+    if rules is None and device in TABLES:
+        rules = OpRules.default(device)
+    if rules is not None:
+        settings.build(lambda: set_default_rules(rules))
+
+
+def return_fp32_from_fsdp2(plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype) -> None:
     """Undo the half-precision output dtype that Accelerate gives its own FSDP2 policy.
 
     A policy the user chose differs from Accelerate's and is left alone.
+
+    Args:
+        plugin: FSDP2's.
+        dtype: in which the model computes.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- only FSDP2 users pay for it
 
-    plugin = accelerator.state.fsdp_plugin
-    dtype = torch.float16 if accelerator.mixed_precision == "fp16" else torch.bfloat16
     if plugin.mixed_precision_policy == MixedPrecisionPolicy(dtype, dtype, dtype):
         plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, dtype)
 
 
-def window_cache(accelerator: AmpAccelerator, settings: Settings) -> CastCache | None:
-    """Return the accelerator's cache of cast weights, or None where it would not help.
+def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
+    """Say whether weights are cast once per accumulation window: where it helps, unless told.
 
-    Raises:
-        RuntimeError: it was asked for and there is no native core.
+    Args:
+        settings: the options.
+        micro_batches: length of a window.
+        distributed: the accelerator's ``distributed_type``.
     """
-    wanted = settings.get("cast_cache")
-    if wanted is None:
-        core = native_core()
-        loaded = core.loaded and core.region is not None
-        wanted = (
-            loaded
-            and settings.cache_enabled is not False
-            and accelerator.gradient_accumulation_steps > 1
-            and accelerator.distributed_type != DistributedType.FSDP
-        )
-    if not wanted:
-        return None
-    if accelerator._cast_cache is None:
-        accelerator._cast_cache = CastCache()
-    return accelerator._cast_cache
+    wanted = settings.adapter().cast_cache
+    if wanted is not None:
+        return wanted
+    core = native_core()
+    return (
+        core.loaded
+        and core.region is not None
+        and settings.cache_enabled is not False
+        and micro_batches > 1
+        and distributed != DistributedType.FSDP
+    )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import convert_to_fp32
+from accelerate.utils import AutocastKwargs, convert_to_fp32
 from torch import nn
 
 from amp_plugin.casting.active import invalidate
@@ -38,6 +38,12 @@ class RegionOptions:
     cast_cache: CastCache | None = None
     fp32_outputs: bool = True
 
+    def with_kwargs(self, handler: AutocastKwargs | None) -> RegionOptions:
+        """Return the options of one block, which Accelerate's AutocastKwargs may change."""
+        if handler is None:
+            return self
+        return replace(self, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
+
     def region(self) -> torch.autocast:
         """Return a new autocast region."""
         return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, cache=self.cast_cache)
@@ -62,7 +68,9 @@ class MixedForward:
 
     @staticmethod
     def put_on(module: nn.Module, options: RegionOptions) -> None:
-        """Give ``module`` a mixed forward."""
+        """Give ``module`` a mixed forward; nothing happens if it has one."""
+        if isinstance(module.__dict__.get("forward"), MixedForward):
+            return
         forward = MixedForward(module, options)
         module._original_forward = forward.__wrapped__  # type: ignore[assignment]
         module.forward = forward

@@ -11,21 +11,21 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.environment_variables import PREFIX, unknown_variables
+from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 
-PREFIX = "AMP_PLUGIN_"
+Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
-_OF_OTHER_PARTS = frozenset({"AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,15 +33,15 @@ class AmpKwargs(KwargsHandler):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names. All but the last four are the loss scale's: they are checked
-    in any precision and have an effect in fp16.
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. All but the last four belong to the scaler: they are checked
+    in any precision and have an effect in fp16 only.
 
     Attributes:
         init_scale: first loss scale; 65536.
         growth_factor: factor of the scale after ``growth_interval`` good steps; 2.
         backoff_factor: factor of the scale after an overflow; 0.5.
         growth_interval: good optimizer steps in a row before the scale grows; 2000.
-        min_scale: floor of the scale; 1.
+        min_scale: floor of the scale; by default it is only kept above 0.
         max_scale: ceiling of the scale.
         hysteresis: overflows before a backoff; 1.
         hysteresis_mode: when that count starts anew: ``"apex"``, ``"megatron"`` or ``"deepspeed"``.
@@ -68,7 +68,7 @@ class AmpKwargs(KwargsHandler):
     min_scale: float | None = None
     max_scale: float | None = None
     hysteresis: int | None = None
-    hysteresis_mode: Literal["apex", "megatron", "deepspeed"] | None = None
+    hysteresis_mode: HysteresisMode | None = None
     on_min_scale: Literal["hold", "raise"] | None = None
     dynamic: bool | None = None
     fp16_gradients: bool | None = None
@@ -80,13 +80,35 @@ class AmpKwargs(KwargsHandler):
 
 
 AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
-OPTIONS = tuple(one.name for one in fields(AmpKwargs))
-ADAPTER_OPTIONS = frozenset({"rules", "fp32_outputs", "cast_cache", "exact_schedulers"})
-_WHOLE = frozenset({"growth_interval", "hysteresis"})
-_FLAGS = frozenset(
-    {"dynamic", "fp16_gradients", "sync_free", "fp32_outputs", "cast_cache", "exact_schedulers"}
-)
-_CHOICES = {"hysteresis_mode": ("apex", "megatron", "deepspeed"), "on_min_scale": ("hold", "raise")}
+OPTIONS = tuple(option.name for option in fields(AmpKwargs))
+_TYPES = {name: get_args(hint)[0] for name, hint in get_type_hints(AmpKwargs).items()}  # of ``T | None``
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterOptions:
+    """The options of AmpKwargs that are not the loss scale's, with their defaults."""
+
+    fp16_gradients: bool = False
+    sync_free: bool = False
+    rules: OpRules | None = None
+    fp32_outputs: bool = True
+    cast_cache: bool | None = None
+    exact_schedulers: bool = False
+
+
+def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
+    """Raise if an option of AmpKwargs is given to the accelerator itself.
+
+    Raises:
+        TypeError: it is; the text says where to write it.
+    """
+    option = next((name for name in names if name in OPTIONS), None)
+    if option is not None:
+        msg = (
+            f"{owner}: {option!r} is an option of AmpKwargs: "
+            f"write {owner}(kwargs_handlers=[AmpKwargs({option}=...)])"
+        )
+        raise TypeError(msg)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,12 +133,23 @@ class Settings:
         """Return an option's value, or ``default`` if nobody set it."""
         return self.values.get(option, default)
 
-    def of_scaler(self) -> dict[str, Any]:
-        """Return the keyword arguments of ``amp_plugin.GradScaler``."""
-        given = {name: value for name, value in self.values.items() if name not in ADAPTER_OPTIONS}
-        return {**given, "enabled": self.enabled}
+    def loss_scale(self) -> LossScaleOptions:
+        """Return the loss scale's options.
 
-    def build(self, make: Callable[[], Any]) -> Any:
+        Raises:
+            ValueError: a number is out of range; the text names what set it.
+        """
+        return self.build(lambda: LossScaleOptions(**self._given(LossScaleOptions)))
+
+    def adapter(self) -> AdapterOptions:
+        """Return the other options."""
+        return AdapterOptions(**self._given(AdapterOptions))
+
+    def _given(self, options: type[LossScaleOptions | AdapterOptions]) -> dict[str, Any]:
+        names = {option.name for option in fields(options)}
+        return {name: value for name, value in self.values.items() if name in names}
+
+    def build(self, make: Callable[[], Made]) -> Made:
         """Call ``make``; a ValueError about an option also names what set it.
 
         Raises:
@@ -144,18 +177,18 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
         FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
     """
     handlers = list(handlers)
-    layers = [("AmpKwargs", one.to_kwargs()) for one in handlers if isinstance(one, AmpKwargs)]
-    scaling = [one.to_kwargs() for one in handlers if isinstance(one, GradScalerKwargs)]
+    layers = [("AmpKwargs", given.to_kwargs()) for given in handlers if isinstance(given, AmpKwargs)]
+    scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
     enabled = all(given.pop("enabled", True) for given in scaling)
     layers += [("GradScalerKwargs", given) for given in scaling]
-    parsed = [*layers, *_from_environment(environment), *_from_file(environment)]
+    layers += [*_from_environment(environment), *_from_file(environment)]
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, given in parsed:
+    for source, given in layers:
         for name, value in given.items():
             if name not in values:
                 values[name], sources[name] = _checked(name, value, source), source
-    region = next((one for one in handlers if isinstance(one, AutocastKwargs)), AutocastKwargs())
+    region = next((given for given in handlers if isinstance(given, AutocastKwargs)), AutocastKwargs())
     return Settings(
         values=values,
         sources=sources,
@@ -167,14 +200,10 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
     known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for variable in environment:
-        if variable.startswith(PREFIX) and variable not in {*known, *_OF_OTHER_PARTS, CONFIG}:
-            near = difflib.get_close_matches(variable, [*known, CONFIG], n=1, cutoff=0.85)
-            hint = (
-                f"did you mean {near[0]}?" if near else f"allowed are {', '.join([*known, CONFIG])}; unset it"
-            )
-            msg = f"the environment sets {variable}, which is no option; {hint}"
-            raise ValueError(msg)
+    for variable, hint in unknown_variables(environment).items():
+        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
+        msg = f"the environment sets {variable}, which is no option{hint or allowed}"
+        raise ValueError(msg)
     return [
         (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
     ]
@@ -199,19 +228,19 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """Return ``value`` as the option's type, from text too."""
-    if name == "rules":
+    """Return ``value`` as the option's type in AmpKwargs, from text too."""
+    wanted = _TYPES[name]
+    if wanted is OpRules:
         return rules_from(value, source)
-    if name in _FLAGS:
+    if wanted is bool:
         words = {"1": True, "true": True, "yes": True, "on": True}
         words |= {"0": False, "false": False, "no": False, "off": False}
-        parsed = words.get(str(value).lower())
-        return _require(parsed, name, value, source, "true or false")
-    if name in _CHOICES:
-        allowed = _CHOICES[name]
+        return _require(words.get(str(value).lower()), name, value, source, "true or false")
+    if get_origin(wanted) is Literal:
+        allowed = get_args(wanted)
         return _require(value if value in allowed else None, name, value, source, " or ".join(allowed))
     number = _number(value)
-    if name in _WHOLE:
+    if wanted is int:
         whole = int(number) if number is not None and number.is_integer() else None
         return _require(whole, name, value, source, "a whole number")
     return _require(number, name, value, source, "a number")

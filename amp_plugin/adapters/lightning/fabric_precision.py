@@ -23,7 +23,7 @@ from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.scaling.spread import parameter_spreads
+from amp_plugin.scaling.shard_layout import parameter_layouts
 
 Member = TypeVar("Member")
 
@@ -92,7 +92,7 @@ class FabricPrecision(PrecisionCore):
             raise RuntimeError(msg)
         root = next((fsdp_root(part) for module in modules for part in module.modules()), None)
         device = self.device if tensor is None else tensor.device.type
-        may_be_offloaded = tensor is None or root is not None or parameter_spreads([tensor])
+        may_be_offloaded = tensor is None or root is not None or parameter_layouts([tensor])
         if not may_be_offloaded:
             remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
             self._refuse_other_device(device, remedy)

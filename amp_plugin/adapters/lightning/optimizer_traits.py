@@ -9,7 +9,7 @@ from typing import Any
 from torch.optim import LBFGS, Optimizer
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling.closures import may_look_first
+from amp_plugin.scaling.closures import uses_gradients_before_closure
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:
@@ -32,4 +32,8 @@ def _needs_closure(kind: Any) -> bool:
 
 def gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether earlier micro-batches have overflowed and the step would not call its closure."""
-    return scaler.has_scaled and may_look_first(optimizer) and scaler.overflowed_before_closure(optimizer)
+    return (
+        scaler.has_scaled
+        and uses_gradients_before_closure(optimizer)
+        and scaler.overflowed_before_closure(optimizer)
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
+from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def _check_precision(name: str, given: str) -> None:
         "float16": "fp16",
     }
     ours |= {"bfloat16": "bf16", "float32": "fp32", "half": "fp16"}
-    nearest = ours.get(str(given)) or next(
-        iter(difflib.get_close_matches(str(given), DTYPES, n=1, cutoff=0.5)), None
-    )
-    hint = f"; did you mean {name}={nearest!r}?" if nearest else ""
+    hint = did_you_mean(given, DTYPES, aliases=ours, written=lambda near: f"{name}={near!r}")
     msg = f"{name}={given!r} is unknown; allowed are {', '.join(map(repr, DTYPES))}{hint}"
     raise ValueError(msg)
 

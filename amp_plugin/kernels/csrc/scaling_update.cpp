@@ -28,13 +28,13 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, co
     }
     if (spent) {
       const auto floor = std::min(value, static_cast<float>(min_scale));
-      value = std::max(value * static_cast<float>(backoff_factor), floor);
+      value = std::max(static_cast<float>(value * backoff_factor), floor);
     }
   } else {
     ++steps;
     const bool grows = steps >= growth_interval;
     if (grows) {
-      const float grown = value * static_cast<float>(growth_factor);
+      const auto grown = static_cast<float>(value * growth_factor);  // in double, as torch
       const auto ceiling = std::max(value, static_cast<float>(std::min<double>(
                                                max_scale, std::numeric_limits<float>::max())));
       value = std::isfinite(grown) ? std::min(grown, ceiling) : value;

@@ -139,8 +139,8 @@ class Operations:
                 self._require_one_element(tensor, "update_scale_", (dtype,))
         arguments = (
             *(_pointer(tensor) for tensor in (scale, *integers, found_inf)),
-            ctypes.c_float(growth_factor),
-            ctypes.c_float(backoff_factor),
+            ctypes.c_double(growth_factor),
+            ctypes.c_double(backoff_factor),
             ctypes.c_int(min(growth_interval, 2**31 - 1)),
             ctypes.c_float(min_scale),
             ctypes.c_float(min(max_scale, torch.finfo(torch.float32).max)),

@@ -6,8 +6,8 @@ using namespace amp_plugin;
 constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // of hysteresis_mode
 
 extern "C" __global__ void update_scale(
-    float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf, float growth_factor,
-    float backoff_factor, int growth_interval, float min_scale, float max_scale, int hysteresis,
+    float* scale, int* growth_tracker, int* hysteresis_tracker, const float* found_inf, double growth_factor,
+    double backoff_factor, int growth_interval, float min_scale, float max_scale, int hysteresis,
     int hysteresis_mode) {
   if (*found_inf > 0) {
     const int left = *hysteresis_tracker;
@@ -16,7 +16,7 @@ extern "C" __global__ void update_scale(
     if (!(spent && hysteresis_mode == kNeverBelowOne)) *hysteresis_tracker = left - 1;
     if (spent) {
       const float floor = *scale < min_scale ? *scale : min_scale;  // never raise
-      const float lower = *scale * backoff_factor;
+      const float lower = static_cast<float>(*scale * backoff_factor);  // in double, as torch
       *scale = lower < floor ? floor : lower;
     }
     return;
@@ -27,7 +27,7 @@ extern "C" __global__ void update_scale(
   *growth_tracker = grows ? 0 : steps;
   if (grows) {
     const float ceiling = *scale > max_scale ? *scale : max_scale;  // never lower
-    const float higher = *scale * growth_factor;
+    const float higher = static_cast<float>(*scale * growth_factor);
     if (is_finite(higher)) *scale = higher > ceiling ? ceiling : higher;
   }
 }

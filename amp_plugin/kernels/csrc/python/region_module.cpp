@@ -11,6 +11,7 @@
 #include "../kept_casts.h"
 #include "../region.h"
 #include "../weight_cache.h"
+#include "gradient_ledger.h"
 
 namespace {
 
@@ -128,4 +129,8 @@ PyModuleDef kModule = {
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit__region() { return PyModule_Create(&kModule); }
+PyMODINIT_FUNC PyInit__region() {
+  auto module = THPObjectPtr(PyModule_Create(&kModule));
+  if (!module || !add_gradient_ledger(module.get())) return nullptr;
+  return module.release();
+}

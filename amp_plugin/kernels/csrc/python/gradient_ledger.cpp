@@ -1,0 +1,249 @@
+// The gradients of a list of parameters, looked up without Python code: which are there, which have
+// changed since they were last looked at, and all of them to one kernel.
+//
+// Each call is given the list. Between calls the ledger holds neither parameters nor gradients: a second
+// reference to either would stop torch.utils.swap_tensors.
+
+#include "gradient_ledger.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Device.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace amp_plugin {
+namespace {
+
+namespace py = pybind11;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
+
+// A gradient as it was seen: where its memory is, and its version. The weak reference keeps the
+// address of the memory's owner from being used again.
+struct Mark {
+  c10::weak_intrusive_ptr<c10::intrusive_ptr_target> owner{c10::intrusive_ptr<c10::intrusive_ptr_target>()};
+  const void* address = nullptr;
+  int64_t offset = 0;
+  uint32_t version = 0;
+};
+
+uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+
+int64_t offset_of(const at::Tensor& tensor) {
+  return tensor.has_storage() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
+      ? tensor.storage_offset()
+      : 0;
+}
+
+// The storage; of a tensor that has none (sparse ones) the tensor itself.
+c10::intrusive_ptr_target* owner_of(const at::Tensor& tensor) {
+  if (tensor.has_storage()) return tensor.storage().unsafeGetStorageImpl();
+  return tensor.unsafeGetTensorImpl();
+}
+
+void mark(Mark& mark, const at::Tensor& grad) {
+  c10::intrusive_ptr_target* owner = owner_of(grad);
+  if (mark.address != owner) {
+    mark.owner = c10::weak_intrusive_ptr<c10::intrusive_ptr_target>(
+        c10::intrusive_ptr<c10::intrusive_ptr_target>::unsafe_reclaim_from_nonowning(owner));
+    mark.address = owner;
+  }
+  mark.offset = offset_of(grad);
+  mark.version = version_of(grad);
+}
+
+bool is_supported(at::ScalarType type) {
+  return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble ||
+      type == at::kComplexFloat || type == at::kComplexDouble;
+}
+
+// Whether a kernel may take the tensor as it is: strided memory, no wrapper and no lazy bit around it.
+bool is_plain(const at::Tensor& tensor) {
+  static const DispatchKeySet special(
+      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate, DispatchKey::Negative,
+       DispatchKey::ZeroTensor, DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
+       DispatchKey::FuncTorchBatched});
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special) &&
+      is_supported(tensor.scalar_type());
+}
+
+const at::Tensor& param_at(const py::list& params, size_t i) {
+  return THPVariable_Unpack(PyList_GET_ITEM(params.ptr(), i));
+}
+
+const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
+
+py::object wrap(const at::Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Below autograd, which records nothing here and would box and look at every gradient.
+template <typename Op, typename... Arguments>
+auto call(const Op& op, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
+  const py::gil_scoped_release others_may_run;
+  const at::AutoDispatchBelowAutograd below;
+  return op.call(grads, arguments...);
+}
+
+py::tuple measured(const Measured& result) {
+  return py::make_tuple(wrap(std::get<0>(result)), wrap(std::get<1>(result)), wrap(std::get<2>(result)));
+}
+
+std::vector<at::Tensor> gradients(const py::list& params) {
+  std::vector<at::Tensor> grads;
+  grads.reserve(params.size());
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor& grad = grad_of(param_at(params, i));
+    if (grad.defined()) grads.push_back(grad);
+  }
+  return grads;
+}
+
+class GradientLedger {
+ public:
+  int64_t count(const py::list& params) const {
+    int64_t present = 0;
+    for (size_t i = 0; i < params.size(); ++i) present += grad_of(param_at(params, i)).defined();
+    return present;
+  }
+
+  void remember(const py::list& params, int64_t slot) {
+    std::vector<Mark>& marks = marks_[slot];
+    marks.resize(params.size());
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (grad.defined())
+        mark(marks[i], grad);
+      else
+        marks[i] = Mark{};
+    }
+  }
+
+  int64_t compare(const py::list& params, int64_t slot) const {
+    const auto found = marks_.find(slot);
+    int64_t worst = kSame;
+    for (size_t i = 0; i < params.size(); ++i) {
+      const Mark* seen = found == marks_.end() ? nullptr : &found->second.at(i);
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (!grad.defined()) {
+        if (seen != nullptr && seen->address != nullptr && worst == kSame) worst = kGone;
+      } else if (seen == nullptr || seen->address != owner_of(grad) || seen->offset != offset_of(grad)) {
+        return kNew;
+      } else if (seen->version != version_of(grad)) {
+        worst = kChanged;
+      }
+    }
+    return worst;
+  }
+
+  // A ledger of the parameters at these positions, with all that was noted of them.
+  GradientLedger split(const std::vector<size_t>& positions) const {
+    GradientLedger part;
+    for (const auto& [slot, marks] : marks_) {
+      for (const size_t position : positions) part.marks_[slot].push_back(marks.at(position));
+    }
+    return part;
+  }
+
+  // The one device of all gradients if one kernel can take them all, and which parameters have one
+  // (None if all have). No device if there are none, or if they need to be looked at one by one.
+  py::tuple survey(const py::list& params) const {
+    const at::Tensor* first = nullptr;
+    std::vector<int64_t> present;
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (!grad.defined()) continue;
+      if (!is_plain(grad) || (first != nullptr && first->device() != grad.device()))
+        return py::make_tuple(py::none(), py::none());
+      if (first == nullptr) first = &grad;
+      present.push_back(static_cast<int64_t>(i));
+    }
+    if (first == nullptr) return py::make_tuple(py::none(), py::none());
+    auto device = py::reinterpret_steal<py::object>(THPDevice_New(first->device()));
+    if (present.size() == params.size()) return py::make_tuple(device, py::none());
+    return py::make_tuple(device, present);
+  }
+
+  int64_t first_half(const py::list& params) const {
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (grad.defined() && grad.scalar_type() == at::kHalf) return static_cast<int64_t>(i);
+    }
+    return -1;
+  }
+
+  // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
+  std::vector<int64_t> hooked(const py::list& params) const {
+    std::vector<int64_t> positions;
+    for (size_t i = 0; i < params.size(); ++i) {
+      const auto* meta = torch::autograd::impl::get_autograd_meta(param_at(params, i));
+      if (meta != nullptr && meta->post_acc_grad_hooks_ != nullptr)
+        positions.push_back(static_cast<int64_t>(i));
+    }
+    return positions;
+  }
+
+  py::tuple norm_check(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+    static const auto op =
+        find<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
+    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+  }
+
+  py::tuple unscale_(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+    static const auto op = find<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
+    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+  }
+
+  py::object multiply_(const py::list& params, const py::handle& factor) const {
+    static const auto op = find<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
+    return wrap(call(op, gradients(params), THPVariable_Unpack(factor.ptr())));
+  }
+
+ private:
+  std::unordered_map<int64_t, std::vector<Mark>> marks_;
+};
+
+}  // namespace
+}  // namespace amp_plugin
+
+bool add_gradient_ledger(PyObject* module) {
+  using amp_plugin::GradientLedger;
+  namespace py = pybind11;
+  try {
+    py::class_<GradientLedger>(py::reinterpret_borrow<py::module_>(module), "GradientLedger")
+        .def(py::init<>())
+        .def("count", &GradientLedger::count)
+        .def("remember", &GradientLedger::remember)
+        .def("compare", &GradientLedger::compare)
+        .def("split", &GradientLedger::split)
+        .def("survey", &GradientLedger::survey)
+        .def("first_half", &GradientLedger::first_half)
+        .def("hooked", &GradientLedger::hooked)
+        .def("norm_check", &GradientLedger::norm_check)
+        .def("unscale_", &GradientLedger::unscale_)
+        .def("multiply_", &GradientLedger::multiply_);
+    return true;
+  } catch (py::error_already_set& error) {
+    error.restore();
+    return false;
+  }
+}

@@ -1,0 +1,115 @@
+"""What a scaled backward begins: only it can bring scaled gradients.
+
+Versions of tensors cannot tell a user's clipping from a backward that adds to a gradient;
+a hook on the scaled output can. It runs before any gradient of that backward exists.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from amp_plugin.scaling.gradient_set import ScaledBy
+from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.registry import Registry, ScaledBackward
+
+
+class Backwards:
+    """The backward passes from scaled losses.
+
+    Args:
+        registry: Whose gradients they bring.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._task = -1
+
+    def watch(self, output: Tensor, loss_scale: LossScale) -> None:
+        """Learn when a backward from a scaled ``output`` begins.
+
+        Under ``torch.compile`` and functorch transforms nothing is watched: new gradients that follow an
+        ``update()`` are then taken for scaled ones, as torch does.
+        """
+        if not output.requires_grad or torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.maybe_current_level() is not None:
+            return
+        scaled = ScaledBackward(loss_scale, loss_scale.generation, loss_scale.snapshot())
+        output.register_hook(partial(_begin, weakref.ref(self), scaled))  # type: ignore[no-untyped-call]
+
+    def begin(self, loss_scale: LossScale) -> None:
+        """Get all gradients ready for a backward from an output scaled by ``loss_scale``."""
+        task = torch._C._current_graph_task_id()
+        last = self._registry.last_backward
+        if last is not None and task == self._task:
+            if last.loss_scale is not loss_scale:
+                msg = (
+                    "one backward() brings gradients of two losses with scales of their own, which cannot be "
+                    "told apart: call backward() on each scaled loss, one after the other."
+                )
+                raise RuntimeError(msg)
+            return
+        self._task = task
+        self._registry.refresh_joined()
+        scaled = ScaledBackward(loss_scale, loss_scale.generation, loss_scale.snapshot())
+        self._registry.begin_backward(scaled)
+        windows = list(self._registry)
+        again = [window for window in windows if _holds_unscaled(window)]
+        for window in windows:
+            if window.clip is not None:
+                window.begin_call()
+                window.write_clip()
+        for gradients in self._registry.sets():
+            gradients.begin_backward(loss_scale)
+        for window in windows:
+            window.begin_backward()
+        if again:
+            _after_backward(partial(_unscale_again, again))
+
+
+def is_watched(output: object) -> bool:
+    """Return whether something is a loss that was scaled."""
+    hooks = getattr(output, "_backward_hooks", None) or {}
+    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
+
+
+def _begin(backwards: weakref.ref[Backwards], scaled: ScaledBackward, grad: Tensor) -> Tensor | None:
+    """Begin the backward; if the scale has changed since ``scale()``, correct what comes in."""
+    owner = backwards()
+    if owner is not None:
+        owner.begin(scaled.loss_scale)
+    if scaled.loss_scale.generation == scaled.generation:
+        return None
+    change = scaled.loss_scale.require() / scaled.value
+    return grad * change.to(device=grad.device, dtype=grad.dtype)
+
+
+def _holds_unscaled(window: OptimizerWindow) -> bool:
+    return window.stage is OptState.UNSCALED and any(
+        not isinstance(gradients.unit, ScaledBy) for gradients in window.sets
+    )
+
+
+def _unscale_again(windows: list[OptimizerWindow]) -> None:
+    """After a backward in mid-window: what was unscaled before it is unscaled again."""
+    for window in windows:
+        if window.stage is OptState.UNSCALED:
+            window.check(write=True)
+
+
+def _after_backward(call: Callable[[], None]) -> None:
+    """Run ``call`` when the present backward is over, after the reducers' own callbacks.
+
+    DDP and FSDP queue theirs while the backward runs, so a callback that queues the call once more
+    comes behind them.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))

@@ -1,0 +1,376 @@
+"""All that is known of one optimizer between its steps."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from amp_plugin.scaling.collectives import Ranks
+from amp_plugin.scaling.folded_clip import FoldedClip
+from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
+from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.parameter_names import ParameterNames
+from amp_plugin.scaling.shard_layout import ShardLayout
+from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
+from amp_plugin.scaling.step_result import StepResult
+
+# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
+_STEPS_WITHOUT_UPDATE = 200
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What all windows of a scaler use.
+
+    Attributes:
+        scales: The loss scales.
+        ranks: The processes that decide together.
+        fp16_gradients: Whether float16 gradients may be unscaled.
+    """
+
+    scales: LossScales
+    ranks: Ranks
+    fp16_gradients: bool = False
+
+
+class OptimizerWindow:
+    """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used.
+
+    Args:
+        optimizer: The optimizer.
+        number: Its number, from 1 on.
+        shared: What it shares with other windows.
+
+    Attributes:
+        names: The names given to parameters.
+        params: Its parameters, in the order of its groups.
+        sets: The gradient sets they fall into.
+        layouts: The shard layouts of its parameters.
+        clip: A clip left to the kernel of a fused optimizer; None if there is none.
+        momentum_started: Whether the momentum buffers of a fused SGD exist.
+        backwards: How many scaled backward passes have begun since it was met.
+        result: The last step's; None before the first.
+        result_scale: The first loss scale whose gradients that step had.
+        skipped: How many of its steps were skipped.
+        found_inf_per_device: As torch's scaler keeps it.
+    """
+
+    def __init__(self, optimizer: weakref.ref[Optimizer], number: int, shared: Shared) -> None:
+        self._optimizer = optimizer
+        self.number = number
+        self._shared = shared
+        self.names = ParameterNames()
+        self.params: list[Tensor] = []
+        self.sets: list[GradientSet] = []
+        self.layouts: tuple[ShardLayout, ...] = ()
+        self.momentum_started = False
+        self.backwards = 0
+        self.result: StepResult | None = None
+        self.result_scale = shared.scales.default
+        self.skipped = SkippedSteps()
+        self._stage = (OptState.READY, 0)
+        self._steps_since_update = (0, 0)
+        self._unchanged = False
+        self._trusted = False
+        self._open()
+
+    def _open(self) -> None:
+        """Begin a window: nothing is measured, nothing is to be clipped."""
+        self.norm: Tensor | None = None
+        self.loss_scales: list[LossScale] = []
+        self.clip: FoldedClip | None = None
+        self.found_inf_per_device: dict[Any, Tensor] = {}
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            msg = "the optimizer of this record no longer exists"
+            raise ReferenceError(msg)
+        return optimizer
+
+    def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
+        """Note that the optimizer has these parameters now."""
+        self.params, self.layouts = params, layouts
+        self.momentum_started = False
+
+    def has_other_count(self) -> bool:
+        """Whether the optimizer has more or fewer parameters than were last seen."""
+        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.params)
+
+    @property
+    def stage(self) -> OptState:
+        """What torch's scaler would say: READY, UNSCALED or STEPPED; an update makes it READY."""
+        stage, updates = self._stage
+        return stage if updates == self._shared.scales.updates_requested else OptState.READY
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self._stage = (stage, self._shared.scales.updates_requested)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another optimizer steps some of the parameters too."""
+        return any(len(gradients.owners) > 1 for gradients in self.sets)
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(gradients.has_gradients() for gradients in self.sets)
+
+    def device(self, call: str) -> torch.device:
+        """Return where the loss scales are.
+
+        Raises:
+            RuntimeError: ``call`` comes before any ``scale()``.
+        """
+        return self._shared.scales.require(call).require().device
+
+    def is_awaited(self) -> bool:
+        """Whether a scaled backward has run since the last step."""
+        return any(self.number in gradients.awaiting for gradients in self.sets)
+
+    def is_pending(self) -> bool:
+        """Whether scaled gradients wait for the next step."""
+        return any(gradients.is_pending(self.number) for gradients in self.sets)
+
+    def is_renewed(self) -> bool:
+        """Whether there are other gradients than those last unscaled or stepped with."""
+        return any(gradients.is_renewed(self.number) for gradients in self.sets)
+
+    def parameter_names(self) -> list[str]:
+        """Return the name of each parameter."""
+        return self.names.of(self.params, self._optimizer())
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of one of the parameters."""
+        return self.parameter_names()[next(i for i, known in enumerate(self.params) if known is param)]
+
+    def __getitem__(self, key: str) -> Any:
+        """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""
+        if key in {"stage", "found_inf_per_device"}:
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Write as torch's per-optimizer dict."""
+        self[key]
+        setattr(self, key, value)
+
+    # -- measuring ----------------------------------------------------------------------------
+
+    def assume_unchanged(self) -> None:
+        """Trust what was measured for one more call: no user code has run since the last one."""
+        self._unchanged = True
+
+    def begin_call(self) -> None:
+        """Read gradients again in this call of the scaler, since user code may have written to them."""
+        self._trusted, self._unchanged = self._unchanged, False
+        if not self._trusted:
+            for gradients in self.sets:
+                gradients.doubt_measurement()
+
+    def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Measure the gradients, over all ranks; note an overflow for the next update.
+
+        Args:
+            write: Whether to unscale them in place too.
+            norm_type: The p of the norm.
+
+        Returns:
+            Norm of the unscaled gradients and found_inf, float32, 0-dim, on the loss scale's device.
+
+        Raises:
+            ValueError: A gradient to unscale is float16.
+        """
+        if write:
+            self.write_clip()
+        if any([gradients.grew() for gradients in self.sets]):
+            self.norm = None  # it was that of fewer micro-batches
+        measurements: list[Measurement] = []
+        for gradients in self.sets:
+            self.assume_scaled(gradients)
+            loss_scale = gradients.scaled_by
+            if loss_scale is not None:
+                if write:
+                    self._refuse_half(gradients)
+                if loss_scale not in self.loss_scales:
+                    self.loss_scales.append(loss_scale)
+            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+        ranks, device = self._shared.ranks, self._shared.scales.device
+        earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
+        norm, found = ranks.combine(measurements, norm_type, device, self.layouts, earlier)
+        if self.norm is None and measurements:
+            self.norm = norm
+        self.found_inf_per_device = {device: found} if measurements else {}
+        if measurements or ranks.groups or self.layouts:
+            for loss_scale in self.loss_scales:
+                loss_scale.record(found)
+        return norm, found
+
+    def assume_scaled(self, gradients: GradientSet) -> None:
+        """Follow torch where no scaled backward was seen: after update(), new gradients are scaled ones.
+
+        So it is under torch.compile, or when a loss was multiplied by get_scale() by hand.
+        """
+        unseen = (
+            not isinstance(gradients.unit, ScaledBy)
+            and self.number not in gradients.awaiting
+            and self.stage is OptState.READY
+        )
+        if unseen and gradients.is_renewed(self.number):
+            gradients.assume_scaled(self._shared.scales.default)
+
+    def _refuse_half(self, gradients: GradientSet) -> None:
+        param = None if self._shared.fp16_gradients else gradients.first_half()
+        if param is not None:
+            msg = (
+                f"Attempting to unscale FP16 gradients. Parameter {self.name_of(param)!r} is float16: keep "
+                "parameters in float32 and let autocast cast them (model.float()), or pass "
+                "fp16_gradients=True and lose gradients below 6e-8."
+            )
+            raise ValueError(msg)
+
+    def unscale_(self, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Unscale the gradients if they are not; returns norm and found_inf as :meth:`check`."""
+        measured = self.check(write=True, norm_type=norm_type)
+        self.stage = OptState.UNSCALED
+        return measured
+
+    def begin_backward(self) -> None:
+        """Note that a scaled backward begins, once its gradients are in one unit."""
+        self.backwards += 1
+        if self.norm is not None:
+            for gradients in self.sets:
+                gradients.mark_backward()
+
+    def note_unscaled(self) -> None:
+        """Note that the gradients of the last backward were unscaled on request."""
+        for gradients in self.sets:
+            gradients.note_unscaled(self.number)
+
+    def refuse_taken_away(self) -> None:
+        """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale.
+
+        Raises:
+            RuntimeError: They did.
+        """
+        if self.has_gradients():
+            return
+        for gradients in self.sets:
+            param = gradients.taken_away()
+            if param is not None:
+                kind = type(self.optimizer).__name__
+                msg = (
+                    f"{kind}: a hook took the gradient of {self.name_of(param)!r} away during backward(), "
+                    "multiplied by the loss scale, so that it can neither be unscaled nor checked. An "
+                    f"optimizer such as {kind} needs no loss scale: use bfloat16, or GradScaler(enabled=False)."
+                )
+                raise RuntimeError(msg)
+
+    # -- clipping -----------------------------------------------------------------------------
+
+    def clip_again(self) -> FoldedClip | None:
+        """Return the folded clip, of what the gradients are now."""
+        if self.clip is not None and not self._trusted:
+            self.clip = self.clip.measured_again(
+                lambda norm_type: self.check(write=False, norm_type=norm_type)[0]
+            )
+            if self.clip.earlier is None:
+                self.norm = self.clip.norm
+        return self.clip
+
+    def write_clip(self) -> None:
+        """Write a folded clip into the gradients after all, since more will be added to them."""
+        clip, self.clip = self.clip_again(), None
+        if clip is not None:
+            factor = clip.factor()
+            for gradients in self.sets:
+                gradients.write_clip_(factor)
+
+    # -- the end ------------------------------------------------------------------------------
+
+    def close(self, norm: Tensor, found: Tensor, *, known: bool | None) -> None:
+        """End the window with a step that was taken or skipped.
+
+        Args:
+            norm: Norm of the unscaled gradients, float32, 0-dim.
+            found: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+            known: Whether it was skipped; None if only the device knows.
+        """
+        loss_scale = self.result_scale = (
+            self.loss_scales[0] if self.loss_scales else self._shared.scales.default
+        )
+        flagged = [
+            (gradients.params, measured) for gradients in self.sets for measured in gradients.flagged()
+        ]
+        if self.norm is not None:
+            norm = self.norm
+        self.result = StepResult(
+            norm=norm if self.found_inf_per_device else None,
+            found_inf=found,
+            scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
+            flags=partial(_flags_by_name, self.params, flagged, self.names, self._optimizer),
+            known=known,
+        )
+        self.skipped.add(found)
+        self.stage = OptState.STEPPED
+        for gradients in self.sets:
+            gradients.note_step(self.number)
+        self._open()
+        self._warn_without_update(loss_scale)
+        if self.skipped.all_in_a_row():
+            warnings.warn(self._all_skipped_text(), UserWarning, stacklevel=2)
+
+    def _warn_without_update(self, loss_scale: LossScale) -> None:
+        updates = self._shared.scales.updates_requested
+        steps, counted_since = self._steps_since_update
+        steps = steps + 1 if counted_since == updates else 1
+        self._steps_since_update = (steps, updates)
+        if steps == _STEPS_WITHOUT_UPDATE and loss_scale.options.dynamic:
+            msg = (
+                f"{steps} steps of {type(self.optimizer).__name__} without scaler.update(): the loss "
+                "scale stays where it is, and if it is too high every step is skipped. Call update() once per "
+                "iteration, or make the scaler with dynamic=False."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=2)
+
+    def _all_skipped_text(self) -> str:
+        report = "" if self.result is None else f" ({self.result.overflow_report()})"
+        return (
+            f"{RUN} steps of {type(self.optimizer).__name__} in a row were skipped: its gradients "
+            f"are not finite{report}, and the loss scale is {self.result_scale.item():g}. If it still falls, "
+            "training may recover; else look for nan in the loss or the data, or use bfloat16."
+        )
+
+
+def _flags_by_name(
+    all_params: list[Tensor],
+    flagged: list[tuple[list[Tensor], Measurement]],
+    names: ParameterNames,
+    optimizer: weakref.ref[Optimizer],
+) -> Iterator[tuple[str, int]]:
+    """Look up which parameters overflowed, when asked: the device is waited for."""
+    index = {id(param): i for i, param in enumerate(all_params)}
+    found: dict[int, int] = {}
+    for params, measured in flagged:
+        positions = range(len(params)) if measured.positions is None else measured.positions
+        for position, flag in zip(positions, measured.flags.tolist(), strict=True):
+            if flag:
+                place = index[id(params[position])]
+                found[place] = found.get(place, 0) | flag
+    named = names.of(all_params, optimizer())
+    return iter((named[place], found[place]) for place in sorted(found))

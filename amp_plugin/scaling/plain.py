@@ -1,0 +1,41 @@
+"""Optimizers that know nothing of loss scales: unscale, then step or skip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+from amp_plugin.scaling import sync_free
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
+
+
+def step(
+    window: OptimizerWindow,
+    optimizer: Optimizer,
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    without_sync: bool = False,
+) -> Any:
+    """Step unless a gradient is not finite.
+
+    Args:
+        window: The optimizer's.
+        optimizer: To call ``step`` of.
+        args: For ``optimizer.step``.
+        kwargs: For ``optimizer.step``.
+        without_sync: Undo the step on the device, where that is possible, instead of waiting for it.
+
+    Returns:
+        What ``optimizer.step`` returns, None if it was skipped.
+    """
+    norm, found = window.check(write=True)
+    if without_sync and sync_free.possible(optimizer, found.device):
+        value = sync_free.step(optimizer, found, args, kwargs)
+        window.close(norm, found, known=None)
+        return value
+    skipped = bool(found.item() > 0)
+    value = None if skipped else optimizer.step(*args, **kwargs)
+    window.close(norm, found, known=skipped)
+    return value

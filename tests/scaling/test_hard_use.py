@@ -1,0 +1,385 @@
+"""Faults that hard use found in release 0.1: numbers that were wrong without a word, errors that were none."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+
+
+def edit_data(grad):
+    grad.data.mul_(100)
+
+
+def edit_numpy(grad):
+    grad.numpy()[:] *= 100
+
+
+def edit_in_place(grad):
+    grad.mul_(100)
+
+
+EDITS = [edit_data, edit_numpy, edit_in_place]
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("how", ["optimizer", "params"])
+def test_gradients_are_read_again_after_user_code(weights, edit, how):
+    """No version counter tells of .data and numpy: the old norm let a step of length 100 through."""
+    one = weights(count=1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.unscale_(one.optimizer)
+    edit(one.params[0].grad)
+    norm = scaler.clip_grad_norm_(one.optimizer if how == "optimizer" else one.params, 1.0)
+    assert norm.item() == pytest.approx(600.0)
+    scaler.step(one.optimizer)
+    assert one.params[0].norm().item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("edit", [edit_data, edit_numpy])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("clips", [1, 2])
+def test_a_folded_clip_is_of_what_the_gradients_are_at_the_step(weights, edit, norm_type, clips):
+    one = weights(count=1, fused=True)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(3.0)).backward()
+    for _ in range(clips):
+        scaler.clip_grad_norm_(one.optimizer, 1.0, norm_type, fold=True)
+    edit(one.params[0].grad)
+    scaler.step(one.optimizer)
+    assert torch.linalg.vector_norm(one.params[0].detach(), norm_type).item() == pytest.approx(1.0)
+
+
+def test_an_infinity_written_after_unscaling_is_not_stepped_on(weights):
+    one = weights(count=1)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.clip_grad_norm_(one.optimizer, 1.0)
+    one.params[0].grad.data[0] = math.inf
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped
+    assert one.value == 0.0
+
+
+def test_an_adapter_may_vouch_for_gradients(weights, monkeypatch):
+    """Its own sequence leaves no room for user code: one read is enough."""
+    one = weights(fused=True)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(3.0)).backward()
+    norm = scaler.clip_grad_norm_(one.optimizer, 1.0, fold=True)
+    scaler.assume_unchanged(one.optimizer)
+    monkeypatch.setattr(type(scaler._registry.window(one.optimizer).sets[0]), "batches", None)
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).norm is norm
+
+
+def test_what_needs_a_small_scale_trains_as_under_torch():
+    """A floor of 1 skipped every step of a loss whose gradients fit float16 only below it."""
+    losses = {}
+    for cls in (GradScaler, torch.amp.GradScaler):
+        torch.manual_seed(0)
+        param = torch.nn.Parameter(torch.zeros(4))
+        optimizer = torch.optim.SGD([param], lr=1e-9)
+        scaler = cls("cpu")
+        taken = 0
+        for _ in range(60):
+            optimizer.zero_grad()
+            half = param.half() * 2.0**14
+            scaler.scale((half.float() * 2.0**10).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            taken += param[0].item() != 0
+        losses[cls] = (param.detach().clone(), scaler.get_scale(), taken)
+    assert losses[GradScaler][1:] == losses[torch.amp.GradScaler][1:]
+    assert torch.equal(losses[GradScaler][0], losses[torch.amp.GradScaler][0])
+    assert losses[GradScaler][2] > 0
+
+
+def test_a_loaded_scale_below_one_backs_off(weights):
+    one = weights()
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(
+        {"scale": 0.25, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    )
+    scaler.scale(one.loss(math.inf)).backward()
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.125
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_that_only_skips_says_so(weights, fused):
+    one = weights(fused=fused)
+    scaler = GradScaler("cpu")
+
+    def train(gradient, steps):
+        for _ in range(steps):
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(gradient)).backward()
+            scaler.step(one.optimizer)
+            scaler.update()
+
+    train(math.inf, 49)
+    train(1.0, 1)
+    with pytest.warns(
+        UserWarning, match=r"50 steps of SGD in a row were skipped.*inf in 3 gradients: group 0"
+    ):
+        train(math.inf, 51)
+    train(math.inf, 100)  # once is enough
+
+
+def two_optimizers():
+    """The first steps one of two parameters, the second another."""
+    first = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    other = torch.nn.Parameter(torch.zeros(4))
+    one = torch.optim.SGD(first[:1], lr=1.0)
+    two = torch.optim.SGD([other], lr=1.0)
+    return first, other, one, two
+
+
+def test_a_parameter_that_joins_before_anothers_update():
+    first, other, one, two = two_optimizers()
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.register(one, two)
+    one.add_param_group({"params": [first[1]]})
+    scaler.scale((3.0 * (first[0] + first[1] + other)).sum()).backward()
+    scaler.step(two)
+    scaler.update()
+    scaler.scale((3.0 * other).sum()).backward()
+    scaler.step(two)
+    scaler.update()
+    scaler.step(one)
+    assert [param[0].item() for param in first] == [-3.0, -3.0]
+
+
+def test_splitting_a_set_keeps_what_was_known():
+    """A shared parameter's owner joins after another has stepped: it was unscaled a second time."""
+    shared, own = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
+    one, two = torch.optim.SGD([shared], lr=1.0), torch.optim.SGD([own], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one, two)
+    scaler.scale((2.0 * (shared + own)).sum()).backward()
+    scaler.step(one)
+    two.add_param_group({"params": [shared]})
+    scaler.step(two)
+    scaler.update()
+    assert (shared[0].item(), own[0].item()) == (-4.0, -2.0)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_two_unregistered_optimizers_that_share_a_parameter(fused):
+    shared = torch.nn.Parameter(torch.zeros(4))
+    one, two = (torch.optim.SGD([shared], lr=1.0, fused=fused) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        one.zero_grad()
+        scaler.scale((2.0 * shared).sum()).backward()
+        scaler.step(one)
+        scaler.step(two)
+        scaler.update()
+    assert shared[0].item() == -8.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("update", [False, True])
+def test_a_dropped_batch_takes_its_overflow_along(weights, fused, update):
+    one = weights(fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(math.inf)).backward()
+    scaler.unscale_(one.optimizer)
+    one.optimizer.zero_grad(set_to_none=False)
+    if update:
+        scaler.update()
+        assert scaler.get_scale() == 4.0
+    scaler.scale(one.loss(2.0)).backward()
+    scaler.step(one.optimizer)
+    scaler.update()
+    assert not scaler.last_step(one.optimizer).skipped
+    assert not scaler.last_step(one.optimizer).overflow_report()
+    assert (one.value, scaler.get_scale()) == (-2.0, 4.0)
+
+
+def test_an_overflow_written_over_still_counts_after_another_backward(weights):
+    one = weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(math.inf)).backward()
+    scaler.clip_grad_value_(one.optimizer, 1.0)
+    scaler.scale(one.loss(2.0)).backward()
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped
+    assert scaler.last_step(one.optimizer).overflow_report().inf == tuple(f"group 0[{i}]" for i in range(3))
+
+
+class Offloaded(torch.optim.SGD):
+    """Takes each gradient away as soon as it is there, and steps with the copies, as torchao's does."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.kept = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.register_post_accumulate_grad_hook(self.take)
+
+    def take(self, param):
+        self.kept[param], param.grad = param.grad, None
+
+    def step(self, closure=None):
+        for param, grad in self.kept.items():
+            param.grad = grad
+        super().step()
+        for param in self.kept:
+            param.grad = None
+
+
+def test_gradients_that_a_hook_has_taken_away_are_refused(weights):
+    one = weights(count=1, optimizer=Offloaded)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(1.0)).backward()
+    with pytest.raises(
+        RuntimeError, match=r"a hook took the gradient of 'group 0\[0\]' away during backward"
+    ):
+        scaler.step(one.optimizer)
+    assert one.value == 0.0
+
+
+def test_hooks_that_leave_gradients_alone_are_no_error(weights):
+    one, other = weights(), weights()
+    for param in one.params:
+        param.register_post_accumulate_grad_hook(lambda param: None)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer, other.optimizer)
+    for _ in range(2):
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(2.0)).backward()
+        scaler.step(one.optimizer)
+        scaler.update()
+    one.optimizer.zero_grad()
+    scaler.scale(other.loss(2.0)).backward()
+    scaler.step(one.optimizer)  # not reached: steps as it would without a scaler
+    scaler.step(other.optimizer)
+    scaler.update()
+    assert (one.value, other.value) == (-4.0, -2.0)
+
+
+def edit_clip_value(scaler, one):
+    torch.nn.utils.clip_grad_value_(one.params, 0.5)
+
+
+def edit_clip_norm(scaler, one):
+    torch.nn.utils.clip_grad_norm_(one.params, 0.5 * 12**0.5)
+
+
+def edit_weight_decay(scaler, one):
+    for param in one.params:
+        param.grad = param.grad * 0.25
+
+
+@pytest.mark.parametrize("edit", [edit_clip_value, edit_clip_norm, edit_weight_decay])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
+def test_a_closure_may_edit_unscaled_gradients(edit, optimizer, weights):
+    one = weights(optimizer=torch.optim.SGD)
+    one.optimizer = optimizer(one.params, lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        one.optimizer.zero_grad()
+        loss = one.loss(2.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(one.optimizer)
+        edit(scaler, one)
+        return loss
+
+    for _ in range(2):
+        scaler.step(one.optimizer, closure)
+        scaler.update()
+    assert not scaler.last_step(one.optimizer).skipped
+    assert one.params[0].abs().sum().item() > 0
+    if optimizer is torch.optim.SGD:
+        assert one.value == pytest.approx(-1.0)
+
+
+def test_lazy_parameters_may_be_registered():
+    model = torch.nn.Sequential(torch.nn.LazyLinear(4), torch.nn.LazyLinear(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(optimizer, names=model)
+    scaler.scale(model(torch.ones(2, 3)).sum()).backward()
+    before = copy.deepcopy(model.state_dict())
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(before["1.bias"], model[1].bias)
+    assert model[1].bias.item() == pytest.approx(before["1.bias"].item() - 2.0)
+
+
+@pytest.mark.parametrize("keep_gradients", [False, True])
+def test_parameters_may_be_swapped_under_a_scaler(keep_gradients):
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        scaler = GradScaler("cpu")
+        scaler.register(optimizer, names=model)
+        for dtype in (torch.float64, torch.float32):
+            scaler.scale(model(torch.ones(1, 3, dtype=model.weight.dtype)).sum()).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            if not keep_gradients:
+                optimizer.zero_grad()
+            model.to(dtype)
+            assert model.weight.dtype is dtype
+            model.load_state_dict(model.state_dict())
+            optimizer.zero_grad()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def test_an_update_after_each_optimizer_asks_few_windows():
+    """300 optimizers with an update() each: the work was quadratic."""
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(60)]
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in params]
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(*optimizers)
+    asked = []
+    window_type = type(scaler._registry.window(optimizers[0]))
+    is_pending = window_type.is_pending
+
+    def counted(window):
+        asked.append(window)
+        return is_pending(window)
+
+    window_type.is_pending = counted
+    try:
+        scaler.scale(sum(params).sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            scaler.update()
+    finally:
+        window_type.is_pending = is_pending
+    assert len(asked) < 4 * len(optimizers)
+    assert all(param.item() == -1.0 for param in params)
+
+
+@pytest.mark.parametrize("factors", [(2.0, 0.3), (3.0, 0.1), (1.7, 0.9)])
+def test_odd_factors_have_torchs_bits(factors, weights):
+    scales = []
+    for cls in (GradScaler, torch.amp.GradScaler):
+        one = weights()
+        scaler = cls("cpu", 720.0, *factors, growth_interval=2)
+        seen = []
+        for gradient in [1.0, math.inf, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]:
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(gradient)).backward()
+            scaler.step(one.optimizer)
+            scaler.update()
+            seen.append(scaler.get_scale())
+        scales.append(seen)
+    assert scales[0] == scales[1]
