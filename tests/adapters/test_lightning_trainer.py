@@ -22,6 +22,7 @@ import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
@@ -466,6 +467,50 @@ def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precisio
     fitted = module()
     fit(fitted, AmpPrecision(precision, init_scale=8.0), **clip)
     assert fitted.w.item() == 0.5
+
+
+class Overflows(OneWeight):
+    """Its gradient becomes infinite, unseen by torch's version counter."""
+
+    def overflow(self):
+        self.w.grad.data.mul_(torch.inf)
+
+
+class OverflowsInHook(Overflows):
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+class OverflowsWhereItConfiguresClipping(Overflows):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+class OverflowsWhereItClips(Overflows):
+    def clip_gradients(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        super().clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", Overflows.__subclasses__())
+def test_gradients_are_read_again_after_user_code(kind, clip, fused):
+    module = kind(fused=fused)
+    trainer = fit(module, AmpPrecision(init_scale=8.0), gradient_clip_val=clip)
+    assert trainer.precision_plugin.skipped_steps == 1
+    assert module.w.item() == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_read_once_where_no_user_code_runs(monkeypatch, fused):
+    read = []
+    measured = GradientSet._measured
+    monkeypatch.setattr(GradientSet, "_measured", lambda *args: read.append(0) or measured(*args))
+    fit(OneWeight(fused=fused), AmpPrecision(init_scale=8.0), gradient_clip_val=0.5)
+    assert len(read) == 1
 
 
 def test_n_critic_steps_one_optimizer_several_times_an_iteration():

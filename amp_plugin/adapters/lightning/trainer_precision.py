@@ -84,6 +84,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._strays = StrayGradients()
         self._manual = False
         self._looked_at: bool | None = None
+        self._user_clips: bool | None = None
         self._window = 1
         self._sharded_root: Any = None
         self._root_device = ""
@@ -115,7 +116,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
-        self._looked_at = None
+        self._looked_at = self._user_clips = None
         self._holds.clear()
         if self._scaler.is_enabled():
             named = names_in([model])
@@ -241,6 +242,8 @@ class TrainerPrecision(TrainerCheckpoints):
         elif self.observers:
             self._scaler.measure(optimizer)  # before they are clipped
         self._plain._after_closure(self, model, optimizer)
+        if self._scaler.has_scaled and self._is_clipped_last(model):
+            self._scaler.assume_unchanged(optimizer)
         return result
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
@@ -264,6 +267,13 @@ class TrainerPrecision(TrainerCheckpoints):
                 )
             )
         return self._looked_at
+
+    def _is_clipped_last(self, model: Any) -> bool:
+        """Whether the step follows on Lightning's own clipping, without user code in between."""
+        if self._user_clips is None:
+            methods = ("configure_gradient_clipping", "clip_gradients")
+            self._user_clips = any(self._is_overridden(method, model) for method in methods)
+        return not (self._manual or self._user_clips) and (model.trainer.gradient_clip_val or 0) > 0
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
