@@ -2,6 +2,8 @@
 # make test    lint, types and the tests, on the native core and on the fallback, some 10 minutes
 # make test-recipes   train every recipe to its end in three precisions and compare them, 2 to 4 minutes
 #              more; not part of make test
+# make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
+#              which plays a few; SEED=1 plays others
 # make lint    ruff and mypy alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -16,6 +18,7 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 JOBS ?= 2
+SEED ?= 0
 
 BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
@@ -23,7 +26,7 @@ READY := .venv/.ready-torch-$(TORCH)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-host-device test-fallback test-recipes docs bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-host-device test-fallback test-recipes fuzz docs bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -54,6 +57,9 @@ test-fallback: $(READY)
 
 test-recipes: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
+
+fuzz: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz scaler --sequences 20000 --seed $(SEED)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

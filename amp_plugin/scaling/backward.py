@@ -64,9 +64,7 @@ class Backwards:
         windows = list(self._registry)
         again = [window for window in windows if _holds_unscaled(window)]
         for window in windows:
-            if window.clip is not None:
-                window.begin_call()
-                window.write_clip()
+            window.write_clip()
         for gradients in self._registry.sets():
             gradients.begin_backward(loss_scale)
         for window in windows:

@@ -74,8 +74,7 @@ def _norm_of_window(window: OptimizerWindow, norm_type: float, *, fold: bool) ->
     if not (fold and foldable(window) is not None):
         return window.unscale_(norm_type)[0], False
     norm, _ = window.check(write=False, norm_type=norm_type)
-    clip = window.clip_again()
-    return (norm if clip is None else norm * clip.factor()), True
+    return (norm if window.clip is None else norm * window.clip.factor()), True
 
 
 def _norm_of_params(

@@ -53,9 +53,10 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
     _refuse_changed_after_clip(window)
     clip = window.clip_again()
     norm, found = window.check(write=loss_scale is None, norm_type=2.0 if clip is None else clip.norm_type)
-    if not window.momentum_started:
-        window.momentum_started = not _starts_momentum(optimizer)
-        if not window.momentum_started and found.item() > 0:
+    if not window.has_momentum:
+        without = _without_momentum(optimizer)
+        window.has_momentum = not without
+        if any(param.grad is not None for param in without) and found.item() > 0:
             _leave(window, loss_scale, found)
             window.close(norm, found, known=True)
             return None
@@ -86,7 +87,8 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
 
 
 def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
-    if window.clip is not None and any(gradients.is_changed() for gradients in window.sets):
+    measured = [gradients for gradients in window.sets if gradients.is_measured]
+    if window.clip is not None and any(gradients.is_changed() for gradients in measured):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
             "scaled then. Call it with fold=False, or change them before."
@@ -107,15 +109,16 @@ def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | Non
     return divisor if given is None else divisor * given
 
 
-def _starts_momentum(optimizer: Optimizer) -> bool:
-    """Whether SGD's kernel would leave uninitialised momentum buffers behind if it skips.
+def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
 
-    torch allocates them with ``empty_like`` at the first step and returns before writing.
+    torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.
     """
     if not isinstance(optimizer, SGD):
-        return False
-    return any(
-        group["momentum"] and p.grad is not None and optimizer.state[p].get("momentum_buffer") is None
+        return []
+    return [
+        param
         for group in optimizer.param_groups
-        for p in group["params"]
-    )
+        for param in group["params"]
+        if group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]

@@ -353,6 +353,8 @@ class GradScaler(TorchInterface):
             self.note_step(optimizer)
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
+        if closure is None:
+            self._scales.require("step")
         window = self._registry.window(optimizer)
         if closure is None:
             value = self._step_once(window, optimizer, args, kwargs)
@@ -365,7 +367,6 @@ class GradScaler(TorchInterface):
     def _step_once(
         self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        self._scales.require("step")
         if window.stage is OptState.STEPPED and not window.is_awaited():
             msg = "step() has already been called since the last update(). Run backward() or update() first."
             raise RuntimeError(msg)
@@ -577,6 +578,7 @@ class GradScaler(TorchInterface):
                 "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
             )
             raise RuntimeError(msg)
+        self.end_iteration()
         made_anew = {"_shared", "_registry", "_updates", "_backwards", "_unscaled_steps", "_groups"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
         return {**state, "_skipped_before": self.skipped_steps()}

@@ -7,7 +7,7 @@ owner does to a shared gradient is known to the others. docs/design.md draws the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -99,6 +99,8 @@ class GradientSet:
         unit: As given; changed by the methods below only.
         history: Overflows seen before the last measurement.
         awaiting: Owners that have not stepped since the last scaled backward.
+        used_after_update: Number of the update after which an owner last unscaled or stepped with them.
+        is_measured: Whether they were measured since the last step.
     """
 
     def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
@@ -107,6 +109,8 @@ class GradientSet:
         self.unit: Unit = unit
         self.history = OverflowHistory()
         self.awaiting: frozenset[int] = frozenset()
+        self.used_after_update = -1
+        self.is_measured = False
         self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -187,7 +191,7 @@ class GradientSet:
         return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
-        self._measurements, self._norm_type = measurements, norm_type
+        self._measurements, self._norm_type, self.is_measured = measurements, norm_type, True
         self._ledger.remember(self.params, _MEASURED)
 
     # -- changes of the unit ------------------------------------------------------------------
@@ -218,9 +222,10 @@ class GradientSet:
             return
         if present:
             factor, carried = loss_scale.require(), self.unit.factor()
-            overflow = self._multiply_(factor if carried is None else factor / carried)
+            overflows = self._convert_(factor if carried is None else factor / carried)
             if before is not None:
-                before.record(overflow)
+                for overflow in overflows:
+                    before.record(overflow)
         self.doubt_measurement()
         self.unit = ScaledBy(loss_scale)
         self._used_by.clear()
@@ -235,6 +240,13 @@ class GradientSet:
                 self.history.forget_if_zero(norms)
             else:
                 self.history.clear()
+
+    def _convert_(self, factor: Tensor) -> list[Tensor]:
+        """Multiply by new/old; returns what overflowed, which the old scale is answerable for."""
+        return [
+            batch.unscale_(factor.to(batch.device, non_blocking=True), torch.inf)[1]
+            for batch in self.batches()
+        ]
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, whose backward nobody has seen."""
@@ -266,17 +278,14 @@ class GradientSet:
         """Write a clip into the gradients that was left to a fused optimizer."""
         self._multiply_(factor)
 
-    def _multiply_(self, factor: Tensor) -> Tensor:
-        """Multiply by a device-side factor; returns whether a product is not finite."""
+    def _multiply_(self, factor: Tensor) -> None:
+        """Multiply by a device-side factor; what users change is still told from it."""
         known = not self.is_changed()
-        total = torch.zeros((), dtype=torch.float32, device=factor.device)
         for batch in self.batches():
-            found = batch.multiply_(factor.to(batch.device, non_blocking=True))
-            total = torch.maximum(total, found.to(factor.device, non_blocking=True))
+            batch.multiply_(factor.to(batch.device, non_blocking=True))
         self.doubt_measurement()
         if known:
             self._ledger.remember(self.params, _MEASURED)
-        return total
 
     def mark_backward(self) -> None:
         """Note the gradients at the beginning of a backward, for :meth:`grew`."""
@@ -293,7 +302,8 @@ class GradientSet:
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
         self._used_by.add(owner)
-        self._measurements = None
+        self._measurements, self.is_measured = None, False
+        self._reached.clear()
         self.history.clear()
 
     def note_unscaled(self, owner: int) -> None:
@@ -305,9 +315,9 @@ class GradientSet:
         self.doubt_measurement()
         part = GradientSet([self.params[i] for i in positions], owners, self.unit)
         part.history = self.history.split(positions)
-        if self.awaiting:
-            part.awaiting = (self.awaiting & owners) | (owners - self.owners)
+        part.awaiting = (self.awaiting & owners) | (owners - self.owners)
         part._used_by = self._used_by & owners
+        part.used_after_update, part.is_measured = self.used_after_update, self.is_measured
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
         return part
@@ -321,13 +331,20 @@ class GradientSet:
         """
         while self._hooks:
             self._hooks.pop().remove()
-        self._reached.clear()
+        for param in self._with_taking_hooks():
+            note = partial(_note_reached, self._reached, param)
+            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+
+    def _with_taking_hooks(self) -> Iterator[Tensor]:
         for position in self._ledger.hooked(self.params):
             param = self.params[position]
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
             if not all(getattr(hook, "keeps_gradients", False) for hook in hooks.values()):
-                note = partial(_note_reached, self._reached, param)
-                self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+                yield param
+
+    def assume_reached(self) -> None:
+        """Take a backward before the optimizer was met for one that has reached all of the parameters."""
+        self._reached += self._with_taking_hooks()
 
     def taken_away(self) -> Tensor | None:
         """Return a parameter that a scaled backward has reached, and that has no gradient."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,7 +58,7 @@ class OptimizerWindow:
         sets: The gradient sets they fall into.
         layouts: The shard layouts of its parameters.
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
-        momentum_started: Whether the momentum buffers of a fused SGD exist.
+        has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
         result: The last step's; None before the first.
         result_scale: The first loss scale whose gradients that step had.
@@ -74,7 +74,7 @@ class OptimizerWindow:
         self.params: list[Tensor] = []
         self.sets: list[GradientSet] = []
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.momentum_started = False
+        self.has_momentum = False
         self.backwards = 0
         self.result: StepResult | None = None
         self.result_scale = shared.scales.default
@@ -106,7 +106,7 @@ class OptimizerWindow:
     def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
         """Note that the optimizer has these parameters now."""
         self.params, self.layouts = params, layouts
-        self.momentum_started = False
+        self.has_momentum = False
 
     def has_other_count(self) -> bool:
         """Whether the optimizer has more or fewer parameters than were last seen."""
@@ -198,10 +198,24 @@ class OptimizerWindow:
         """
         if write:
             self.write_clip()
-        if any([gradients.grew() for gradients in self.sets]):
+        if sum(gradients.grew() for gradients in self.sets):
             self.norm = None  # it was that of fewer micro-batches
+        measured, norm, found = self._measure(self.sets, write=write, norm_type=norm_type)
+        if self.norm is None and measured:
+            self.norm = norm
+        device = self._shared.scales.device
+        self.found_inf_per_device = {device: found} if measured else {}
+        if measured or self._shared.ranks.groups or self.layouts:
+            for loss_scale in self.loss_scales:
+                loss_scale.record(found)
+        return norm, found
+
+    def _measure(
+        self, sets: Sequence[GradientSet], *, write: bool, norm_type: float
+    ) -> tuple[bool, Tensor, Tensor]:
+        """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
         measurements: list[Measurement] = []
-        for gradients in self.sets:
+        for gradients in sets:
             self.assume_scaled(gradients)
             loss_scale = gradients.scaled_by
             if loss_scale is not None:
@@ -209,17 +223,14 @@ class OptimizerWindow:
                     self._refuse_half(gradients)
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
-            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-        ranks, device = self._shared.ranks, self._shared.scales.device
-        earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
-        norm, found = ranks.combine(measurements, norm_type, device, self.layouts, earlier)
-        if self.norm is None and measurements:
-            self.norm = norm
-        self.found_inf_per_device = {device: found} if measurements else {}
-        if measurements or ranks.groups or self.layouts:
-            for loss_scale in self.loss_scales:
-                loss_scale.record(found)
-        return norm, found
+            measured = gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+            if not measured:
+                gradients.history.clear()  # the gradients that overflowed were dropped
+            measurements += measured
+        earlier = [flag for gradients in sets if (flag := gradients.history.found_inf) is not None]
+        device = self._shared.scales.device
+        norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
+        return bool(measurements), norm, found
 
     def assume_scaled(self, gradients: GradientSet) -> None:
         """Follow torch where no scaled backward was seen: after update(), new gradients are scaled ones.
@@ -229,10 +240,10 @@ class OptimizerWindow:
         unseen = (
             not isinstance(gradients.unit, ScaledBy)
             and self.number not in gradients.awaiting
-            and self.stage is OptState.READY
+            and gradients.used_after_update != self._shared.scales.updates_requested
         )
         if unseen and gradients.is_renewed(self.number):
-            gradients.assume_scaled(self._shared.scales.default)
+            gradients.assume_scaled(self._shared.scales.require("step"))
 
     def _refuse_half(self, gradients: GradientSet) -> None:
         param = None if self._shared.fp16_gradients else gradients.first_half()
@@ -248,6 +259,8 @@ class OptimizerWindow:
         """Unscale the gradients if they are not; returns norm and found_inf as :meth:`check`."""
         measured = self.check(write=True, norm_type=norm_type)
         self.stage = OptState.UNSCALED
+        for gradients in self.sets:
+            gradients.used_after_update = self._shared.scales.updates_requested
         return measured
 
     def begin_backward(self) -> None:
@@ -284,18 +297,17 @@ class OptimizerWindow:
     # -- clipping -----------------------------------------------------------------------------
 
     def clip_again(self) -> FoldedClip | None:
-        """Return the folded clip, of what the gradients are now."""
+        """Return the folded clip, of what the gradients are at the step."""
         if self.clip is not None and not self._trusted:
+            clipped = [gradients for gradients in self.sets if gradients.is_measured]  # none that joined later
             self.clip = self.clip.measured_again(
-                lambda norm_type: self.check(write=False, norm_type=norm_type)[0]
+                lambda norm_type: self._measure(clipped, write=False, norm_type=norm_type)[1]
             )
-            if self.clip.earlier is None:
-                self.norm = self.clip.norm
         return self.clip
 
     def write_clip(self) -> None:
         """Write a folded clip into the gradients after all, since more will be added to them."""
-        clip, self.clip = self.clip_again(), None
+        clip, self.clip = self.clip, None
         if clip is not None:
             factor = clip.factor()
             for gradients in self.sets:
@@ -330,6 +342,7 @@ class OptimizerWindow:
         self.stage = OptState.STEPPED
         for gradients in self.sets:
             gradients.note_step(self.number)
+            gradients.used_after_update = self._shared.scales.updates_requested
         self._open()
         self._warn_without_update(loss_scale)
         if self.skipped.all_in_a_row():

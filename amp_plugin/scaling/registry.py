@@ -185,6 +185,7 @@ class Registry:
         loss_scale = backward.loss_scale
         gradients = GradientSet(params, owners, ScaledBy(loss_scale))
         gradients.awaiting = owners
+        gradients.assume_reached()
         if loss_scale.generation != backward.generation and gradients.has_gradients():
             gradients.rescale_(loss_scale.require() / backward.value)
         return gradients

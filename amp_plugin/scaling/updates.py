@@ -111,7 +111,8 @@ class Updates:
                     self._at_floor.append(HostFlag(at_floor))
                 self.convert(loss_scale, old)
         for result, loss_scale in list(self._open_results.items()):
-            result.close(loss_scale.snapshot())
+            if loss_scale.value is not None:
+                result.close(loss_scale.snapshot())
         self._open_results.clear()
         self._raise_at_floor()
 

@@ -1,0 +1,148 @@
+"""What the printed sequences use: losses, optimizers, and a write that no version counter sees.
+
+Every name here works on float32 and on float64 parameters alike, so that the oracle trains with the same.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+inf, nan = math.inf, math.nan
+
+
+def loss(*terms: tuple[Tensor, float]) -> Tensor:
+    """A loss whose gradient depends a little on the weights and never changes its sign."""
+    return sum((factor * (param + 0.25 * param.sin())).sum() for param, factor in terms)
+
+
+def linear(*terms: tuple[Tensor, float]) -> Tensor:
+    """A loss whose backward may run after the weights were stepped."""
+    return sum((factor * param).sum() for param, factor in terms)
+
+
+def bowl(*terms: tuple[Tensor, float]) -> Tensor:
+    """A convex loss, for optimizers that look for its minimum."""
+    return sum((0.5 * factor * (param - 1.0) ** 2).sum() for param, factor in terms)
+
+
+def collective(factor: float, *grads: Tensor) -> None:
+    """Multiply gradients as a collective writes them: no version counter moves."""
+    for grad in grads:
+        with torch.autograd._unsafe_preserve_version_counter(grad):
+            grad.mul_(factor)
+
+
+class ThirdParty(torch.optim.Optimizer):
+    """Adagrad written by hand: knows nothing of loss scales, foreach or fused kernels."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        value = None
+        if closure is not None:
+            with torch.enable_grad():
+                value = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    total = self.state[param].setdefault("total", torch.zeros_like(param))
+                    total.addcmul_(param.grad, param.grad)
+                    param.addcdiv_(param.grad, total.sqrt() + 1e-3, value=-group["lr"])
+        return value
+
+
+class Counting(ThirdParty):
+    """Keeps a counter beside the parameters' state, as MADGRAD does: its steps get shorter."""
+
+    def step(self, closure=None):
+        count = self.state.setdefault("count", torch.zeros((), dtype=torch.float64))
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = group["lr"] / (1.0 + count.item())
+        value = super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        count.add_(1.0)
+        return value
+
+
+class TwoCalls(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: steps uphill, calls the closure again, and steps from where it began."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        closure = torch.enable_grad()(closure)
+        value = closure()
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        starts = [param.detach().clone() for param in params]
+        for param in params:
+            param.add_(param.grad, alpha=0.01)
+        closure()
+        for param, start in zip(params, starts, strict=True):
+            param.copy_(start - self.param_groups[0]["lr"] * param.grad)
+        return value
+
+
+class TakesGradients(torch.optim.SGD):
+    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
+
+    def __init__(self, params, lr: float = 0.1) -> None:
+        super().__init__(params, lr=lr)
+        self.taken: dict[Tensor, Tensor] = {}
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.register_post_accumulate_grad_hook(self._take)
+
+    def _take(self, param: Tensor) -> None:
+        self.taken[param] = self.taken[param] + param.grad if param in self.taken else param.grad
+        param.grad = None
+
+    def step(self, closure=None):
+        for param, grad in self.taken.items():
+            param.grad = grad
+        super().step(closure)
+        for param in self.taken:
+            param.grad = None
+        self.taken.clear()
+
+
+_SGD, _ADAMW, _LBFGS = torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS
+_ENDLESS = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "history_size": 3, "max_iter": 3, "lr": 0.2}
+
+OPTIMIZERS = {
+    "sgd": (_SGD, {"lr": 0.1}),
+    "sgd_momentum": (_SGD, {"lr": 0.1, "momentum": 0.9}),
+    "sgd_fused": (_SGD, {"lr": 0.1, "fused": True}),
+    "sgd_fused_momentum": (_SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "adamw_fused": (_ADAMW, {"lr": 0.05, "fused": True}),
+    "adamw_foreach": (_ADAMW, {"lr": 0.05, "foreach": True}),
+    "lbfgs": (_LBFGS, _ENDLESS),
+    "third_party": (ThirdParty, {}),
+    "counting": (Counting, {}),
+    "two_calls": (TwoCalls, {}),
+    "takes_gradients": (TakesGradients, {}),
+}
+"""Each kind of optimizer: its class and options."""
+
+NEED_CLOSURE = {"lbfgs", "two_calls"}
+
+
+def optimizer(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:
+    """Make an optimizer of one of the kinds above."""
+    cls, options = OPTIMIZERS[kind]
+    return cls(params, **options)
+
+
+def plain(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:
+    """The same optimizer in its plainest form: neither fused nor foreach."""
+    cls, options = OPTIMIZERS[kind]
+    options = {key: value for key, value in options.items() if key not in {"fused", "foreach"}}
+    return (_SGD if cls is TakesGradients else cls)(params, **options)

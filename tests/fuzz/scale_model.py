@@ -1,0 +1,198 @@
+"""torch's rule for a loss scale, with what the documentation leaves open kept open.
+
+``update()`` is a request, and some checks may or may not count for a scale. So the model holds
+every state that the documentation allows; what the scaler shows rules some of them out. If none
+is left, the scaler has done something that it must not.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+DEFAULT = ""  # the name of the scale of losses scaled without a name
+_TOO_MANY = 4096
+
+
+class Disagreement(AssertionError):
+    """What was computed is not what the oracle says.
+
+    Attributes:
+        program: The lines of Python that have led there.
+    """
+
+    def __init__(self, text: str, program: str = "") -> None:
+        super().__init__(text)
+        self.program = program
+
+
+class OutOfDomainError(Exception):
+    """The sequence has left what can be compared; it ends here."""
+
+
+class Scale(NamedTuple):
+    """One loss scale: its value, good updates since the last change, and what checks found."""
+
+    value: float
+    tracker: int
+    found: bool | None = None
+
+
+class World(NamedTuple):
+    """One possible state: whether an update is requested, and each scale."""
+
+    requested: bool
+    scales: tuple[Scale, ...]
+
+
+def float32(value: float) -> float:
+    """Round to float32, ties to even."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+class ScaleModel:
+    """All states the loss scales may be in.
+
+    Attributes:
+        names: The names of the scales.
+        growth_factor: As GradScaler's, and so are ``backoff_factor`` and ``growth_interval``.
+    """
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        init: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        floor: float,
+        ceiling: float,
+        dynamic: bool,
+    ) -> None:
+        self.names = tuple(names)
+        self.growth_factor, self.backoff_factor, self.growth_interval = (
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+        )
+        self._floor, self._ceiling, self._dynamic = floor, ceiling, dynamic
+        self.worlds = {World(requested=False, scales=(Scale(init, 0),) * len(self.names))}
+
+    # -- what happens ---------------------------------------------------------------------------
+
+    def record(self, name: str, found: set[bool], certain: bool) -> None:
+        """A check counts for a scale: for sure, or perhaps."""
+        place = self.names.index(name)
+
+        def outcomes(world: World) -> Iterable[World]:
+            if not certain:
+                yield world
+            for value in found:
+                yield _changed(world, place, found=bool(world.scales[place].found) or value)
+
+        self._branch(outcomes)
+
+    def request(self, waits: bool | None) -> None:
+        """``update()``: applied now, later, or nobody knows (None)."""
+        self._branch(lambda world: [world._replace(requested=True)])
+        if waits is None:
+            self.perhaps_apply()
+        elif not waits:
+            self.apply()
+
+    def apply(self) -> None:
+        """Apply a requested update."""
+        self._branch(lambda world: [self._applied(world)])
+
+    def perhaps_apply(self) -> None:
+        """An update that was requested may be applied here."""
+        self._branch(lambda world: [world, self._applied(world)])
+
+    def fill(self, value: float, used: set[str]) -> None:
+        """``update(value)``: set all scales that were used; others perhaps."""
+
+        def outcomes(world: World) -> Iterable[World]:
+            partial = [
+                s._replace(found=None, value=value if n in used else s.value) for n, s in self._of(world)
+            ]
+            yield World(requested=False, scales=tuple(partial))
+            yield World(requested=False, scales=tuple(s._replace(value=value) for s in partial))
+
+        self._branch(outcomes)
+
+    def load(self, state: dict[str, tuple[float, int]]) -> None:
+        """Take over saved numbers."""
+        self.worlds = {World(requested=False, scales=tuple(Scale(*state[name]) for name in self.names))}
+
+    def copied(self) -> None:
+        """A copy between iterations: a requested update counts, checks without one may be lost."""
+
+        def outcomes(world: World) -> Iterable[World]:
+            after = self._applied(world)
+            yield after
+            yield World(requested=False, scales=tuple(s._replace(found=None) for s in after.scales))
+
+        self._branch(outcomes)
+
+    # -- what is seen ---------------------------------------------------------------------------
+
+    def see(self, shown: dict[str, float]) -> None:
+        """Keep the states with these values."""
+        self._keep(
+            lambda world: all(s.value == shown[n] for n, s in self._of(world)), f"get_scale() is {shown}"
+        )
+
+    def see_state(self, shown: dict[str, tuple[float, int]]) -> None:
+        """Keep the states with these values and trackers."""
+        self._keep(
+            lambda world: all(s[:2] == shown[n] for n, s in self._of(world)), f"state_dict() says {shown}"
+        )
+
+    def largest(self) -> float:
+        """The largest value that a scale may have."""
+        return max(scale.value for world in self.worlds for scale in world.scales)
+
+    def smallest(self) -> float:
+        """The smallest value that a scale may have."""
+        return min(scale.value for world in self.worlds for scale in world.scales)
+
+    # -- the rule -------------------------------------------------------------------------------
+
+    def _applied(self, world: World) -> World:
+        if not world.requested:
+            return world
+        return World(requested=False, scales=tuple(self._updated(scale) for scale in world.scales))
+
+    def _updated(self, scale: Scale) -> Scale:
+        if scale.found is None or not self._dynamic:
+            return scale._replace(found=None)
+        if scale.found:
+            lower = max(float32(scale.value * self.backoff_factor), min(scale.value, self._floor))
+            return Scale(lower, 0)
+        if scale.tracker + 1 < self.growth_interval:
+            return Scale(scale.value, scale.tracker + 1)
+        return Scale(min(float32(scale.value * self.growth_factor), max(scale.value, self._ceiling)), 0)
+
+    def _of(self, world: World) -> Iterable[tuple[str, Scale]]:
+        return zip(self.names, world.scales, strict=True)
+
+    def _branch(self, outcomes: Callable[[World], Iterable[World]]) -> None:
+        self.worlds = {after for world in self.worlds for after in outcomes(world)}
+        if len(self.worlds) > _TOO_MANY:
+            raise OutOfDomainError("too much is open")
+
+    def _keep(self, matches: Callable[[World], bool], seen: str) -> None:
+        kept = {world for world in self.worlds if matches(world)}
+        if not kept:
+            allowed = sorted({tuple(s[:2] for s in world.scales) for world in self.worlds})
+            raise Disagreement(
+                f"the scale: {seen}, the rule allows (value, tracker) of {self.names}: {allowed}"
+            )
+        self.worlds = kept
+
+
+def _changed(world: World, place: int, **changes: Any) -> World:
+    scales = list(world.scales)
+    scales[place] = scales[place]._replace(**changes)
+    return world._replace(scales=tuple(scales))

@@ -1,0 +1,170 @@
+"""The real side of a sequence: GradScaler and float32 parameters, driven by printed lines of Python."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import torch
+
+from tests.fuzz import prelude
+from tests.fuzz.oracle import NO, YES, Oracle
+from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
+from tests.fuzz.sequences import Setup
+
+_IMPORTS = """\
+import copy, pickle
+import torch
+from torch.nn import Parameter
+from amp_plugin import GradScaler
+from tests.fuzz.prelude import *"""
+_TORCHS_OWN = "expected Tensor as element"  # fused SGD with momentum, where some parameters come later
+_LARGEST, _SMALLEST = 1e36, 1e-34
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(line: str) -> Any:
+    return compile(line, "<sequence>", "exec")
+
+
+class Scene:
+    """Runs lines, keeps them, and compares what is there with the oracle.
+
+    Attributes:
+        lines: What has been run so far, as a program.
+    """
+
+    def __init__(self, setup: Setup, oracle: Oracle, scaler: type) -> None:
+        self.lines: list[str] = []
+        self._names: dict[str, Any] = {}
+        self._oracle = oracle
+        self._scale_names = oracle.scales.names
+        self._weights: list[torch.Tensor] = []
+        self.run(_IMPORTS)
+        self._names["GradScaler"] = scaler
+        for index, value in enumerate(setup.weights()):
+            self.run(f"p{index} = Parameter(torch.tensor({value}))")
+        self.params: list[torch.Tensor] = [self._names[f"p{i}"] for i in range(len(oracle.params))]
+        if setup.compiled:
+            torch._dynamo.reset()
+        for o, (kind, members) in enumerate(zip(setup.kinds, setup.members, strict=True)):
+            self.run(f"o{o} = optimizer({kind!r}, [{params(members)}])")
+            if setup.compiled:
+                self.run(f'o{o}.step = torch.compile(o{o}.step, backend="eager")')
+        self.make_scaler(setup)
+        self.keep_weights()
+
+    def make_scaler(self, setup: Setup) -> None:
+        """Make the scaler."""
+        options = "".join(f", {name}={value!r}" for name, value in setup.options.items())
+        self.run(f'scaler = GradScaler("cpu"{options})')
+
+    def run(self, line: str, refused: str = NO, text: str = "") -> bool:
+        """Run a line.
+
+        Args:
+            line: Python.
+            refused: Whether it must raise RuntimeError.
+            text: What that error's text must match.
+
+        Returns:
+            Whether it was refused.
+        """
+        self.lines.append(line)
+        try:
+            exec(_compiled(line), self._names)
+        except Exception as error:
+            if _TORCHS_OWN in str(error):
+                raise OutOfDomainError from error
+            if refused == NO or not isinstance(error, RuntimeError) or not re.search(text, str(error)):
+                raise Disagreement(f"raised {type(error).__name__}: {error}") from error
+            self.lines[-1] = f"try:\n    {line}\nexcept RuntimeError as error:\n    print(error)"
+            return True
+        if refused == YES:
+            raise Disagreement(f"must raise RuntimeError ({text})")
+        return False
+
+    def __getitem__(self, name: str) -> Any:
+        """Look up a name of the program."""
+        return self._names[name]
+
+    def look(self) -> None:
+        """Compare scales and unscaled gradients; end where numbers leave float32's range."""
+        scaler, oracle = self._names["scaler"], self._oracle
+        oracle.shown = {name: scaler.get_scale(name or None) for name in self._scale_names}
+        oracle.scales.see(oracle.shown)
+        for index in oracle.present(range(len(self.params))):
+            right = oracle.params[index].grad.tolist()
+            finite = [abs(x) for x in right if math.isfinite(x) and x]
+            if finite and (
+                max(finite) * oracle.scales.largest() > _LARGEST
+                or min(finite) * oracle.scales.smallest() < _SMALLEST
+            ):
+                raise OutOfDomainError
+            if oracle.gradients[index].unscaled:
+                self._compare_gradient(index, right)
+
+    def take_gradients(self, indices: list[int]) -> None:
+        """Compare unscaled gradients near a minimum, where little is left of them, and go on with the real ones."""
+        for index in indices:
+            right = self._oracle.params[index].grad
+            self._compare_gradient(index, right.tolist(), atol=1e-3)
+            right.copy_(self.params[index].grad)
+
+    def _compare_gradient(self, index: int, right: list[float], atol: float = 0.0) -> None:
+        grad = self.params[index].grad
+        if grad is None:
+            raise Disagreement(f"p{index}.grad is None, it should be {right}")
+        if not all(_close(a, b, 1e-4 * abs(b) + atol) for a, b in zip(grad.tolist(), right, strict=True)):
+            raise Disagreement(f"p{index}.grad is {grad.tolist()}, unscaled it should be {right}")
+
+    def keep_weights(self) -> None:
+        """Remember the weights before a step, and give the oracle the same."""
+        self._weights = [param.detach().double() for param in self.params]
+        with torch.no_grad():
+            for param, value in zip(self._oracle.params, self._weights, strict=True):
+                param.copy_(value)
+
+    def compare_weights(self, rtol: float = 1e-3) -> None:
+        """Compare how far the weights have moved since the last look."""
+        for index, (param, right, before) in enumerate(
+            zip(self.params, self._oracle.params, self._weights, strict=True)
+        ):
+            for value, other, start in zip(param.tolist(), right.tolist(), before.tolist(), strict=True):
+                if not math.isfinite(other) or abs(other) > 1e6:
+                    raise OutOfDomainError
+                if not _close(value, other, rtol * abs(other - start) + 2e-6 * max(1.0, abs(other))):
+                    moved = f"moved by {value - start:.6g}, should have by {other - start:.6g}"
+                    raise Disagreement(f"p{index} {moved}")
+        self.keep_weights()
+
+    def see_state(self, state: dict[str, Any]) -> None:
+        """Compare a saved state with the model of the scales."""
+        numbers = {DEFAULT: state, **state["amp_plugin"]["losses"]}
+        shown = {
+            name: (numbers[name]["scale"], numbers[name]["_growth_tracker"]) for name in self._scale_names
+        }
+        self._oracle.scales.see_state(shown)
+
+
+def params(indices: Any) -> str:
+    """Name parameters: ``p0, p1``."""
+    return ", ".join(f"p{i}" for i in indices)
+
+
+def terms(pairs: Any) -> str:
+    """Name a loss's terms: ``(p0, 3.0), (p1, 2.0)``."""
+    return ", ".join(f"(p{i}, {factor})" for i, factor in pairs)
+
+
+def value_of(kind: str, pairs: Any, weights: list[torch.Tensor]) -> torch.Tensor:
+    """Compute the loss that ``kind`` names."""
+    return getattr(prelude, kind)(*((weights[i], factor) for i, factor in pairs))
+
+
+def _close(value: float, right: float, tolerance: float) -> bool:
+    if not math.isfinite(right):
+        return not math.isfinite(value)
+    return abs(value - right) <= tolerance

@@ -1,0 +1,77 @@
+"""Random sequences of GradScaler's public calls agree with float64: a short run.
+
+The long one is ``make fuzz``. A failure prints a small program that fails.
+"""
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from tests.fuzz import search
+
+
+@pytest.mark.parametrize("first", range(0, 300, 100))
+def test_any_sequence_of_calls(first):
+    failure = next(search.failures(seed=1, indices=range(first, first + 100)), None)
+    if failure is not None:
+        pytest.fail(f"\n{failure}", pytrace=False)
+
+
+class DividesTwice(GradScaler):
+    """Its ``unscale_`` divides by the scale once more."""
+
+    def unscale_(self, optimizer):
+        super().unscale_(optimizer)
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.div_(self.get_scale())
+
+
+class ForgetsOneUnscaling(GradScaler):
+    """Steps with scaled gradients if nothing was unscaled before."""
+
+    def step(self, optimizer, *args, **kwargs):
+        if args or kwargs:
+            return super().step(optimizer, *args, **kwargs)
+        result = super().step(optimizer)
+        if not self.last_step(optimizer).skipped:
+            optimizer.step()
+        return result
+
+
+class RemembersNorms(GradScaler):
+    """Returns the norm of its first clip for good."""
+
+    norms = None
+
+    def clip_grad_norm_(self, target, *args, **kwargs):
+        self.norms = self.norms or {}
+        norm = super().clip_grad_norm_(target, *args, **kwargs)
+        return self.norms.setdefault(id(target), norm) if isinstance(target, torch.optim.Optimizer) else norm
+
+
+class UpdatesAtOnce(GradScaler):
+    """Applies an update although gradients wait that depend on the scale; converts them, so only it shows."""
+
+    def update(self, new_scale=None):
+        super().update(new_scale)
+        self.end_iteration()
+
+
+class ForgetsOverflows(GradScaler):
+    """Never lowers the scale."""
+
+    def update(self, new_scale=None):
+        before = self.get_scale()
+        super().update(new_scale)
+        if new_scale is None and self.get_scale() < before:
+            super().update(before)
+
+
+@pytest.mark.parametrize(
+    "broken", [DividesTwice, ForgetsOneUnscaling, RemembersNorms, UpdatesAtOnce, ForgetsOverflows]
+)
+def test_a_broken_scaler_is_found(broken):
+    sequences = (search.draw(0, index) for index in range(300))
+    assert any(search.problem(s, broken) and not search.problem(s) for s in sequences)
