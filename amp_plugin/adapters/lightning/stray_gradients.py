@@ -45,6 +45,8 @@ class StrayGradients:
         if not self._expected and param.grad is not None:
             self._strays[id(param)] = weakref.ref(param.grad)
 
+    _made.keeps_gradients = True  # type: ignore[attr-defined] # else the scaler watches for gradients it takes
+
     @contextmanager
     def expected(self) -> Iterator[None]:
         """Take what is made within for gradients of a scaled loss."""
