@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning.fabric.utilities.throughput import _plugin_to_compute_dtype
 from torch import nn
 
 from amp_plugin.adapters.lightning import AmpPrecision, FabricAmpPrecision, classes_for
+from amp_plugin.scaling.penalty import grad, gradient_penalty
 from tests.adapters.lightning_models import QUIET
 
 pytestmark = QUIET
@@ -188,10 +190,10 @@ def test_gradient_penalty_through_the_guard():
     plugin = FabricAmpPrecision(init_scale=1024.0)
     fabric, model, (optimizer,) = set_up(plugin)
     x = X.clone().requires_grad_()
-    (grad,) = plugin.grad(model(x), x, create_graph=True)
-    assert grad.item() == 2.0  # a + b
-    fabric.backward(grad.square() + plugin.gradient_penalty(model(x), x))
-    assert plugin.guard._in_fabric_backward is False
+    (derivative,) = plugin.grad(model(x), x, create_graph=True)
+    assert derivative.item() == 2.0  # a + b
+    fabric.backward(derivative.square() + plugin.gradient_penalty(model(x), x))
+    assert plugin.package.wrappers._in_fabric_backward is False
     optimizer.step()
     assert (model.a.item(), model.b.item()) == (-7.0, -7.0)  # twice d/da (a + b)^2 = 4
 
@@ -205,6 +207,17 @@ def test_gradient_penalty_through_the_guard_of_the_other_package():
     x = X.clone().requires_grad_()
     assert plugin.grad(model(x), x)[0].item() == 2.0
     assert plugin.gradient_penalty(model(x), x).item() == 4.0
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_the_plain_functions_pass_the_guard(package):
+    plugin = classes_for(package).FabricAmpPrecision(init_scale=1024.0)
+    model = plugin.package.Fabric(accelerator="cpu", devices=1, plugins=[plugin]).setup(Weights())
+    x = X.clone().requires_grad_()
+    assert grad(model(x), x, scaler=plugin.scaler)[0].item() == 2.0
+    assert gradient_penalty(model(x), x, scaler=plugin.scaler).item() == 4.0
+    with pytest.raises(RuntimeError, match=r"fabric\.backward"):
+        torch.autograd.grad(model(x), x)
 
 
 def test_the_loss_scale_is_saved_with_fabric(tmp_path):
@@ -245,28 +258,64 @@ def test_accumulation_and_optimizers_without_gradients():
     assert model.b.item() == 1.0
 
 
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_lazy_parameters(precision):
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[FabricAmpPrecision(precision, init_scale=8.0)])
+    module = nn.LazyLinear(1, bias=False)
+    model, optimizer = fabric.setup(module, torch.optim.SGD(module.parameters(), lr=1.0))
+    loss = model(torch.ones(1, 1)).sum()
+    before = module.weight.item()
+    fabric.backward(loss)
+    optimizer.step()
+    assert module.weight.item() == before - 1.0
+
+
+@pytest.mark.parametrize("order", ["model first", "optimizers first"])
+def test_an_optimizer_that_accumulates_before_its_first_step(order):
+    """It is known from its set-up, so its gradients follow the scale that the other one's steps change."""
+    fabric = Fabric(
+        accelerator="cpu", devices=1, plugins=[FabricAmpPrecision(init_scale=4.0, growth_interval=1)]
+    )
+    module = Weights()
+    optimizers = [torch.optim.SGD([param], lr=1.0) for param in (module.a, module.b)]
+    if order == "model first":
+        model, first, second = fabric.setup(module, *optimizers)
+    else:
+        first, second = fabric.setup_optimizers(*optimizers)
+        model = fabric.setup_module(module)
+    for x in (2.0, 4.0, 9.0):
+        fabric.backward(model(torch.tensor(x)))
+        first.step()
+        first.zero_grad()
+    second.step()
+    assert (model.a.item(), model.b.item()) == (1.0 - 15.0, 1.0 - 15.0)
+
+
 def test_a_thread_gets_the_dtype_of_the_plugin():
-    """As torch's parallel_apply does: autocast on in the thread, dtype left at the default."""
+    """As nn.DataParallel does: replicas run in threads, autocast on as outside, dtype left at the default."""
     assert dtypes_in_threads(stock()) == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
     ours = dtypes_in_threads(FabricAmpPrecision("fp16"))
     assert ours == [torch.float16, torch.bfloat16, torch.float32, torch.bfloat16]
 
 
 def dtypes_in_threads(plugin):
-    """The output's dtype, and autocast's after the forward, in a thread with autocast on and in one with it off."""
+    """The output's dtype, and autocast's after the forward, where the replica is made in a region and outside."""
     fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     module = nn.Linear(2, 2)
     model = fabric.setup(module)
     assert model(torch.ones(1, 2)).dtype is torch.float32
     dtypes = []
 
-    def worker(autocast):
+    def worker(replica, autocast):
         with torch.autocast("cpu", enabled=autocast):
-            dtypes.append(module(torch.ones(1, 2)).dtype)
+            dtypes.append(replica(torch.ones(1, 2)).dtype)
             dtypes.append(torch.get_autocast_dtype("cpu"))
 
     for autocast in (True, False):
-        thread = threading.Thread(target=worker, args=(autocast,))
+        with plugin.forward_context() if autocast else nullcontext():
+            replica = module._replicate_for_data_parallel()
+        replica.weight, replica.bias = module.weight, module.bias
+        thread = threading.Thread(target=worker, args=(replica, autocast))
         thread.start()
         thread.join()
     return dtypes

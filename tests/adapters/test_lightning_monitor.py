@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
-from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, fit
+from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, batches, fit, make_trainer
 
 pytestmark = QUIET
 
@@ -153,3 +153,20 @@ def test_wrong_numbers(option):
         AmpMonitor(**{option: 0})
     with pytest.raises(TypeError, match=f"{option}='3' is not allowed; give a number"):
         AmpMonitor(**{option: "3"})
+
+
+def test_a_second_fit_after_an_exception_counts_each_step_once():
+    class Interrupted(OneWeight):
+        def on_train_batch_start(self, batch, batch_idx):
+            if not self.seen and batch_idx == 1:
+                self.seen = True
+                raise ZeroDivisionError
+
+    module, monitor = Interrupted(overflow_at=range(9)), AmpMonitor(max_skips_in_a_row=6)
+    module.seen = False
+    trainer = make_trainer(AmpPrecision(), 5, callbacks=[monitor])
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit(module, batches())
+    trainer.fit(module, batches())
+    assert monitor.skipped_steps == trainer.precision_plugin.skipped_steps == 5
+    assert not trainer.precision_plugin.observers

@@ -22,6 +22,8 @@ import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+from amp_plugin.scaling.gradient_set import GradientSet
+from amp_plugin.scaling.loss_scale import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
     Linear,
@@ -441,6 +443,76 @@ def test_hooks_of_a_fused_optimizer_see_unscaled_gradients(clip):
 # -- several optimizers -------------------------------------------------------------------------
 
 
+class EditsGradients(OneWeight):
+    """LBFGS whose gradient of 3 becomes 0.5: its first step is the gradient, or 1 if that is larger."""
+
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=1)
+
+
+class ClipsByItself(EditsGradients):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        torch.nn.utils.clip_grad_value_(self.parameters(), 0.5)
+
+
+class EditsInHook(EditsGradients):
+    def on_before_optimizer_step(self, optimizer):
+        self.w.grad.clamp_(max=0.5)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("module", [EditsGradients, ClipsByItself, EditsInHook])
+def test_unscaled_gradients_of_a_repeated_closure_may_be_edited(module, precision):
+    clip = {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"} if module is EditsGradients else {}
+    fitted = module()
+    fit(fitted, AmpPrecision(precision, init_scale=8.0), **clip)
+    assert fitted.w.item() == 0.5
+
+
+class Overflows(OneWeight):
+    """Its gradient becomes infinite, unseen by torch's version counter."""
+
+    def overflow(self):
+        self.w.grad.data.mul_(torch.inf)
+
+
+class OverflowsInHook(Overflows):
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+class OverflowsWhereItConfiguresClipping(Overflows):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+class OverflowsWhereItClips(Overflows):
+    def clip_gradients(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        super().clip_gradients(optimizer, 0.5, "norm")
+        self.overflow()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", Overflows.__subclasses__())
+def test_gradients_are_read_again_after_user_code(kind, clip, fused):
+    module = kind(fused=fused)
+    trainer = fit(module, AmpPrecision(init_scale=8.0), gradient_clip_val=clip)
+    assert trainer.precision_plugin.skipped_steps == 1
+    assert module.w.item() == 1.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_read_once_where_no_user_code_runs(monkeypatch, fused):
+    read = []
+    measured = GradientSet._measured
+    monkeypatch.setattr(GradientSet, "_measured", lambda *args: read.append(0) or measured(*args))
+    fit(OneWeight(fused=fused), AmpPrecision(init_scale=8.0), gradient_clip_val=0.5)
+    assert len(read) == 1
+
+
 def test_n_critic_steps_one_optimizer_several_times_an_iteration():
     def step(module, batch, batch_idx):
         generator, critic = module.optimizers()
@@ -512,6 +584,34 @@ def test_parameters_in_float16_are_refused_or_allowed():
     module = Half()
     fit(module, AmpPrecision("fp16", fp16_gradients=True, init_scale=4.0))
     assert module.w.item() == 1.0 - 3.0
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_lazy_parameters(manual):
+    class Lazy(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = not manual
+            self.net = nn.LazyLinear(1, bias=False)
+
+        def training_step(self, batch, batch_idx):
+            loss = self.net(batch.reshape(1, 1)).sum()
+            if manual:
+                self.optimizers().zero_grad()
+                self.manual_backward(loss)
+                self.optimizers().step()
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    def run(plugin):
+        torch.manual_seed(0)
+        module = Lazy()
+        fit(module, plugin, steps=2)
+        return module.net.weight.item()
+
+    assert run(AmpPrecision(init_scale=8.0)) == run(stock(8.0))
 
 
 def test_toggled_optimizers():
@@ -900,6 +1000,26 @@ def test_signatures_name_the_options():
     for cls in (AmpPrecision, FabricAmpPrecision):
         assert list(inspect.signature(cls).parameters)[:2] == ["precision", "device"]
     assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps"]
+
+
+def test_signatures_have_the_defaults_of_the_loss_scale():
+    options = inspect.signature(LossScaleOptions).parameters
+    assert AmpPrecision().settings.loss_scale == LossScaleOptions()
+    for cls in (AmpPrecision, FabricAmpPrecision, classes_for("pytorch_lightning").AmpPrecision):
+        given = inspect.signature(cls).parameters
+        assert [given[name] for name in options] == list(options.values())
+
+
+@pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])
+def test_both_packages_document_the_same_options(name):
+    ours, theirs = (getattr(classes_for(package), name) for package in ("lightning", "pytorch_lightning"))
+    assert inspect.signature(ours) == inspect.signature(theirs)
+    names = theirs.__doc__.replace("pytorch_lightning", "lightning.pytorch")
+    assert names.replace("lightning_fabric", "lightning.fabric") == ours.__doc__
+    assert all(f"{option}: " in AmpPrecision.__doc__ for option in inspect.signature(AmpPrecision).parameters)
+    for cls in (ours, theirs):
+        assert cls.__name__ == cls.__qualname__ == name
+        assert pickle.loads(pickle.dumps(cls)) is cls
 
 
 @pytest.mark.parametrize(

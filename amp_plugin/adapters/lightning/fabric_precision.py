@@ -1,25 +1,29 @@
-"""What FabricAmpPrecision does at each call of Lightning's Fabric."""
+"""FabricAmpPrecision: what it does at each call of Lightning's Fabric.
+
+Fabric does not tell a plugin its device or the end of an iteration: the device is that of the modules set
+up, when one of them first runs; a requested update waits for the next loss.
+"""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, autocast_module
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
-from amp_plugin.adapters.lightning.thread_regions import carry_into_threads
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.scaling.spread import parameter_spreads
+from amp_plugin.scaling.shard_layout import parameter_layouts
 
 Member = TypeVar("Member")
 
@@ -32,34 +36,47 @@ class _Known(weakref.WeakKeyDictionary[Member, None]):
 
 
 class FabricPrecision(PrecisionCore):
-    """The body shared by FabricAmpPrecision of ``lightning.fabric`` and of ``lightning_fabric``.
+    """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
 
-    Fabric does not tell a plugin its device, its optimizers or the end of an iteration: the
-    device is that of the modules set up, when one of them first runs; optimizers are
-    registered at their first step or clip; a requested update waits for the next loss.
+    Takes the arguments of AmpPrecision. Inputs keep their dtypes, half-precision outputs come back
+    as fp32. ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+
+    Raises:
+        ValueError: an argument is not one of the allowed values.
+        TypeError: at the first backward, under DeepSpeed.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin.adapters.lightning import FabricAmpPrecision
+        >>> plugin = FabricAmpPrecision("bf16")  # for Fabric(plugins=[plugin])
+        >>> plugin.convert_output(torch.ones(2, dtype=torch.bfloat16)).dtype
+        torch.float32
     """
 
     advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
-    plain: ClassVar[Any]
-    """The framework's plain Precision."""
-    wrapper: ClassVar[Any]
-    """The framework's _FabricOptimizer."""
-    guard: ClassVar[Any]
-    """The framework's module whose flag allows backward passes."""
 
     def _begin(self) -> None:
         self._modules: _Known[nn.Module] = _Known()
-        self._named: _Known[Optimizer] = _Known()
+        self._optimizers: _Known[Optimizer] = _Known()
         self._started = False
 
     # -- set-up -------------------------------------------------------------------------------
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Put ``fp32_modules`` under fp32, and let threads that run the module use our region."""
-        module = super().convert_module(module)
+        """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
+        module = autocast_module(super().convert_module(module))
         self._modules[module] = None
-        carry_into_threads(module, self)
         return module
+
+    def add_optimizer(self, optimizer: Optimizer) -> None:
+        """Make an optimizer known, so that its gradients follow the scale before its first step too."""
+        if optimizer not in self._optimizers:
+            self._optimizers[optimizer] = None
+            if self._started:
+                self._register(optimizer)
+
+    def _register(self, optimizer: Optimizer) -> None:
+        self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
 
     def _ready(self) -> None:
         if self._started:
@@ -73,15 +90,17 @@ class FabricPrecision(PrecisionCore):
                 "(fabric.setup), or pass device='cpu' or 'cuda'"
             )
             raise RuntimeError(msg)
-        root = next((fsdp_root(each) for module in modules for each in module.modules()), None)
+        root = next((fsdp_root(part) for module in modules for part in module.modules()), None)
         device = self.device if tensor is None else tensor.device.type
-        may_be_offloaded = tensor is None or root is not None or parameter_spreads([tensor])
+        may_be_offloaded = tensor is None or root is not None or parameter_layouts([tensor])
         if not may_be_offloaded:
             remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
             self._refuse_other_device(device, remedy)
         self._start(device, **scaler_options(root))
         self._keep_casts(window=1)
         self._started = True
+        for optimizer in list(self._optimizers):
+            self._register(optimizer)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -104,27 +123,21 @@ class FabricPrecision(PrecisionCore):
         self._ready()
         inside = torch.is_autocast_enabled(self.device)
         with self._no_region() if inside else nullcontext():
-            scaled = tensor if self.scaler is None else self.scaler.scale(tensor)
-            self.plain.backward(self, scaled, model, *args, **kwargs)
+            self.package.plugins.Precision.backward(self, self._scaler.scale(tensor), model, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
-        inner = self._unwrap(optimizer)
-        if self.scaler is None:
-            output = self.plain.optimizer_step(self, optimizer, **kwargs)
-            self._report(inner, self._unscaled_steps.stepped(inner))
-            return output
-        output = self._known(self.scaler, optimizer).step(optimizer, **kwargs)
-        self.scaler.update()
-        self._report(inner, self.scaler.last_step(inner))
+        optimizer = self._unwrap(optimizer)
+        output = self._scaler_of(optimizer).step(optimizer, **kwargs)
+        self._scaler.update()
+        self._report(optimizer, self._scaler.last_step(optimizer))
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
         self._ready()
-        if self.scaler is not None:
-            self._known(self.scaler, optimizer).ensure_unscaled(optimizer)
+        self._scaler_of(optimizer).ensure_unscaled(optimizer)
 
     def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
@@ -139,33 +152,50 @@ class FabricPrecision(PrecisionCore):
         """
         optimizer = self._unwrap(optimizer)
         self._ready()
-        if self.scaler is None:
-            params = list(self.plain.main_params(self, optimizer))
-            norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
-            self._unscaled_steps.note(optimizer, norm)
-            return norm
-        return self._known(self.scaler, optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
+        return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
 
-    def _known(self, scaler: GradScaler, optimizer: Optimizer) -> GradScaler:
-        """Register an optimizer when it is first seen, its parameters by name."""
-        if optimizer not in self._named:
-            self._named[optimizer] = None
-            scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
-        return scaler
+    def _scaler_of(self, optimizer: Optimizer) -> GradScaler:
+        """Return the scaler, which knows the optimizer now if it was not set up."""
+        self.add_optimizer(optimizer)
+        return self._scaler
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
-        inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
-        return inner
+        wrapped = isinstance(optimizer, self.package.wrappers._FabricOptimizer)
+        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
 
+    @classmethod
     @contextmanager
-    def _backward_allowed(self) -> Iterator[None]:
+    def backward_allowed(cls) -> Iterator[None]:
         """Let ``torch.autograd.grad`` through, which Fabric takes for a forgotten fabric.backward."""
-        before = self.guard._in_fabric_backward
-        self.guard._in_fabric_backward = True
+        guard = cls.package.wrappers
+        before = guard._in_fabric_backward
+        guard._in_fabric_backward = True
         try:
             yield
         finally:
-            self.guard._in_fabric_backward = before
+            guard._in_fabric_backward = before
+
+
+def report_set_up(wrapper: Any) -> None:
+    """Let Fabric's optimizers report to a FabricPrecision that they are set up.
+
+    Fabric has no hook for that. ``setup`` and ``setup_optimizers`` show a plugin no optimizer, and the
+    strategies, which see them, do not all call their base class. But every optimizer ends in one private
+    class of Fabric, whose constructor is given the strategy, and the strategy knows the plugin. So the
+    report is made there; programs without a FabricPrecision are not affected.
+
+    Args:
+        wrapper: the package's ``_FabricOptimizer``.
+    """
+    wrap = wrapper.__init__
+
+    @functools.wraps(wrap)
+    def wrap_and_report(self: Any, optimizer: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, optimizer, strategy, *args, **kwargs)
+        if isinstance(strategy.precision, FabricPrecision):
+            strategy.precision.add_optimizer(optimizer)
+
+    wrapper.__init__ = wrap_and_report
 
 
 def _as_fp32(tensor: Tensor) -> Tensor:

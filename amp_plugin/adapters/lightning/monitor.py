@@ -14,10 +14,31 @@ if TYPE_CHECKING:
 
 
 class Monitor:
-    """The body shared by AmpMonitor of ``lightning.pytorch`` and of ``pytorch_lightning``."""
+    """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
 
-    warn: ClassVar[Any]
-    """The framework's ``rank_zero_warn``."""
+    The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
+    the unscaled gradients before clipping. In bf16 and fp32, where nothing is scaled or skipped, they
+    get ``grad_norm`` alone; it costs one more read of the gradients at each optimizer step there.
+    On a GPU the device is read every few steps only, so warning and error come that much later.
+
+    Args:
+        max_skips_in_a_row: skipped optimizer steps in a row after which training stops.
+        every_n_steps: optimizer steps between two reads of the device; None: each step on CPU,
+            else the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        ValueError: an argument is below 1.
+        TypeError: when training starts, if the Trainer has no AmpPrecision.
+        RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
+
+    Example:
+        >>> from amp_plugin.adapters.lightning import AmpMonitor
+        >>> AmpMonitor(max_skips_in_a_row=10).max_skips_in_a_row
+        10
+    """
+
+    package: ClassVar[Any]
+    """The framework: the module ``lightning.pytorch`` or ``pytorch_lightning``."""
 
     @names_checked
     def __init__(self, *, max_skips_in_a_row: int = 50, every_n_steps: int | None = None) -> None:
@@ -47,9 +68,13 @@ class Monitor:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        observers = trainer.precision_plugin.observers
+        observers = getattr(trainer.precision_plugin, "observers", [])
         if self._stepped in observers:
             observers.remove(self._stepped)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop watching: after an exception the Trainer does not call ``teardown``."""
+        self.teardown(trainer, pl_module, "")
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
         self._unread.append((id(optimizer), result))
@@ -75,9 +100,9 @@ class Monitor:
             self._read()
         if last.norm is not None:
             pl_module.log("grad_norm", last.norm, prog_bar=True)
-        if plugin.scaler is None:
+        scale = plugin.scaler and plugin.scaler.current_scale()  # last.scale_after waits for the device
+        if scale is None:
             return
-        scale = plugin.scaler._get_scale_async()  # last.scale_after waits for the device
         pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
 
@@ -94,7 +119,7 @@ class Monitor:
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True
-        self.warn(
+        self.package.utilities.rank_zero_warn(
             f"the loss scale fell to {result.scale_after:g}, below 1: gradients overflow without any "
             f"scaling ({result.overflow_report()}). Look for a diverging loss, lower the learning rate, or "
             "use AmpPrecision('bf16')"

@@ -32,8 +32,8 @@ def _needs_closure(kind: Any) -> bool:
 
 def gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
     """Whether earlier micro-batches have overflowed and the step would not call its closure."""
-    if scaler._scale is None or not uses_gradients_before_closure(optimizer):
-        return False
-    record = scaler._record(optimizer)
-    pending = any(one.touched and one.ledger.count() for one in record.sets)
-    return pending and bool(scaler._unscale(record)[1].item() > 0)
+    return (
+        scaler.has_scaled
+        and uses_gradients_before_closure(optimizer)
+        and scaler.overflowed_before_closure(optimizer)
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
-from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
+from amp_plugin.adapters.lightning.settings import (
+    DTYPES,
+    PrecisionName,
+    PrecisionSettings,
+    checked_loss_scale,
+)
 from amp_plugin.adapters.option_checks import names_checked
-from amp_plugin.adapters.unscaled_steps import UnscaledSteps
 from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
@@ -33,10 +37,11 @@ class PrecisionCore:
         settings: What the user asked for.
         precision: Lightning's own name for it, e.g. ``"16-mixed"``.
         device: Device type; empty until training starts if it was not given.
-        scaler: The loss scale's owner; None where nothing is scaled, or before training starts.
         observers: Called with each optimizer and the result of its step.
     """
 
+    package: ClassVar[Any]
+    """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
     advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
     """What to do where a framework complains of the plugin."""
     shares_casts: ClassVar[bool] = True
@@ -73,30 +78,28 @@ class PrecisionCore:
             fp32_modules=fp32_modules,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
-            loss_scale={
-                "init_scale": init_scale,
-                "growth_factor": growth_factor,
-                "backoff_factor": backoff_factor,
-                "growth_interval": growth_interval,
-                "min_scale": min_scale,
-                "max_scale": max_scale,
-                "hysteresis": hysteresis,
-                "hysteresis_mode": hysteresis_mode,
-                "on_min_scale": on_min_scale,
-                "dynamic": dynamic,
-                "fp16_gradients": fp16_gradients,
-            },
+            loss_scale=checked_loss_scale(
+                init_scale=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                min_scale=min_scale,
+                max_scale=max_scale,
+                hysteresis=hysteresis,
+                hysteresis_mode=hysteresis_mode,
+                on_min_scale=on_min_scale,
+                dynamic=dynamic,
+            ),
+            fp16_gradients=fp16_gradients,
         )
-        GradScaler("cpu", enabled=False, **settings.loss_scale)  # a wrong number is an error here already
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
-        self.scaler: GradScaler | None = None
         self.observers: list[Observer] = []
         self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
+        self._scaler = GradScaler("cpu", enabled=False)  # passes through until training starts
         self._attempted_steps = 0
-        self._unscaled_steps = UnscaledSteps()
         self._loaded_state: dict[str, Any] = {}
         self._begin()
 
@@ -110,6 +113,11 @@ class PrecisionCore:
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors, such as that of two precisions, hold ``f"{plugin}"``."""
         return format(f"{self!r} ({self.advice})", spec)
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scale's owner; None where nothing is scaled, or before training starts."""
+        return self._scaler if self._scaler.is_enabled() else None
 
     # -- starting and ending ------------------------------------------------------------------
 
@@ -131,8 +139,14 @@ class PrecisionCore:
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)
-        if self.settings.scales_loss and self.scaler is None:
-            self.scaler = GradScaler(self.device, **self.settings.loss_scale, **scaler_options)
+        if not self._scaler.is_enabled():
+            self._scaler = GradScaler.from_options(
+                self.device,
+                self.settings.loss_scale,
+                enabled=self.settings.scales_loss,
+                fp16_gradients=self.settings.fp16_gradients,
+                **scaler_options,
+            )
             if self._loaded_state:
                 self.load_state_dict(self._loaded_state)
 
@@ -200,20 +214,13 @@ class PrecisionCore:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    @contextmanager
-    def _backward_allowed(self) -> Iterator[None]:
-        """Silence a framework's guard against backward passes it does not know of."""
-        yield
-
     def grad(self, outputs: Any, inputs: Any, **options: Any) -> tuple[Tensor | None, ...]:
         """Return unscaled gradients of ``outputs``; see :func:`amp_plugin.scaling.penalty.grad`."""
-        with self._backward_allowed():
-            return penalty.grad(outputs, inputs, scaler=self.scaler, **options)
+        return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
 
     def gradient_penalty(self, outputs: Any, inputs: Any, **options: Any) -> Tensor:
         """Return a penalty to add to a loss; see :func:`amp_plugin.scaling.penalty.gradient_penalty`."""
-        with self._backward_allowed():
-            return penalty.gradient_penalty(outputs, inputs, scaler=self.scaler, **options)
+        return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -229,10 +236,7 @@ class PrecisionCore:
         Raises:
             RuntimeError: the optimizer has not stepped yet.
         """
-        optimizer = self._unwrap(optimizer)
-        if self.scaler is None or self.scaler._scale is None:  # or no loss has been scaled yet
-            return self._unscaled_steps.last(optimizer)
-        return self.scaler.last_step(optimizer)
+        return self._scaler.last_step(self._unwrap(optimizer))
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
@@ -245,7 +249,7 @@ class PrecisionCore:
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far, of all optimizers: a host sync."""
-        return 0 if self.scaler is None else self.scaler.skipped_steps()
+        return self._scaler.skipped_steps()
 
     @property
     def optimizer_steps(self) -> int:
@@ -259,15 +263,14 @@ class PrecisionCore:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
-        if self.scaler is None:
+        if not self._scaler.is_enabled():
             return dict(self._loaded_state)
-        return {**self.scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
+        return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a loss scale: ours, torch's or a stock plugin's."""
         if not self.settings.scales_loss:
             return
         self._loaded_state = dict(state_dict)
-        if self.scaler is not None:
-            self.scaler.load_state_dict(self._loaded_state)
-            self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.scaler.skipped_steps()
+        self._scaler.load_state_dict(self._loaded_state)
+        self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps

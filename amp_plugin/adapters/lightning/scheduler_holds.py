@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import defaultdict
 from typing import Any
 
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.late_skips import LateSkips
 from amp_plugin.scaling.step_result import StepResult
 
 NEVER = sys.maxsize
@@ -22,11 +23,9 @@ class HeldBack:
 
     Attributes:
         hold: Whether the scheduler sits out the present optimizer step.
-        owed: Steps it took before the host knew that the optimizer's were skipped.
     """
 
     hold: bool = False
-    owed: int = 0
     own_frequency: int = 1
 
     @property
@@ -40,11 +39,7 @@ class HeldBack:
 
 
 class SchedulerHolds:
-    """Decide after each optimizer step which schedulers sit it out.
-
-    A skip the host already knows of holds the scheduler back at once. A skip it learns of
-    later (a fused optimizer on a GPU) costs the scheduler its next step instead, so that
-    after as many steps it stands where it should.
+    """Decide after each optimizer step which schedulers sit it out; LateSkips says when.
 
     Args:
         exact: wait for the device after each step, so that every skip is known at once.
@@ -53,12 +48,12 @@ class SchedulerHolds:
     def __init__(self, *, exact: bool) -> None:
         self._exact = exact
         self._held: list[Any] = []
-        self._unknown: dict[int, deque[StepResult]] = {}
+        self._skips: defaultdict[int, LateSkips] = defaultdict(LateSkips)
 
     def clear(self) -> None:
         """Forget all schedulers, for a new run."""
         self._held.clear()
-        self._unknown.clear()
+        self._skips.clear()
 
     def take(self, config: Any, config_class: Any) -> Any:
         """Take charge of a scheduler's config if it is called after optimizer steps.
@@ -77,27 +72,12 @@ class SchedulerHolds:
         self._held.append(config)
         return config
 
-    def after_step(self, optimizer: Optimizer, result: StepResult | None) -> None:
-        """Set the holds of an optimizer's schedulers; ``result`` is None if nothing was scaled."""
+    def after_step(self, optimizer: Optimizer, result: StepResult) -> None:
+        """Set the holds of an optimizer's schedulers."""
         configs = [config for config in self._held if config.scheduler.optimizer is optimizer]
         if not configs:
             return
         wait = self._exact or any(config.own_frequency != 1 for config in configs)
-        skipped = None if result is None else result.skipped if wait else result.skipped_if_known()
-        learned = self._learned(optimizer)
+        hold = self._skips[id(optimizer)].after_step(result, wait=wait)
         for config in configs:
-            config.owed += learned
-            config.hold = bool(skipped) or config.owed > 0
-            if config.hold and not skipped:
-                config.owed -= 1
-        if skipped is None and result is not None:
-            self._unknown.setdefault(id(optimizer), deque()).append(result)
-
-    def _learned(self, optimizer: Optimizer) -> int:
-        """Count the skips of earlier steps that the host knows of only now."""
-        waiting = self._unknown.get(id(optimizer), deque())
-        learned = 0
-        while waiting and (skipped := waiting[0].skipped_if_known()) is not None:
-            learned += skipped
-            waiting.popleft()
-        return learned
+            config.hold = hold

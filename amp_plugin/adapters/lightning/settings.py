@@ -10,6 +10,7 @@ import torch
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.scaling.loss_scale import LossScaleOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
-
-_FLAGS: Final = frozenset({"dynamic", "fp16_gradients"})
-_WORDS: Final = frozenset({"hysteresis_mode", "on_min_scale"})  # GradScaler checks them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +37,8 @@ class PrecisionSettings:
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
             of a skipped step, not even by one optimizer step.
-        loss_scale: keyword arguments of ``amp_plugin.GradScaler``.
+        loss_scale: options of the loss scale.
+        fp16_gradients: whether parameters may be in float16.
     """
 
     precision: str
@@ -49,7 +48,8 @@ class PrecisionSettings:
     fp32_modules: Sequence[str] = ()
     cast_cache: bool | None = None
     exact_schedulers: bool = False
-    loss_scale: dict[str, Any]
+    loss_scale: LossScaleOptions
+    fp16_gradients: bool = False
 
     def __post_init__(self) -> None:
         _check_precision("precision", self.precision)
@@ -60,11 +60,7 @@ class PrecisionSettings:
         _check_names("fp32_modules", self.fp32_modules)
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
-        for name, value in self.loss_scale.items():
-            if name in _FLAGS:
-                flag(name, value)
-            elif name not in _WORDS:
-                number(name, value, none=name in {"min_scale", "max_scale"})
+        flag("fp16_gradients", self.fp16_gradients)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
@@ -82,6 +78,22 @@ class PrecisionSettings:
     def scales_loss(self) -> bool:
         """Whether training needs a loss scale: fp16 only."""
         return self.precision == "fp16"
+
+
+def checked_loss_scale(**options: Any) -> LossScaleOptions:
+    """Return the options of a loss scale, each of the type of its default.
+
+    Raises:
+        TypeError: one is of another type.
+        ValueError: a number is out of range, or a word unknown.
+    """
+    for name, value in options.items():
+        default = getattr(LossScaleOptions(), name)
+        if isinstance(default, bool):
+            flag(name, value)
+        elif not isinstance(default, str):
+            number(name, value, none=default is None)
+    return LossScaleOptions(**options)
 
 
 def _check_precision(name: str, given: str) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-from amp_plugin.scaling.distributed import Groups
-
 _REFUSED = {
     "DeepSpeedStrategy": (
         "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
@@ -50,20 +48,12 @@ def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
     return model if isinstance(model, FullyShardedDataParallel) else None
 
 
-def step_groups(root: FullyShardedDataParallel | None) -> Groups:
-    """Return the groups whose ranks step together under FSDP's first version.
+def scaler_options(root: FullyShardedDataParallel | None) -> dict[str, Any]:
+    """Return GradScaler options for a strategy: under FSDP's first version ranks step together.
 
     They hold parts of each gradient, or with ``NO_SHARD`` the whole of it.
     """
     if root is None or root.process_group is None:
-        return Groups()
-    group = (root.process_group,)
-    return (
-        Groups(agree=group) if root.sharding_strategy is ShardingStrategy.NO_SHARD else Groups(sharded=group)
-    )
-
-
-def scaler_options(root: FullyShardedDataParallel | None) -> dict[str, Any]:
-    """Return GradScaler options for a strategy: FSDP's ranks hold parts of each gradient."""
-    groups = step_groups(root)
-    return {"sharded_groups": groups.sharded, "process_groups": groups.agree} if groups else {}
+        return {}
+    group, whole = (root.process_group,), root.sharding_strategy is ShardingStrategy.NO_SHARD
+    return {"process_groups": group if whole else (), "sharded_groups": () if whole else group}

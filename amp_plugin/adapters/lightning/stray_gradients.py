@@ -6,11 +6,10 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
-
-from amp_plugin.scaling.registry import OptimizerRecord
 
 
 class StrayGradients:
@@ -28,11 +27,13 @@ class StrayGradients:
     def watch(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch the parameters of these optimizers, and no others any more."""
         self.release()
-        params = {id(param): param for one in optimizers for param in params_of(one) if param.requires_grad}
-        self._handles = [
-            param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
-            for param in params.values()
-        ]
+        params = {id(param): param for optimizer in optimizers for param in params_of(optimizer)}
+        with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
+            self._handles = [
+                param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
+                for param in params.values()
+                if param.requires_grad
+            ]
 
     def release(self) -> None:
         """Watch no parameter any more."""
@@ -43,6 +44,8 @@ class StrayGradients:
     def _made(self, param: Tensor) -> None:
         if not self._expected and param.grad is not None:
             self._strays[id(param)] = weakref.ref(param.grad)
+
+    _made.keeps_gradients = True  # type: ignore[attr-defined] # else the scaler watches for gradients it takes
 
     @contextmanager
     def expected(self) -> Iterator[None]:
@@ -70,10 +73,16 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def stray_text(optimizer: Optimizer, strays: list[Tensor], record: OptimizerRecord) -> str:
-    """Say which gradients are stray and what to write instead, for the error."""
-    names = dict(zip(map(id, record.params), record.all_names(), strict=True))
-    listed = ", ".join(names[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
+def stray_text(optimizer: Optimizer, strays: list[Tensor], names: list[str]) -> str:
+    """Say which gradients are stray and what to write instead, for the error.
+
+    Args:
+        optimizer: the optimizer that was to step.
+        strays: those of its parameters that have stray gradients.
+        names: the names of all its parameters.
+    """
+    name_of = dict(zip(map(id, params_of(optimizer)), names, strict=True))
+    listed = ", ".join(name_of[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
     return (
         f"{type(optimizer).__name__}.step(): {len(strays)} parameters ({listed}) have gradients that "
         "self.manual_backward() did not make: their loss was not scaled and fp16 lost small ones; "

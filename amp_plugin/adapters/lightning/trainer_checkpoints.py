@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 
@@ -13,8 +13,6 @@ STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 class TrainerCheckpoints(PrecisionCore):
     """Write the loss scale where the stock plugin would, and find it wherever one did."""
 
-    warn: ClassVar[Any]
-    """The framework's ``rank_zero_warn``."""
     checkpoint_key: str = "MixedPrecision"
     _fitting: bool = True
 
@@ -30,12 +28,12 @@ class TrainerCheckpoints(PrecisionCore):
         if not self._fitting:
             return
         if self.settings.scales_loss and found is None:
-            self.warn(
+            self.package.utilities.rank_zero_warn(
                 "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
-                f"in fp16 from init_scale={self.settings.loss_scale['init_scale']:g}"
+                f"in fp16 from init_scale={self.settings.loss_scale.init_scale:g}"
             )
         elif not self.settings.scales_loss and found is not None:
-            self.warn(
+            self.package.utilities.rank_zero_warn(
                 "the checkpoint was written in fp16. Training goes on in "
                 f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
             )

@@ -1,4 +1,13 @@
-"""What AmpPrecision does at each call of Lightning's Trainer."""
+"""AmpPrecision: what it does at each call of Lightning's Trainer.
+
+It translates the Trainer's calls into calls of ``amp_plugin.autocast`` and ``amp_plugin.GradScaler``;
+all numbers are theirs. One optimizer step::
+
+    train_step_context: forward and loss under autocast
+    pre_backward:       on_before_backward sees the loss, then the loss is scaled
+    backward:           without autocast, in manual optimization too
+    optimizer_step:     unscale, on_before_optimizer_step, clip, step or skip, update
+"""
 
 from __future__ import annotations
 
@@ -11,15 +20,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler
 from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again, gives_up_at_once
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
-from amp_plugin.adapters.lightning.strategies import (
-    fsdp_root,
-    refuse_unsupported,
-    scaler_options,
-    step_groups,
-)
+from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
 from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.parameter_names import names_in, names_of
@@ -31,25 +34,45 @@ if TYPE_CHECKING:
 
 
 class TrainerPrecision(TrainerCheckpoints):
-    """The body shared by AmpPrecision of ``lightning.pytorch`` and of ``pytorch_lightning``.
+    """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
-    It translates the Trainer's calls into calls of ``amp_plugin.autocast`` and
-    ``amp_plugin.GradScaler``; all numbers are theirs. One optimizer step:
+    Args:
+        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``.
+        device: device type, an error where training runs on another; None: the one it runs on.
+        eval_precision: precision of validation, test and prediction; None: ``precision``.
+        rules: op rules other than the default ones, or a YAML file of them, for the whole run.
+        fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
+            (``"LayerNorm"``) that compute in fp32.
+        cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
+            where a window has several micro-batches and the native core is loaded.
+        exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
+        init_scale: first loss scale. This and the options that follow have an effect in fp16 only.
+        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
+        backoff_factor: factor of the scale after an overflow.
+        growth_interval: optimizer steps without overflow before the scale grows.
+        min_scale: floor of the scale; None only keeps it above 0.
+        max_scale: ceiling of the scale; None: float32's largest number.
+        hysteresis: overflows tolerated before the scale backs off, the last included.
+        hysteresis_mode: when that tolerance is restored: ``"apex"``, ``"megatron"``, ``"deepspeed"``.
+        on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
+        dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
+        fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
 
-        train_step_context: forward and loss under autocast
-        pre_backward:       on_before_backward sees the loss, then the loss is scaled
-        backward:           without autocast, in manual optimization too
-        optimizer_step:     unscale, on_before_optimizer_step, clip, step or skip, update
+    Raises:
+        ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
+            device is not the one given.
+        TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
+            precision of its own (DeepSpeed, XLA).
+
+    Example:
+        >>> from amp_plugin.adapters.lightning import AmpPrecision
+        >>> plugin = AmpPrecision("fp16", fp32_modules=["LayerNorm"])  # for Trainer(plugins=[plugin])
+        >>> plugin.precision
+        '16-mixed'
     """
 
-    plain: ClassVar[Any]
-    """The framework's plain Precision: its hooks without scaling."""
     config_class: ClassVar[Any]
     """The framework's LRSchedulerConfig with HeldBack mixed in."""
-    wrapper: ClassVar[Any]
-    """The framework's LightningOptimizer."""
-    is_overridden: ClassVar[Any]
-    """The framework's test for a hook that a user has written."""
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
@@ -61,6 +84,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._strays = StrayGradients()
         self._manual = False
         self._looked_at: bool | None = None
+        self._user_clips: bool | None = None
         self._window = 1
         self._sharded_root: Any = None
         self._root_device = ""
@@ -92,12 +116,12 @@ class TrainerPrecision(TrainerCheckpoints):
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
-        self._looked_at = None
+        self._looked_at = self._user_clips = None
         self._holds.clear()
-        if self.scaler is not None and optimizers:
+        if self._scaler.is_enabled():
             named = names_in([model])
             for optimizer in optimizers:
-                self.scaler.register(optimizer, names=names_of(optimizer, named))
+                self._scaler.register(optimizer, names=names_of(optimizer, named))
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
             if self._manual:
                 self._strays.watch(optimizers)
@@ -126,8 +150,7 @@ class TrainerPrecision(TrainerCheckpoints):
                 yield
         finally:
             self._in_train_step = False
-        if self.scaler is not None:
-            self.scaler.end_iteration()
+        self._scaler.end_iteration()
 
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
@@ -166,18 +189,18 @@ class TrainerPrecision(TrainerCheckpoints):
         """Show ``on_before_backward`` the loss, then scale it."""
         self._backwards += 1
         with self._outside_region():
-            tensor = self.plain.pre_backward(self, tensor, module)
-            return tensor if self.scaler is None else self.scaler.scale(tensor)
+            loss: Tensor = self._plain.pre_backward(self, tensor, module)
+            return self._scaler.scale(loss)
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
         with self._outside_region(), self._strays.expected():
-            self.plain.backward(self, tensor, model, *args, **kwargs)
+            self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Run ``on_after_backward`` without autocast."""
         with self._outside_region():
-            loss: Tensor = self.plain.post_backward(self, tensor, module)
+            loss: Tensor = self._plain.post_backward(self, tensor, module)
             return loss
 
     # -- step ---------------------------------------------------------------------------------
@@ -186,79 +209,79 @@ class TrainerPrecision(TrainerCheckpoints):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
-        closure = self._inside_region(closure)
+        closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
         with self._outside_region():
-            if self.scaler is None:
-                output = self.plain.optimizer_step(
-                    self, optimizer, model, self._measured(optimizer, closure), **kwargs
-                )
-                self._report(optimizer, self._unscaled_steps.stepped(optimizer))
-                return output
-            if calls_closure_again(optimizer):
-                again = partial(self._closure_and_hooks, self.scaler, optimizer, model, closure)
-                if gives_up_at_once(self.scaler, optimizer):
-                    again()  # the Trainer counts on each batch being run
-                output = self.scaler.step(optimizer, closure=again, **kwargs)
-            else:
-                result = self._closure_and_hooks(self.scaler, optimizer, model, closure)
-                if self.scaler._scale is None:  # no loss has been scaled in this run yet
-                    self._holds.after_step(optimizer, None)
-                    self._unscaled_steps.stepped(optimizer)
-                    optimizer.step(**kwargs)
-                    self._attempted_steps += 1
-                    return result
-                self.scaler.step(optimizer, **kwargs)
-                output = result
-            self.scaler.update()
-            self._report(optimizer, self.scaler.last_step(optimizer))
+            output = self._step(optimizer, closure, **kwargs)
+            self._report(optimizer, self._scaler.last_step(optimizer))
             return output
 
-    def _measured(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Let a closure also measure the gradients, if somebody watches, before they are clipped."""
-        if not self.observers:
-            return closure
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Let the optimizer call the closure if it may do so several times, else call it before the step."""
+        scaler = self._scaler
+        if not scaler.is_enabled():
+            return scaler.step(optimizer, closure=closure, **kwargs)
+        if calls_closure_again(optimizer):
+            if gives_up_at_once(scaler, optimizer):
+                closure()  # the Trainer counts on each batch being run
+            output = scaler.step(optimizer, closure=closure, **kwargs)
+        else:
+            output = closure()
+            if not scaler.has_scaled:  # the first training_step has returned None
+                optimizer.step(**kwargs)
+                scaler.note_step(optimizer)
+                return output
+            scaler.step(optimizer, **kwargs)
+        scaler.update()
+        return output
 
-        def measured() -> Any:
-            result = closure()
-            self._unscaled_steps.measure(optimizer, step_groups(self._sharded_root))
-            return result
-
-        return measured
-
-    def _closure_and_hooks(
-        self, scaler: GradScaler, optimizer: Optimizer, model: Any, closure: Callable[[], Any]
-    ) -> Any:
+    def _closure_and_hooks(self, optimizer: Optimizer, model: Any, closure: Callable[[], Any]) -> Any:
         """Run forward and backward, then let hooks and clipping see unscaled gradients."""
         result = closure()
+        if self._scaler.is_enabled():
+            self._unscale(optimizer, model)
+        elif self.observers:
+            self._scaler.measure(optimizer)  # before they are clipped
+        self._plain._after_closure(self, model, optimizer)
+        if self._scaler.has_scaled and self._is_clipped_last(model):
+            self._scaler.assume_unchanged(optimizer)
+        return result
+
+    def _unscale(self, optimizer: Optimizer, model: Any) -> None:
+        """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
         scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
         self._stepped_after[id(optimizer)] = self._backwards
         if self._manual:
-            self._refuse_stray_gradients(scaler, optimizer, scaled=scaled)
+            self._refuse_stray_gradients(optimizer, scaled=scaled)
         if scaled and self._gradients_are_looked_at(model):
-            scaler.ensure_unscaled(optimizer)
-        self.plain._after_closure(self, model, optimizer)
-        return result
+            self._scaler.ensure_unscaled(optimizer)
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
         """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
         if self._looked_at is None:
             self._looked_at = (
-                self.is_overridden("configure_gradient_clipping", model)
-                or self.is_overridden("on_before_optimizer_step", model)
+                self._is_overridden("configure_gradient_clipping", model)
+                or self._is_overridden("on_before_optimizer_step", model)
                 or any(
-                    self.is_overridden("on_before_optimizer_step", each) for each in model.trainer.callbacks
+                    self._is_overridden("on_before_optimizer_step", callback)
+                    for callback in model.trainer.callbacks
                 )
             )
         return self._looked_at
 
-    def _refuse_stray_gradients(self, scaler: GradScaler, optimizer: Optimizer, *, scaled: bool) -> None:
+    def _is_clipped_last(self, model: Any) -> bool:
+        """Whether the step follows on Lightning's own clipping, without user code in between."""
+        if self._user_clips is None:
+            methods = ("configure_gradient_clipping", "clip_gradients")
+            self._user_clips = any(self._is_overridden(method, model) for method in methods)
+        return not (self._manual or self._user_clips) and (model.trainer.gradient_clip_val or 0) > 0
+
+    def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
-        record = scaler._record(optimizer)
         strays = self._strays.of(optimizer)
-        if not scaled and any(one.renewed(record.slot) for one in record.sets):
+        if not scaled and self._scaler.has_new_gradients(optimizer):
             strays = [param for param in params_of(optimizer) if param.grad is not None]
         if strays:
-            raise RuntimeError(stray_text(optimizer, strays, record))
+            raise RuntimeError(stray_text(optimizer, strays, self._scaler.parameter_names(optimizer)))
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._holds.after_step(optimizer, result)
@@ -270,33 +293,45 @@ class TrainerPrecision(TrainerCheckpoints):
         self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         """Clip the unscaled gradients, by norm or by value; fused optimizers too."""
-        self.plain.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+        self._plain.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
         optimizer = self._unwrap(optimizer)
-        if self.scaler is not None and self._backwards:
-            self.scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
+        if self._scaler.has_scaled:
+            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
         elif self._sharded_root is not None:
             self._sharded_root.clip_grad_norm_(clip_val)
         else:
-            self.plain.clip_grad_by_norm(self, optimizer, clip_val)
+            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
         optimizer = self._unwrap(optimizer)
-        if self.scaler is not None and self._backwards:
-            self.scaler.clip_grad_value_(optimizer, clip_val)
+        if self._scaler.has_scaled:
+            self._scaler.clip_grad_value_(optimizer, clip_val)
         else:
-            self.plain.clip_grad_by_value(self, optimizer, clip_val)
+            self._plain.clip_grad_by_value(self, optimizer, clip_val)
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
-        inner: Optimizer = optimizer.optimizer if isinstance(optimizer, self.wrapper) else optimizer
-        return inner
+        wrapped = isinstance(optimizer, self.package.core.optimizer.LightningOptimizer)
+        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
+
+    @property
+    def _plain(self) -> Any:
+        """The framework's plain Precision: its hooks without scaling."""
+        return self.package.plugins.Precision
+
+    def _is_overridden(self, hook: str, owner: Any) -> bool:
+        """Say whether a user has written this hook of a module or a callback."""
+        overridden: bool = self.package.utilities.model_helpers.is_overridden(hook, owner)
+        return overridden
 
 
 def _longest_window(trainer: Any) -> int:
     """Return the most micro-batches an optimizer step has; callbacks may change it between epochs."""
-    schedulers = [each for each in trainer.callbacks if hasattr(each, "going_to_accumulate_grad_batches")]
-    later = chain.from_iterable(each.scheduling.values() for each in schedulers)
+    schedulers = [
+        callback for callback in trainer.callbacks if hasattr(callback, "going_to_accumulate_grad_batches")
+    ]
+    later = chain.from_iterable(scheduler.scheduling.values() for scheduler in schedulers)
     return int(max(trainer.accumulate_grad_batches, *later, 1))
