@@ -348,7 +348,8 @@ class GradientSet:
         for position in self._ledger.hooked(self.params):
             param = self.params[position]
             hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            if not all(getattr(hook, "keeps_gradients", False) for hook in hooks.values()):
+            keep = all(getattr(hook, "keeps_gradients", False) for hook in hooks.values())
+            if param.requires_grad and not keep:
                 yield param
 
     def assume_reached(self) -> None:

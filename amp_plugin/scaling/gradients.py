@@ -114,7 +114,8 @@ class _Mark:
 
     def __init__(self, grad: Tensor) -> None:
         dense = grad.layout is torch.strided
-        self._owner: Any = StorageWeakRef(grad.untyped_storage()) if dense else _weak_reference(grad)
+        reference: Any = StorageWeakRef if dense else torch._C._WeakTensorRef  # type: ignore[attr-defined]
+        self._owner = reference(grad.untyped_storage() if dense else grad)
         self._place = _place(grad)
         self.version = _version(grad)
 
@@ -131,14 +132,10 @@ def _change(grad: Tensor | None, mark: _Mark | None) -> int:
     return GradientLedger.CHANGED if mark.version != _version(grad) else GradientLedger.SAME
 
 
-def _weak_reference(grad: Tensor) -> Any:
-    return torch._C._WeakTensorRef(grad)  # type: ignore[attr-defined]
-
-
-def _place(grad: Tensor) -> tuple[int, int]:
+def _place(grad: Tensor) -> tuple[Any, ...]:
     if grad.layout is torch.strided:
         return grad.untyped_storage()._cdata, grad.storage_offset()
-    return id(grad), 0
+    return (id(grad),)
 
 
 def _version(grad: Tensor) -> int:

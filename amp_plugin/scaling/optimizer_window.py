@@ -296,8 +296,8 @@ class OptimizerWindow:
                 kind = type(self.optimizer).__name__
                 msg = (
                     f"{kind}: a hook took the gradient of {self.name_of(param)!r} away during backward(), "
-                    "multiplied by the loss scale, so that it can neither be unscaled nor checked. An "
-                    f"optimizer such as {kind} needs no loss scale: use bfloat16, or GradScaler(enabled=False)."
+                    "multiplied by the loss scale, so that it can neither be unscaled nor checked. Such an "
+                    "optimizer needs a run without a loss scale: use bfloat16, or GradScaler(enabled=False)."
                 )
                 raise RuntimeError(msg)
 
@@ -362,8 +362,8 @@ class OptimizerWindow:
         if steps == _STEPS_WITHOUT_UPDATE and loss_scale.options.dynamic:
             msg = (
                 f"{steps} steps of {type(self.optimizer).__name__} without scaler.update(): the loss "
-                "scale stays where it is, and if it is too high every step is skipped. Call update() once per "
-                "iteration, or make the scaler with dynamic=False."
+                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
+                "per iteration, or make the scaler with dynamic=False."
             )
             warnings.warn(msg, UserWarning, stacklevel=2)
 

@@ -134,8 +134,8 @@ class Updates:
                 param = None if gradients.scaled_by is None else gradients.first_half()
                 if param is not None:
                     msg = (
-                        f"{call} would convert the float16 gradient of parameter {window.name_of(param)!r} to "
-                        "another scale, which loses small ones: call it after step(), or clear the gradients "
+                        f"{call} would convert the float16 gradient of parameter {window.name_of(param)!r} "
+                        "to another scale, which loses small ones: call it after step(), or clear the gradients "
                         "with zero_grad()."
                     )
                     raise RuntimeError(msg)
@@ -161,7 +161,8 @@ class Updates:
             if known:
                 msg = (
                     "gradients overflowed although the loss scale is at min_scale: lowering it further does "
-                    "not help. Look at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+                    "not help. Look at last_step(optimizer).overflow_report(), lower min_scale, or use "
+                    "bfloat16."
                 )
                 raise FloatingPointError(msg)
 

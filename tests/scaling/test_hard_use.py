@@ -266,6 +266,18 @@ def test_hooks_that_leave_gradients_alone_are_no_error(weights):
     assert (one.value, other.value) == (-4.0, -2.0)
 
 
+def test_hooks_of_parameters_that_are_frozen_for_now_are_no_error(weights):
+    one, other = weights(), weights()
+    for param in one.params:
+        param.register_post_accumulate_grad_hook(lambda param: None)
+        param.requires_grad_(False)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer, other.optimizer)
+    scaler.scale(other.loss(2.0)).backward()
+    scaler.step(other.optimizer)
+    assert other.value == -2.0
+
+
 def edit_clip_value(scaler, one):
     torch.nn.utils.clip_grad_value_(one.params, 0.5)
 
