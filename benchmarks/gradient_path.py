@@ -57,10 +57,10 @@ class Gradients:
 
     def clip_ours(self, *, fold: bool) -> None:
         """Unscale and clip; with ``fold`` the optimizer's kernel gets one number instead."""
-        for one in self.ours._registry.sets():  # scaled gradients again, as after a backward pass
-            one.unit, one.parts = self.ours._loss_scale, None
-        for record in self.ours._registry:
-            record.clip = None
+        for window in self.ours._registry:
+            window.clip = None
+        for gradients in self.ours._registry.sets():  # scaled gradients again, as after a backward pass
+            gradients.assume_scaled(self.ours.loss_scale)
         self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=fold)
 
     def clip_theirs(self) -> None:
@@ -137,14 +137,16 @@ def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
 def per_tensor(setting: Setting) -> Iterator[Comparison]:
     """Yield what one more small tensor costs, its gradient looked up natively."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
-    ledger, factor = make_ledger(bench.params), torch.tensor(SCALE, device=setting.device)
+    ledger, factor = make_ledger(), torch.tensor(SCALE, device=setting.device)
     calls = {"norm_check": ledger.norm_check, "unscale_": ledger.unscale_}
     for name, call in calls.items():
         yield Comparison(
             name=name,
             table="1000 tensors of 1 KB, looked up and read: time a tensor",
             samples={
-                OURS: setting.memory_clock(lambda call=call: call(factor, 2.0), repeat=setting.sized(10, 1))
+                OURS: setting.memory_clock(
+                    lambda call=call: call(bench.params, factor, 2.0), repeat=setting.sized(10, 1)
+                )
             },
             rounds=setting.rounds(51),
             per=len(bench.params),
@@ -205,13 +207,13 @@ class Clipping(Section):
 def clip_in_the_ops(setting: Setting) -> Comparison:
     """Compare the ops themselves on many small tensors, without the scaler's Python."""
     bench = Gradients(shapes_of("1000 x 1 KB", setting), setting.device)
-    ledger, factor = make_ledger(bench.params), torch.tensor(SCALE)
+    ledger, factor = make_ledger(), torch.tensor(SCALE)
     repeat = setting.sized(10, 1)
     return Comparison(
         name="1000 x 1 KB, folded, the ops alone",
         table="Unscale + check + clip",
         samples={
-            OURS: setting.memory_clock(lambda: ledger.norm_check(factor, 2.0), repeat=repeat),
+            OURS: setting.memory_clock(lambda: ledger.norm_check(bench.params, factor, 2.0), repeat=repeat),
             "torch": setting.memory_clock(bench.clip_theirs, repeat=repeat),
         },
         rounds=setting.rounds(31),

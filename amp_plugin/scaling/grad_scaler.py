@@ -374,7 +374,9 @@ class GradScaler(TorchInterface):
         window.refuse_taken_away()
         if not fused.is_fused(optimizer):
             return plain.step(window, optimizer, args, kwargs, without_sync=self._sync_free)
-        if fused.takes_scaler(optimizer):
+        if window.takes_scaler is None:
+            window.takes_scaler = fused.takes_scaler(optimizer)
+        if window.takes_scaler:
             return fused.step_with_scaler(window, optimizer, args, {**kwargs, "grad_scaler": self})
         return fused.step(window, optimizer, args, kwargs)
 

@@ -7,6 +7,7 @@ owner does to a shared gradient is known to the others. docs/design.md draws the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -192,6 +193,8 @@ class GradientSet:
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type
+        if norm_type != -math.inf:  # the smallest element, which may well be zero
+            self.history.forget_if_zero(measurements)
         self._ledger.remember(self.params, _MEASURED)
 
     # -- changes of the unit ------------------------------------------------------------------
@@ -235,7 +238,7 @@ class GradientSet:
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
         return [
-            batch.unscale_(factor.to(batch.device, non_blocking=True), torch.inf)[1]
+            batch.unscale_(factor.to(batch.device, non_blocking=True), math.inf)[1]
             for batch in self.batches()
         ]
 
@@ -248,12 +251,9 @@ class GradientSet:
         """Forget an overflow whose batch was dropped by setting its gradients to zero."""
         self.doubt_measurement()
         if self.history.found_inf is not None:
-            one = UNSCALED.inverse
-            norms = [batch.norm_check(one(batch.device), torch.inf)[0] for batch in self.batches()]
-            if norms:
-                self.history.forget_if_zero(norms)
-            else:
-                self.history.clear()
+            self.history.forget_if_zero(
+                self._measured(batch, batch.norm_check, math.inf) for batch in self.batches()
+            )
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, whose backward nobody has seen."""

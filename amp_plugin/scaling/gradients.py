@@ -29,6 +29,7 @@ class Measurement(NamedTuple):
         flags: For each gradient whether it holds inf or nan, int32, 1-dim.
         positions: Which of the set's parameters they belong to; None if all of them, in order.
         layout: How they are sharded over ranks; None if every rank holds all of them.
+        kept: False if the overflow was forgotten since, bool, 0-dim, one for each time that was looked at.
     """
 
     norm: Tensor
@@ -36,6 +37,14 @@ class Measurement(NamedTuple):
     flags: Tensor
     positions: Sequence[int] | None = None
     layout: ShardLayout | None = None
+    kept: tuple[Tensor, ...] = ()
+
+    def flagged(self) -> Tensor:
+        """Return the flags of overflows that count."""
+        flags = self.flags
+        for kept in self.kept:
+            flags = flags * kept.to(flags.device)
+        return flags
 
 
 Kernel = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]

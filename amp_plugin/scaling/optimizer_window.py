@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -59,6 +58,7 @@ class OptimizerWindow:
         sets: The gradient sets they fall into.
         layouts: The shard layouts of its parameters.
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
+        takes_scaler: Whether ``optimizer.step`` has a ``grad_scaler`` parameter; None if not looked up.
         has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
         result: The last step's; None before the first.
@@ -75,6 +75,7 @@ class OptimizerWindow:
         self.params: list[Tensor] = []
         self.sets: list[GradientSet] = []
         self.layouts: tuple[ShardLayout, ...] = ()
+        self.takes_scaler: bool | None = None
         self.has_momentum = False
         self.backwards = 0
         self.result: StepResult | None = None
@@ -226,12 +227,7 @@ class OptimizerWindow:
                     self._refuse_half(gradients)
                 if loss_scale.value is not None and loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
-            measured = gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-            if not measured:
-                gradients.history.clear()  # the gradients that overflowed were dropped
-            elif norm_type != -math.inf:
-                gradients.history.forget_if_zero(measurement.norm for measurement in measured)
-            measurements += measured
+            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
         earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
         device = self._shared.scales.device
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
@@ -387,7 +383,7 @@ def _flags_by_name(
     found: dict[int, int] = {}
     for params, measured in flagged:
         positions = range(len(params)) if measured.positions is None else measured.positions
-        for position, flag in zip(positions, measured.flags.tolist(), strict=True):
+        for position, flag in zip(positions, measured.flagged().tolist(), strict=True):
             if flag:
                 place = index[id(params[position])]
                 found[place] = found.get(place, 0) | flag

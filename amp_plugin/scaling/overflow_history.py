@@ -26,7 +26,6 @@ class OverflowHistory:
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None
         self._measurements: list[Measurement] = []
-        self._kept: list[tuple[int, Tensor]] = []  # of so many measurements: False if they were forgotten
 
     def add(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements that are about to be replaced."""
@@ -43,55 +42,51 @@ class OverflowHistory:
     def _join(self) -> None:
         """Make one measurement of those of the same gradients."""
         joined: list[Measurement] = []
-        for measurement in self.measurements():
-            for i, kept in enumerate(joined):
-                if kept.positions == measurement.positions and kept.flags.device == measurement.flags.device:
-                    joined[i] = kept._replace(flags=kept.flags | measurement.flags)
-                    break
+        for kept in self._measurements:
+            alike = (i for i, other in enumerate(joined) if other.positions == kept.positions)
+            i = next((i for i in alike if joined[i].flags.device == kept.flags.device), None)
+            if i is None:
+                joined.append(kept._replace(flags=kept.flagged(), kept=()))
             else:
-                joined.append(measurement)
+                joined[i] = joined[i]._replace(flags=joined[i].flags | kept.flagged())
         self._measurements = joined
 
     def measurements(self) -> list[Measurement]:
         """Return what was kept, for the flags of each gradient."""
-        for count, kept in self._kept:
-            for i, measurement in enumerate(self._measurements[:count]):
-                flags = measurement.flags * kept.to(measurement.flags.device)
-                self._measurements[i] = measurement._replace(flags=flags)
-        self._kept.clear()
         return list(self._measurements)
 
-    def forget_if_zero(self, norms: Iterable[Tensor]) -> None:
+    def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
         """Forget all if the gradients are zero now: who sets them to zero has dropped the batch.
 
         Args:
-            norms: Norms of the present gradients, float32, 0-dim; no host sync.
+            measurements: Of the present gradients; no host sync.
         """
         if self.found_inf is None:
             return
         kept = None
-        for norm in norms:
-            nonzero = norm.ne(0).to(self.found_inf.device, non_blocking=True)
+        for measurement in measurements:
+            nonzero = measurement.norm.ne(0).to(self.found_inf.device, non_blocking=True)
             kept = nonzero if kept is None else kept | nonzero
-        if kept is not None:
+        if kept is None:
+            self.clear()
+        else:
             self.found_inf = self.found_inf * kept
-            self._kept.append((len(self._measurements), kept))
+            self._measurements = [seen._replace(kept=(*seen.kept, kept)) for seen in self._measurements]
 
     def split(self, positions: Sequence[int]) -> OverflowHistory:
         """Return what was found in the gradients of the parameters at ``positions``."""
         part = OverflowHistory()
-        for kept in self.measurements():
+        for kept in self._measurements:
             places = range(len(kept.flags)) if kept.positions is None else kept.positions
             row = {place: i for i, place in enumerate(places)}
             present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
             if present:
-                flags = kept.flags[[i for _, i in present]]
-                found = flags.ne(0).any().to(kept.found_inf)
-                part.add([kept._replace(found_inf=found, flags=flags, positions=[new for new, _ in present])])
+                flags = kept.flagged()[[i for _, i in present]]
+                found, places = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
+                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=())])
         return part
 
     def clear(self) -> None:
         """Forget all: the optimizer has stepped, or its gradients are gone."""
         self.found_inf = None
         self._measurements.clear()
-        self._kept.clear()

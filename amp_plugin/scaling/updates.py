@@ -133,10 +133,11 @@ class Updates:
             for gradients in window.sets:
                 param = None if gradients.scaled_by is None else gradients.first_half()
                 if param is not None:
+                    name = window.name_of(param)
                     msg = (
-                        f"{call} would convert the float16 gradient of parameter {window.name_of(param)!r} "
-                        "to another scale, which loses small ones: call it after step(), or clear the gradients "
-                        "with zero_grad()."
+                        f"{call} would convert the float16 gradient of parameter {name!r} "
+                        "to another scale, which loses small ones: call it after step(), or clear the "
+                        "gradients with zero_grad()."
                     )
                     raise RuntimeError(msg)
 
