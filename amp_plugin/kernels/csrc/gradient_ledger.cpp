@@ -35,16 +35,17 @@ uint32_t version_of(c10::TensorImpl& tensor) {
 
 bool is_supported(at::ScalarType type) {
   return type == at::kFloat || type == at::kHalf || type == at::kBFloat16 || type == at::kDouble ||
-         type == at::kComplexFloat || type == at::kComplexDouble;
+      type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
 // Whether a kernel may take the tensor as it is: strided memory, no wrapper and no lazy bit around it.
 bool is_plain(const at::Tensor& tensor) {
-  static const DispatchKeySet special({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate,
-                                       DispatchKey::Negative, DispatchKey::ZeroTensor, DispatchKey::Functionalize,
-                                       DispatchKey::FuncTorchGradWrapper, DispatchKey::FuncTorchBatched});
+  static const DispatchKeySet special(
+      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate, DispatchKey::Negative,
+       DispatchKey::ZeroTensor, DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
+       DispatchKey::FuncTorchBatched});
   return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special) &&
-         is_supported(tensor.scalar_type());
+      is_supported(tensor.scalar_type());
 }
 
 class GradientLedger : public torch::CustomClassHolder {
@@ -52,7 +53,8 @@ class GradientLedger : public torch::CustomClassHolder {
   explicit GradientLedger(std::vector<at::Tensor> params) : params_(std::move(params)) {}
 
   int64_t count() const {
-    return std::count_if(params_.begin(), params_.end(), [](const at::Tensor& p) { return grad_of(p).defined(); });
+    return std::count_if(
+        params_.begin(), params_.end(), [](const at::Tensor& p) { return grad_of(p).defined(); });
   }
 
   void remember(int64_t slot) {
@@ -73,9 +75,7 @@ class GradientLedger : public torch::CustomClassHolder {
     }
   }
 
-  void forget(int64_t slot) {
-    marks_.erase(slot);
-  }
+  void forget(int64_t slot) { marks_.erase(slot); }
 
   int64_t compare(int64_t slot) const {
     const auto found = marks_.find(slot);
@@ -158,9 +158,7 @@ class GradientLedger : public torch::CustomClassHolder {
   }
 
  private:
-  static const at::Tensor& grad_of(const at::Tensor& param) {
-    return param.unsafeGetTensorImpl()->grad();
-  }
+  static const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
 
   std::vector<at::Tensor> gradients() const {
     std::vector<at::Tensor> grads;
