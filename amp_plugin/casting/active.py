@@ -42,6 +42,7 @@ _lock = threading.Lock()
 _numbers: dict[OpRules, int] = {}
 _step_hooks: list[RemovableHandle] = []
 _per_thread = threading.local()
+_written = torch.zeros((), device="cpu")
 
 # Arguments of a region that torch found nothing wrong with -> its device's number, and whether it is on.
 checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool]] = {}
@@ -69,7 +70,7 @@ def install() -> NativeCore:
                 watched = [dispatcher_name(op) for op in IN_PLACE_OPS if is_registered(op)]
                 torch.ops.amp_plugin._watch_writes(device_type, watched)
             _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
-            core.region.set_managed_test(is_managed_by_fsdp)
+            core.region.keep_only(torch.nn.Parameter, is_managed_by_fsdp)
             native_enter, native_exit = core.region.enter, core.region.exit
         is_installed = True
     return core
@@ -200,7 +201,7 @@ def invalidate() -> None:
     ``p.data.copy_(ema)`` by a kernel of your own. Optimizer steps do it by themselves.
     """
     if native_enter is not None:
-        torch.ops.amp_plugin._invalidate_weight_casts()
+        torch.ops.amp_plugin._invalidate_weight_casts(_written)
 
 
 def _weights_changed(*_: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import amp_plugin.kernels.ops  # noqa: F401 - defines the multi-tensor cast
+from amp_plugin.casting import active
 from amp_plugin.kernels.build import require_native
 
 
@@ -43,31 +44,40 @@ class CastCache:
         if region is None:
             msg = "CastCache needs the native core's region extension"
             raise RuntimeError(msg)
+        active.install()  # steps are watched from now on
         self._region = region
-        self._kept = region.new_kept_casts()
+        self._kept = region.new_casts()
 
     def clear(self) -> None:
         """Free the buffers; graphs that still need one keep it alive."""
-        self._region.clear_kept_casts(self._kept)
+        self._region.clear_casts(self._kept)
+
+    def end_window(self) -> None:
+        """Say that an accumulation window ends and weights may have changed, however that came about.
+
+        For who owns the loop. From the first call on the cache relies on being told: it then keeps
+        casts over regions where steps are replayed from a CUDA graph as well.
+        """
+        self._region.end_window(self._kept)
 
     @property
     def nbytes(self) -> int:
         """Bytes held in buffers."""
-        return int(self._region.kept_casts_counts(self._kept)[1])
+        return int(self._region.count_casts(self._kept)[1])
 
     @property
     def casts(self) -> int:
         """Weights cast so far; stays the same while buffers are reused."""
-        return int(self._region.kept_casts_counts(self._kept)[2])
+        return int(self._region.count_casts(self._kept)[2])
 
     @property
     def refreshes(self) -> int:
         """Multi-tensor casts so far, at most one per optimizer step once all weights are known."""
-        return int(self._region.kept_casts_counts(self._kept)[3])
+        return int(self._region.count_casts(self._kept)[3])
 
     def __len__(self) -> int:
         """Return the number of buffers."""
-        return int(self._region.kept_casts_counts(self._kept)[0])
+        return int(self._region.count_casts(self._kept)[0])
 
     def __repr__(self) -> str:
         return f"CastCache({len(self)} weights, {self.nbytes} bytes, {self.casts} casts)"

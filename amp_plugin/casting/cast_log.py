@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Kind = Literal["weight", "input", "activation"]
 
 _TEXTS = 4  # op, device, dtype before, dtype after
-_NUMBERS = 8  # argument, elements, bytes, cached, is leaf, requires grad, scope, identity
+_NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +129,9 @@ class CastLog:
 
     def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
         op, device, before, after = texts
-        argument, elements, size, cached, is_leaf, requires_grad, scope, identity = numbers
+        argument, elements, size, cached, is_weight, scope, identity = numbers
         parameter = self._scopes.parameter(identity)
-        kind: Kind = "weight" if parameter or (is_leaf and requires_grad) else "activation"
+        kind: Kind = "weight" if parameter or is_weight else "activation"
         if not parameter and self._scopes.is_input(identity):
             kind = "input"
         return Cast(

@@ -393,9 +393,11 @@ class TestWeightCache:
             thread.join()
             assert self.casts() == 1
 
-    def test_torchs_cache_is_not_used(self):
-        with amp_plugin.autocast("cpu"):
-            assert not torch.is_autocast_cache_enabled()
+    @pytest.mark.parametrize("cache_enabled", [True, False])
+    def test_torchs_flag_is_the_regions(self, cache_enabled):
+        """Checkpoint reads it to recompute with the same; torch's cache itself is not used."""
+        with amp_plugin.autocast("cpu", cache_enabled=cache_enabled):
+            assert torch.is_autocast_cache_enabled() == cache_enabled
         assert torch.is_autocast_cache_enabled()
 
 

@@ -263,6 +263,32 @@ class TestCheckpoint:
         assert_same(run(True), run(False))
 
     @pytest.mark.native
+    @pytest.mark.parametrize("cache_enabled", [True, False])
+    @pytest.mark.parametrize("default_rules", [False, True])
+    @pytest.mark.parametrize("backward_inside", [False, True])
+    def test_a_weight_used_twice_in_a_reentrant_one(self, cache_enabled, default_rules, backward_inside):
+        """The gradients of both uses add up in the dtype and order of torch.autocast."""
+
+        def gradient(autocast):
+            torch.manual_seed(0)
+            w = torch.nn.Parameter(torch.randn(32, 32))
+            x = torch.randn(32, 32, requires_grad=True)
+            with autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
+                loss = checkpoint(lambda x: ((x @ w).tanh() @ w).float(), x, use_reentrant=True).sum()
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
+            return w.grad
+
+        expected = gradient(torch.autocast)
+        amp_plugin.set_default_rules(amp_plugin.OpRules.default("cpu") if default_rules else None)
+        try:
+            assert torch.equal(gradient(amp_plugin.autocast), expected)
+        finally:
+            amp_plugin.set_default_rules(None)
+
+    @pytest.mark.native
     def test_default_rules_reach_the_recomputation(self):
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
         self._check_recomputed_dtypes(default_rules=rules)

@@ -7,12 +7,10 @@
 #include <algorithm>
 
 #include "cast_log.h"
-#include "kept_casts.h"
-#include "weight_cache.h"
-
-namespace at::autocast {
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-}
+#include "may_keep.h"
+#include "region_casts.h"
+#include "torch_autocast.h"
+#include "window_casts.h"
 
 namespace amp_plugin {
 
@@ -59,30 +57,38 @@ at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
+bool is_kept(const at::Tensor& tensor, ScalarType dtype, const Call& call) {
+  const auto* region = call.plan.region;
+  const bool is_wanted =
+      region == nullptr ? call.plan.in_torch_cache : region->cache_enabled || region->kept != nullptr;
+  return is_wanted && is_weight(tensor) && dtype == at::autocast::get_autocast_dtype(call.device) &&
+      may_keep(call.device);
+}
+
 // Without the region's cache each use has an autograd node of its own: gradients add up in fp32.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
   const auto* region = call.plan.region;
-  at::Tensor cast = region->cache_enabled ? find_cast(weight, dtype) : at::Tensor();
-  cached = cast.defined();
-  if (cached) return cast;
+  if (region != nullptr && region->cache_enabled) {
+    at::Tensor kept = find_cast(weight, dtype);
+    cached = kept.defined();
+    if (cached) return kept;
+  }
+  const Lifetime lifetime = lifetime_of_casts(weight);
+  if (lifetime == Lifetime::kNone) return cast_tensor(weight, dtype);
+  if (region == nullptr) return at::autocast::cached_cast(dtype, weight, call.device);
   // Built with grad even under no_grad, so that a later use in this region can differentiate it.
   const c10::AutoGradMode with_grad(true);
-  cast = region->kept ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
-  cached |= region->kept != nullptr;  // the refresh of its buffers is logged by itself
+  const bool outlives_region = region->kept && lifetime == Lifetime::kWindow;
+  at::Tensor cast = outlives_region ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
+  cached |= outlives_region;  // the refresh of its buffer is logged by itself
   if (region->cache_enabled) keep_cast(weight, cast);
   return cast;
 }
 
 at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
-  const auto* region = call.plan.region;
   bool cached = false;
-  at::Tensor cast;
-  if (region != nullptr && (region->cache_enabled || region->kept) && is_cacheable_weight(tensor) &&
-      dtype == at::autocast::get_autocast_dtype(call.device) && may_cache(call.device)) {
-    cast = cast_weight(tensor, dtype, call, cached);
-  } else {
-    cast = cast_tensor(tensor, dtype);
-  }
+  at::Tensor cast =
+      is_kept(tensor, dtype, call) ? cast_weight(tensor, dtype, call, cached) : cast_tensor(tensor, dtype);
   if (is_logging_casts()) log_cast(call.op.operator_name(), index, tensor, dtype, cached);
   return cast;
 }

@@ -6,7 +6,7 @@
 
 #include "autocast_kernel.h"
 #include "list_kernel.h"
-#include "weight_cache.h"
+#include "region_casts.h"
 
 namespace amp_plugin {
 namespace {
@@ -150,7 +150,6 @@ TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def("_installed(str device) -> str[]", [](c10::string_view device) {
     return Installation::get().installed(device_named(device));
   });
-  library.def("_invalidate_weight_casts() -> ()", [] { invalidate_weight_casts(); });
   library.def("_kept_cast_count() -> int", [] { return kept_cast_count(); });
 }
 
