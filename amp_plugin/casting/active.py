@@ -15,9 +15,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
-from amp_plugin.casting.op_names import argument_names, dispatcher_name, is_registered, written_arguments
+from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules
-from amp_plugin.casting.written_weights import IN_PLACE_OPS
+from amp_plugin.casting.written_weights import watched_ops
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
 
@@ -65,9 +65,9 @@ def install() -> NativeCore:
         if is_installed:
             return core
         if core.region is not None:
+            watched = watched_ops()
             for device_type in TABLES:
                 _define(OpRules.default(device_type), DEFAULT)
-                watched = [dispatcher_name(op) for op in IN_PLACE_OPS if is_registered(op)]
                 torch.ops.amp_plugin._watch_writes(device_type, watched)
             _step_hooks.append(register_optimizer_step_post_hook(_weights_changed))
             core.region.keep_only(torch.nn.Parameter, is_managed_by_fsdp)
