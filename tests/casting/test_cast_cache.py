@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import amp_plugin
-from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 
 pytestmark = pytest.mark.native
@@ -222,7 +221,7 @@ def updates():
 
     def ema_through_data(model):
         model[0].weight.data.lerp_(torch.ones(16, 8), 0.5)
-        active.invalidate()  # outside a region no one sees that write
+        amp_plugin.invalidate()  # outside a region no one sees that write
 
     def move(model):
         model.double().float()

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from amp_plugin.casting import active
-from amp_plugin.casting.checkpointing import checkpoint_contexts
+from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
 from tests.process_groups import group_of_one
 
 # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
@@ -234,7 +234,7 @@ class TestCompile:
             with amp_plugin.autocast("cpu", dtype=BF16):
                 raise KeyError
 
-        amp_plugin.casting.active.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
+        amp_plugin.casting.autocast_kernels.KERNELS.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(KeyError):
@@ -393,7 +393,7 @@ class TestCapture:
     @pytest.mark.native
     @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
     def test_jit_trace_opens_the_first_region_of_all(self, model):
-        active.uninstall()
+        KERNELS.uninstall()
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
         class Own(nn.Module):

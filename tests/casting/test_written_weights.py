@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.written_weights import UNWATCHED, UNWATCHED_OVERLOADS
+from amp_plugin.casting.watched_ops import UNWATCHED, UNWATCHED_OVERLOADS
 
 pytestmark = pytest.mark.native
 X = torch.eye(3)

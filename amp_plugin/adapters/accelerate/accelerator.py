@@ -25,7 +25,7 @@ from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.adapters.unscaled_steps import UnscaledSteps
-from amp_plugin.casting.active import set_default_rules
+from amp_plugin.casting.rule_sets import set_default_rules
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache

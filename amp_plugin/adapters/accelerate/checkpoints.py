@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import SCALER_NAME
 
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer
-from amp_plugin.casting.active import invalidate
+from amp_plugin.casting.invalidate import invalidate
 
 if TYPE_CHECKING:
     from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator

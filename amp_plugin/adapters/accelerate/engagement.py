@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, PrecisionType
 
 from amp_plugin.adapters.accelerate.settings import Settings
-from amp_plugin.casting.active import set_default_rules
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler

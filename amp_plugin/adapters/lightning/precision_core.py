@@ -15,9 +15,9 @@ from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
 from amp_plugin.adapters.lightning.settings import DTYPES, PrecisionName, PrecisionSettings
 from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.adapters.unscaled_steps import UnscaledSteps
-from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.loss_scale import HysteresisMode
@@ -196,7 +196,7 @@ class PrecisionCore:
 
     @staticmethod
     def _forget_casts() -> None:
-        active.invalidate()
+        invalidate()
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -102,12 +102,12 @@ bool needs_cast(const IValue& value, ScalarType dtype, DeviceType device) {
 // Tensor[] and Tensor?[]: a new list, only where something is cast.
 void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) {
   const c10::ArrayRef<IValue> given = value.toListRef();
-  const auto needed = [&](const IValue& each) { return needs_cast(each, dtype, call.device); };
+  const auto needed = [&](const IValue& item) { return needs_cast(item, dtype, call.device); };
   if (std::none_of(given.begin(), given.end(), needed)) return;
   c10::impl::GenericList result(value.toList().elementType());
   result.reserve(given.size());
-  for (const IValue& each : given) {
-    result.push_back(needed(each) ? IValue(cast_argument(each.toTensor(), dtype, index, call)) : each);
+  for (const IValue& item : given) {
+    result.push_back(needed(item) ? IValue(cast_argument(item.toTensor(), dtype, index, call)) : item);
   }
   value = IValue(std::move(result));
 }
@@ -119,8 +119,8 @@ void for_each_tensor(const Call& call, const std::vector<size_t>& arguments, con
     if (value.isTensor()) {
       visit(value.toTensor());
     } else if (value.isList()) {
-      for (const IValue& each : value.toListRef()) {
-        if (each.isTensor()) visit(each.toTensor());
+      for (const IValue& item : value.toListRef()) {
+        if (item.isTensor()) visit(item.toTensor());
       }
     }
   }

@@ -10,6 +10,7 @@
 
 #include "../may_keep.h"
 #include "../region.h"
+#include "../weights_epoch.h"
 #include "../window_casts.h"
 
 namespace {
@@ -57,6 +58,13 @@ PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t cou
 PyObject* exit(PyObject* /*module*/, PyObject* owner) {
   HANDLE_TH_ERRORS
   return PyBool_FromLong(amp_plugin::exit_region(owner));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* invalidate(PyObject* /*module*/, PyObject* /*unused*/) {
+  HANDLE_TH_ERRORS
+  amp_plugin::invalidate_weight_casts();
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
@@ -148,6 +156,7 @@ PyCFunction fast() {
 PyMethodDef kMethods[] = {
     {"enter", fast<enter>(), METH_FASTCALL, nullptr},
     {"exit", exit, METH_O, nullptr},
+    {"invalidate", invalidate, METH_NOARGS, nullptr},
     {"keep_only", fast<keep_only>(), METH_FASTCALL, nullptr},
     {"new_casts", new_casts, METH_NOARGS, nullptr},
     {"clear_casts", clear_casts, METH_O, nullptr},
