@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ import amp_plugin
 from amp_plugin.casting.watched_ops import UNWATCHED, UNWATCHED_OVERLOADS
 
 pytestmark = pytest.mark.native
+DOCUMENT = Path(amp_plugin.__file__).parents[1] / "docs" / "autocast.md"
 X = torch.eye(3)
 OTHER = torch.tensor([[0.5, -2.0, 1.0], [3.0, 0.25, -1.0], [2.0, 1.5, -0.5]])
 INDEX = torch.tensor([2, 0])
@@ -135,3 +138,11 @@ def writes(packet, overload):
     ]
     in_place = packet.endswith("_") and not packet.endswith("__")
     return bool(written) and (in_place or any(given.kwarg_only for given in written))
+
+
+def test_the_documentation_names_what_is_not_watched():
+    section = (
+        DOCUMENT.read_text(encoding="utf-8").partition("### Writes inside a region")[2].partition("\n## ")[0]
+    )
+    for name in UNWATCHED_OVERLOADS:
+        assert f"`{name.partition('.')[0]}`" in section, name
