@@ -112,7 +112,10 @@ void enter_region(const void* owner, RegionOptions options) {
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
   at::autocast::set_autocast_enabled(kMarker, options.enabled);
-  at::autocast::set_autocast_cache_enabled(options.cache_enabled);  // checkpoint recomputes with the same
+  // A reentrant checkpoint recomputes with the flag it found. With torch's cache on, make_graphed_callables
+  // refuses to capture.
+  const bool shows_cache = options.cache_enabled && options.device == c10::DeviceType::CPU;
+  at::autocast::set_autocast_cache_enabled(shows_cache);
   region.nesting = at::autocast::increment_nesting();
   open_regions.push_back(std::move(region));
   if (options.rules > 0 || open_regions.back().previous_rules_flag) show_rules(options.device, options.rules);
