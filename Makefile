@@ -4,7 +4,7 @@
 #              more; not part of make test
 # make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
 #              which plays a few; SEED=1 plays others
-# make lint    ruff and mypy alone
+# make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, under 10 minutes, and write
@@ -24,6 +24,7 @@ BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
 # A test that hangs shows its stacks after 900 s, and the others go on.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
+NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 
 .PHONY: demo test lint format test-native test-host-device test-fallback test-recipes fuzz docs bench bench-check clean asked-python
@@ -38,11 +39,12 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
 
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
-	$(BIN)/clang-format -i $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
 test-native: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not dist and not whole_run"

@@ -15,19 +15,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from amp_plugin.casting.active import invalidate as invalidate
-    from amp_plugin.casting.active import set_default_rules as set_default_rules
+    from amp_plugin.casting.autocast_module import autocast_module as autocast_module
     from amp_plugin.casting.cast_cache import CastCache as CastCache
     from amp_plugin.casting.cast_log import log_casts as log_casts
+    from amp_plugin.casting.custom_fwd import custom_bwd as custom_bwd
+    from amp_plugin.casting.custom_fwd import custom_fwd as custom_fwd
     from amp_plugin.casting.dtype_report import dtype_report as dtype_report
-    from amp_plugin.casting.functions import custom_bwd as custom_bwd
-    from amp_plugin.casting.functions import custom_fwd as custom_fwd
-    from amp_plugin.casting.modules import run_in as run_in
+    from amp_plugin.casting.invalidate import invalidate as invalidate
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
+    from amp_plugin.casting.rule_sets import set_default_rules as set_default_rules
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
-    from amp_plugin.casting.threads import autocast_module as autocast_module
+    from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -38,15 +38,15 @@ _HOME = {
     "OpRule": "amp_plugin.casting.rules",
     "OpRules": "amp_plugin.casting.rules",
     "autocast": "amp_plugin.casting.region",
-    "autocast_module": "amp_plugin.casting.threads",
-    "custom_bwd": "amp_plugin.casting.functions",
-    "custom_fwd": "amp_plugin.casting.functions",
+    "autocast_module": "amp_plugin.casting.autocast_module",
+    "custom_bwd": "amp_plugin.casting.custom_fwd",
+    "custom_fwd": "amp_plugin.casting.custom_fwd",
     "dtype_report": "amp_plugin.casting.dtype_report",
-    "invalidate": "amp_plugin.casting.active",
+    "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
-    "run_in": "amp_plugin.casting.modules",
-    "set_default_rules": "amp_plugin.casting.active",
+    "run_in": "amp_plugin.casting.run_in",
+    "set_default_rules": "amp_plugin.casting.rule_sets",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - names, computed

@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from amp_plugin.casting.active import set_default_rules
-from amp_plugin.casting.cast_log import Cast, CastLog, CastTotals, log_casts
+from amp_plugin.casting.cast_log import CastLog, log_casts
+from amp_plugin.casting.casts import Cast, CastTotals
+from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 
 _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {

@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from amp_plugin.casting import active
+from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.kernels.build import require_native
 from benchmarks import tables
 from benchmarks.catalogue import keys, section
@@ -134,7 +134,7 @@ def prepare(device: str) -> None:
             prepare_cuda()
     except (RuntimeError, ArithmeticError) as error:
         sys.exit(str(error))
-    active.install()
+    KERNELS.install()
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from amp_plugin import CastCache, autocast, log_casts
-from amp_plugin.casting import active
+from amp_plugin.casting.autocast_kernels import KERNELS
 from benchmarks.clocks import Call
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.models import launch_bound_gpt
@@ -164,19 +164,19 @@ def core_loaded(setting: Setting) -> Iterator[Comparison]:
 @contextmanager
 def uninstalled(setting: Setting) -> Iterator[None]:
     """Run on torch's own kernels."""
-    active.uninstall()
+    KERNELS.uninstall()
     try:
         _settle(setting)
         yield
     finally:
-        active.install()
+        KERNELS.install()
 
 
 @contextmanager
 def installed(setting: Setting) -> Iterator[None]:
     """Run on ours, after the same work on the dispatcher."""
-    active.uninstall()
-    active.install()
+    KERNELS.uninstall()
+    KERNELS.install()
     _settle(setting)
     yield
 

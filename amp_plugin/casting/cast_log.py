@@ -2,92 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from typing import Any, Literal
 
 import torch
 from rich import filesize
 from rich.table import Table
 from torch import nn
+from typing_extensions import Self
 
-from amp_plugin.casting import active
-from amp_plugin.casting.cast_table import REFRESH, cast_table
+from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.cast_table import cast_table
+from amp_plugin.casting.casts import REFRESH, Cast, CastTotals, Kind
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
-from amp_plugin.casting.region import autocast
 from amp_plugin.kernels.build import require_native
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-Kind = Literal["weight", "input", "activation"]
-
 _TEXTS = 4  # op, device, dtype before, dtype after
-_NUMBERS = 8  # argument, elements, bytes, cached, is leaf, requires grad, scope, identity
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cast:
-    """One cast of one tensor.
-
-    Attributes:
-        module: path of the module that ran the op, beginning with the class of the outermost one;
-            empty outside modules. Where a CastCache refreshed its buffers, all at once: the weight's module.
-        op: ``"aten::linear.default"``; ``"amp_plugin::cast.default"`` where a CastCache
-            refreshed its buffers.
-        argument: name of the op's argument.
-        kind: ``"weight"`` (a parameter or buffer), ``"input"`` (an argument of the outermost module)
-            or ``"activation"`` (all else).
-        parameter: path of the parameter or buffer in the outermost module; empty if it is none.
-        device: ``"cpu"``, ``"cuda"``, ...
-        before, after: the dtypes.
-        elements: number of elements.
-        bytes: read and written by the cast; 0 if it was cached.
-        cached: an earlier cast was used again.
-    """
-
-    module: str
-    op: str
-    argument: str
-    kind: Kind
-    parameter: str
-    device: str
-    before: torch.dtype
-    after: torch.dtype
-    elements: int
-    bytes: int
-    cached: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CastTotals:
-    """Sums over casts.
-
-    Attributes:
-        casts: casts made.
-        cached: uses of an earlier cast.
-        elements: cast, without the cached ones.
-        bytes: read and written.
-    """
-
-    casts: int = 0
-    cached: int = 0
-    elements: int = 0
-    bytes: int = 0
-
-    @staticmethod
-    def of(casts: Iterable[Cast]) -> CastTotals:
-        """Add up casts."""
-        listed = list(casts)
-        made = [each for each in listed if not each.cached]
-        return CastTotals(
-            casts=len(made),
-            cached=len(listed) - len(made),
-            elements=sum(each.elements for each in made),
-            bytes=sum(each.bytes for each in made),
-        )
+_NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
 
 
 class CastLog:
@@ -95,7 +29,7 @@ class CastLog:
 
     def __init__(self, model: nn.Module | None = None) -> None:
         require_native("log_casts")
-        active.install()
+        KERNELS.install()
         self._scopes = ModuleScopes(model, when_done=self._collect)
         self._collected: list[Cast] = []
         self._is_open = False
@@ -129,9 +63,9 @@ class CastLog:
 
     def _cast(self, texts: list[str], numbers: list[int]) -> Cast:
         op, device, before, after = texts
-        argument, elements, size, cached, is_leaf, requires_grad, scope, identity = numbers
+        argument, elements, size, cached, is_weight, scope, identity = numbers
         parameter = self._scopes.parameter(identity)
-        kind: Kind = "weight" if parameter or (is_leaf and requires_grad) else "activation"
+        kind: Kind = "weight" if parameter or is_weight else "activation"
         if not parameter and self._scopes.is_input(identity):
             kind = "input"
         return Cast(
@@ -186,7 +120,7 @@ class CastLog:
         Raises:
             ValueError: ``by`` is something else.
         """
-        return cast_table(self.records(), by, CastTotals.of)
+        return cast_table(self.records(), by)
 
     def to_pandas(self) -> Any:
         """Return a ``pandas.DataFrame`` with a column per field of ``Cast``; dtypes are strings.
@@ -241,28 +175,6 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
     return CastLog(model)
 
 
-def casts_of(
-    model: nn.Module, *inputs: Any, dtype: torch.dtype | None = None, device: str | None = None, **named: Any
-) -> CastLog:
-    """Log the casts of one forward pass in a region.
-
-    Args:
-        model: the module to run, as it is: on its device, in its mode, with its gradients.
-        *inputs: its arguments, on the same device.
-        **named: the same, by name.
-        dtype: the region's dtype; default: torch's for the device.
-        device: device type of the region; default: the type of the first parameter or input.
-    """
-    device = device or _device_of([*model.parameters(), *inputs, *named.values()])
-    with log_casts(model) as log, autocast(device, dtype):
-        model(*inputs, **named)
-    return log
-
-
 def _owner(running: str, parameter: str) -> str:
     """Return the path of a parameter's module, in the model that ``running`` belongs to."""
     return ".".join(filter(None, (running.partition(".")[0], parameter.rpartition(".")[0])))
-
-
-def _device_of(values: list[Any]) -> str:
-    return next((str(each.device.type) for each in values if isinstance(each, torch.Tensor)), "cpu")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterable
+from typing import Literal
 
 from rich import filesize
 from rich.box import SIMPLE
@@ -13,14 +13,11 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from amp_plugin.casting.casts import REFRESH, Cast, CastTotals
 from amp_plugin.casting.dtype_names import short_name
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.cast_log import Cast, CastTotals
 
 Row = tuple[str, ...]
 
-REFRESH = "amp_plugin::cast.default"  # the op by which a CastCache casts its weights
 _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
 _KEPT = "kept in CastCache"
 _NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
@@ -63,16 +60,13 @@ class FoldedName:
         return Measurement(min(max(pieces, default=0), options.max_width), len(self._name))
 
 
-def cast_table(
-    casts: list[Cast], by: Literal["cast", "module", "op"], add: Callable[[list[Cast]], CastTotals]
-) -> Table:
+def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
     """Return a rich table; equal casts share a row, the most bytes come first.
 
     Args:
         casts: in any order.
         by: what a row stands for. In rows per ``"cast"`` the uses of a weight that a CastCache keeps
             count to the row of its cast.
-        add: adds up casts.
 
     Raises:
         ValueError: ``by`` is something else.
@@ -93,22 +87,20 @@ def cast_table(
     for column in columns:
         footer = "total" if column == columns[0] else ""
         table.add_column(column, no_wrap=column == "dtypes", footer=footer)
-    for column, footer in zip(("casts", "cached", "moved"), _counts(add(casts)), strict=True):
+    for column, footer in zip(("casts", "cached", "moved"), _counts(CastTotals.of(casts)), strict=True):
         table.add_column(column, justify="right", no_wrap=True, footer=footer)
-    for row, totals in _rows(casts, by, add):
+    for row, totals in _rows(casts, by):
         table.add_row(*map(FoldedName, row), *_counts(totals))
     return table
 
 
-def _rows(
-    casts: list[Cast], by: str, add: Callable[[list[Cast]], CastTotals]
-) -> list[tuple[Row, CastTotals]]:
+def _rows(casts: list[Cast], by: str) -> list[tuple[Row, CastTotals]]:
     owners = {cast.parameter: cast.module for cast in casts if cast.op == REFRESH} if by == "cast" else {}
     groups: dict[Row, list[Cast]] = {}
     for cast in casts:
         shown = _shown(cast, owners)
         groups.setdefault(tuple(shown[column] for column in _COLUMNS[by]), []).append(cast)
-    rows = [(row, add(each)) for row, each in groups.items()]
+    rows = [(row, CastTotals.of(alike)) for row, alike in groups.items()]
     return sorted(rows, key=lambda row: -row[1].bytes)
 
 

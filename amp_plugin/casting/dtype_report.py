@@ -48,8 +48,8 @@ class DtypeReport:
         """Return a rich table."""
         table = Table("module", "class", "in", "out", "weights", title="Dtypes")
         for row in self._rows:
-            dtypes = (" ".join(map(short_name, each)) for each in (row.inputs, row.outputs, row.weights))
-            table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *dtypes)
+            cells = (" ".join(map(short_name, dtypes)) for dtypes in (row.inputs, row.outputs, row.weights))
+            table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *cells)
         return table
 
     def __repr__(self) -> str:
@@ -89,7 +89,7 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> DtypeReport:
             kind=type(module).__name__,
             inputs=taken,
             outputs=_dtypes(output),
-            weights=tuple(dict.fromkeys(each.dtype for each in module.parameters(recurse=False))),
+            weights=tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False))),
         )
 
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in names]
@@ -104,4 +104,4 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> DtypeReport:
 
 
 def _dtypes(values: Any) -> Dtypes:
-    return tuple(each.dtype for each in tree_leaves(values) if isinstance(each, torch.Tensor))
+    return tuple(value.dtype for value in tree_leaves(values) if isinstance(value, torch.Tensor))

@@ -12,23 +12,29 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from amp_plugin.casting.torch_version import torch_older_than
 
+Kind = TypeVar("Kind", bound=type)
+
 _MODULE = "torch._dynamo.variables.ctx_manager"
 
 
-def name_the_type_of_regions() -> None:
-    """Do so now if Dynamo is imported, else when it is; nothing from torch 2.12 on."""
-    if not torch_older_than("2.12"):
-        return
-    if _MODULE in sys.modules:
-        _name(sys.modules[_MODULE])
-    else:
-        sys.meta_path.insert(0, _OnImport())
+def named_for_dynamo(kind: Kind) -> Kind:
+    """Let Dynamo, now or once it is imported, know what calling the class gives; nothing from torch 2.12 on.
+
+    Args:
+        kind: the class of our regions.
+    """
+    if torch_older_than("2.12"):
+        if _MODULE in sys.modules:
+            _name(sys.modules[_MODULE])
+        else:
+            sys.meta_path.insert(0, _OnImport())
+    return kind
 
 
 def _name(ctx_manager: ModuleType) -> None:

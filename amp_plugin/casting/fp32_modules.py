@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from amp_plugin.casting.modules import run_in
 from amp_plugin.casting.op_names import nearest
+from amp_plugin.casting.run_in import run_in
 
 
 def apply_fp32_modules(
@@ -31,14 +31,12 @@ def apply_fp32_modules(
         ValueError: a pattern matches nothing; the text names the nearest.
         TypeError: a match can never be called (``ModuleList``); match its children instead.
     """
-    modules = {name: each for name, each in model.named_modules(remove_duplicate=False) if name}
-    kinds = {name: _kinds(each) for name, each in modules.items()}
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    kinds = {name: _kinds(module) for name, module in modules.items()}
     in_fp32 = run_in(torch.float32, keep=keep, cast_back=cast_back)
     matched: set[str] = set()
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = {
-            name for name, each in modules.items() if fnmatchcase(name, pattern) or pattern in _kinds(each)
-        }
+        found = {name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]}
         if not found:
             near = (
                 nearest(pattern, [*modules, *set().union(*kinds.values())])

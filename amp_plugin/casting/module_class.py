@@ -90,7 +90,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)  # type: ignore[arg-type]
     if not changes:  # a class the user derived from a made one
         return (build, arguments, *rest)
-    plain = tuple(original if each is kind else each for each in arguments)
+    plain = tuple(original if argument is kind else argument for argument in arguments)
     return (_remake, (original if build is kind else build, plain, changes), *rest)
 
 

@@ -89,7 +89,7 @@ class ModuleScopes:
         if is_compiling():
             return
         calls = self._open_calls()
-        if not any(each[0] is module for each in calls):
+        if not any(entered is module for entered, _, _ in calls):
             return  # it was entered before the hooks were placed
         while calls:  # what an exception left open is closed with its caller
             left, previous, inputs = calls.pop()
@@ -130,4 +130,4 @@ class ModuleScopes:
 
 
 def _addresses(values: Any) -> list[int]:
-    return [each._cdata for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+    return [value._cdata for value in tree_leaves(values) if isinstance(value, torch.Tensor)]

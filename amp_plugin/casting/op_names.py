@@ -20,16 +20,16 @@ def overloads_of(op: object) -> list[str]:
             a tensor it was given, whose dtype is not autocast's to choose.
     """
     name = _name_of(op)
-    registered = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
-    overloads = [name] if name in registered else [each for each in registered if each.split(".")[0] == name]
+    registered = {full_name(name) for name in torch._C._dispatch_get_all_op_names()}
+    overloads = [name] if name in registered else [full for full in registered if full.split(".")[0] == name]
     if not overloads:
-        functional = [each for each in registered if not _is_written_form(each)]
-        packets = {each.split(".")[0] for each in functional}
+        functional = [full for full in registered if not _is_written_form(full)]
+        packets = {full.split(".")[0] for full in functional}
         msg = f"unknown op {name!r}{nearest(name, [*functional, *packets])}"
         raise ValueError(msg)
-    functional = [each for each in overloads if not _is_written_form(each)]
+    functional = [full for full in overloads if not _is_written_form(full)]
     if not functional:
-        written = sorted({argument for each in overloads for argument in written_arguments(each)})
+        written = sorted({argument for full in overloads for argument in written_arguments(full)})
         base = name.split(".")[0].rstrip("_")
         msg = (
             f"{name} writes into {', '.join(written)}: in-place and out= forms are never autocast; "
@@ -58,8 +58,8 @@ def _in_full(op: object) -> str:
     if not isinstance(op, str):
         return ""
     name = f"aten::{op.removeprefix('torch.').removeprefix('ops.').removeprefix('aten.')}"
-    known = {full_name(each) for each in torch._C._dispatch_get_all_op_names()}
-    names = known | {each.split(".")[0] for each in known}
+    known = {full_name(name) for name in torch._C._dispatch_get_all_op_names()}
+    names = known | {full.split(".")[0] for full in known}
     return nearest(name, [name] if name in names else names)
 
 
@@ -104,8 +104,8 @@ def written_arguments(full: str) -> frozenset[str]:
 def check_arguments(full: str, wanted: Iterable[str]) -> None:
     """Raise ValueError if an op has no argument of one of these names."""
     names = argument_names(full)
-    for each in sorted(set(wanted) - set(names)):
-        msg = f"{full} has no argument {each!r}{nearest(each, names)}; it has {', '.join(names)}"
+    for name in sorted(set(wanted) - set(names)):
+        msg = f"{full} has no argument {name!r}{nearest(name, names)}; it has {', '.join(names)}"
         raise ValueError(msg)
 
 
@@ -113,11 +113,11 @@ def dtype_overload(full: str) -> str | None:
     """Return the overload that takes the same arguments and then a dtype, if there is one."""
     arguments, packet = argument_names(full), full.partition(".")[0]
     candidates = [
-        each
-        for each in torch._C._dispatch_get_all_op_names()
-        if each.startswith(f"{packet}.") and each.endswith("dtype")
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith(f"{packet}.") and name.endswith("dtype")
     ]
-    fitting = (each for each in candidates if argument_names(full_name(each)) == [*arguments, "dtype"])
+    fitting = (name for name in candidates if argument_names(full_name(name)) == [*arguments, "dtype"])
     return next(fitting, None)
 
 

@@ -11,10 +11,12 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
-from amp_plugin.casting import active
-from amp_plugin.casting.dynamo_types import name_the_type_of_regions
+from amp_plugin.casting.autocast_kernels import DEFAULT, DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.dynamo_types import named_for_dynamo
+from amp_plugin.casting.rule_sets import number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
-from amp_plugin.kernels.tracers import skip_frames_of
+from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
+from amp_plugin.kernels.tracers import untraced
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
@@ -39,6 +41,7 @@ def is_autocast_available(device_type: str) -> bool:
     return bool(torch.amp.is_autocast_available(device_type))
 
 
+@named_for_dynamo
 class autocast(torch.autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
@@ -75,6 +78,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
     _opening: tuple[Any, ...]
 
+    @untraced
     def __new__(  # type: ignore[misc] # not a region under compilation
         cls,
         device_type: str,
@@ -93,7 +97,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             if rules is not None:
                 raise RuntimeError(_RULES_IN_COMPILED_CODE)
             return torch.autocast(device_type, dtype, enabled, cache_enabled)
-        checked = active.checked.get((device_type, dtype, enabled))
+        checked = KERNELS.checked.get((device_type, dtype, enabled))
         if checked is None:
             checked = _check(device_type, dtype, enabled)
         self: autocast = object.__new__(cls)
@@ -102,7 +106,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             torch.get_autocast_dtype(device_type) if dtype is None else dtype,
             checked[1],
             cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
-            0 if rules is None else active.number_of(rules, device_type),
+            DEFAULT if rules is None else number_of(rules, device_type),
             None if cache is None else _kept_by(cache),
             device_type,
         )
@@ -142,27 +146,29 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         if kept is not None:
             msg = "a region with a CastCache cannot be copied or pickled; make it where it is used"
             raise TypeError(msg)
-        return _remade, (type(self), device_type, dtype, enabled, cache_enabled, active.rules_of(number))
+        return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
 
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
+    @untraced
     def __enter__(self) -> Self:
-        opening, enter = self._opening, active.native_enter
-        if _is_torch_function_mode_enabled() and active.blocks_are_recorded():
+        opening, enter = self._opening, KERNELS.enter
+        if _is_torch_function_mode_enabled() and blocks_are_recorded():
             if opening[4]:
                 raise RuntimeError(_RULES_IN_COMPILED_CODE)
-            active.enter_torch(self)
+            enter_block(self)
         elif enter is None or opening[0] is None:
-            active.enter_torch(self)
+            enter_block(self)
         else:
             enter(self, opening)
         return self
 
+    @untraced
     def __exit__(self, *exc_info: object) -> Literal[False]:
-        leave = active.native_exit
+        leave = KERNELS.leave
         if leave is None or not leave(self):
-            active.exit_torch(self)
+            exit_block(self)
         return False
 
     def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,6 +183,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         return covers_each_step(func, self)
 
 
+@untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool]:
     """Let torch check the arguments, with its own errors and warnings.
 
@@ -188,18 +195,18 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         near = name if name in {"bfloat16", "float16"} else "float16 or torch.bfloat16"
         msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give torch.{near}"
         raise TypeError(msg)
-    active.install()
+    KERNELS.install()
     theirs = torch.autocast(device_type, dtype, enabled)
-    number = active.DEVICE_NUMBERS.get(device_type) if active.native_enter is not None else None
+    number = DEVICE_NUMBERS.get(device_type) if KERNELS.are_native else None
     checked = (number, theirs._enabled)
     if theirs._enabled == enabled:  # else it warned, and will again
-        active.checked[device_type, dtype, enabled] = checked
+        KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
 
 
 def _kept_by(cache: CastCache) -> object:
     try:
-        return cache._kept
+        return cache.handle
     except AttributeError:
         msg = (
             f"autocast(cache={cache!r}): an amp_plugin.CastCache is wanted, made once and given to every "
@@ -217,7 +224,3 @@ def _remade(
     rules: OpRules | None,
 ) -> torch.autocast:
     return cls(device_type, dtype, enabled, cache_enabled, rules=rules)
-
-
-skip_frames_of(autocast.__new__, autocast.__enter__, autocast.__exit__, _check)
-name_the_type_of_regions()

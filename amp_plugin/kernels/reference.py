@@ -136,8 +136,8 @@ def cast(src: Sequence[Tensor], out: Sequence[Tensor]) -> None:
     if len(src) != len(out):
         msg = f"cast: {len(src)} tensors to copy and {len(out)} to write; give one output for each input"
         raise ValueError(msg)
-    for one, other in zip(src, out, strict=True):
-        other.copy_(one)
+    for source, copy in zip(src, out, strict=True):
+        copy.copy_(source)
 
 
 @torch.no_grad()

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-def skip_frames_of(*functions: Callable[..., Any]) -> None:
-    """Run these functions, and all that they call, as they are.
+
+def untraced(function: Function) -> Function:
+    """Run a function, and all that it calls, as it is.
 
     Args:
-        *functions: plain Python functions that call nothing of the user's.
+        function: a plain Python function that calls nothing of the user's.
     """
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
-    for function in functions:
-        eval_frame.set_code_exec_strategy(function.__code__, skip)
+    eval_frame.set_code_exec_strategy(function.__code__, skip)
+    return function
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_plugin.casting import active
+from amp_plugin.casting.autocast_kernels import KERNELS
 from benchmarks import __main__ as command
 from benchmarks import cuda, models
 from benchmarks.catalogue import keys, section
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.native
 @pytest.fixture(scope="module", autouse=True)
 def kernels():
     """Our kernels installed, as the command installs them."""
-    active.install()
+    KERNELS.install()
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # the frameworks' own; benchmarks show them to whoever runs them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import subprocess
 import sys
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 import amp_plugin
-from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 
 pytestmark = pytest.mark.native
@@ -112,6 +112,84 @@ def test_dead_models_are_dropped():
     assert len(cache) <= 8
 
 
+def allocated_bytes():
+    """Bytes that C's allocator has given out."""
+    kind = type(
+        "Mallinfo", (ctypes.Structure,), {"_fields_": [(f"f{i}", ctypes.c_size_t) for i in range(10)]}
+    )
+    ask = ctypes.CDLL(None).mallinfo2
+    ask.restype = kind
+    return ask().f7
+
+
+def test_only_parameters_are_kept_over_regions():
+    """An input that requires grad, as of an attack or a penalty, is cast once per region and then forgotten."""
+    model, cache = make_model(), CastCache()
+    for batch in BATCHES:
+        x = batch.clone().requires_grad_()
+        with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+            model(x).float().sum().backward()
+            assert torch.ops.amp_plugin._kept_cast_count() == 5
+    assert len(cache) == 4
+
+
+def test_a_new_model_each_step_leaves_nothing_behind():
+    cache = CastCache()
+
+    def step():
+        with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+            nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+
+    def bytes_after(steps):
+        for _ in range(steps):
+            step()
+        gc.collect()
+        return allocated_bytes()
+
+    before = bytes_after(1000)
+    assert bytes_after(2000) - before < 2000 * 50
+
+
+@pytest.mark.parametrize("where", ["region", "cache", "open region"])
+def test_weights_can_be_swapped(where):
+    """``swap_tensors`` takes no tensor that somebody refers to; conversions of modules use it."""
+    model, cache = make_model(), None if where == "region" else CastCache()
+    window(model, cache)
+    model.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if where == "open region":
+            with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+                model(BATCHES[0])
+                model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+                ours = model(BATCHES[0])
+        else:
+            model.double()
+            model.float().load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+            with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+                ours = model(BATCHES[0])
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    with torch.autocast("cpu", dtype=BF16):
+        assert torch.equal(ours, model(BATCHES[0]))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer asks for it
+def test_compiled_autograd():
+    def gradients(cache, *, compiled):
+        model = make_model()
+        with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+            loss = model(BATCHES[0]).float().square().mean()
+        if compiled:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+                loss.backward()
+        else:
+            loss.backward()
+        return [param.grad for param in model.parameters()]
+
+    assert_same(gradients(CastCache(), compiled=True), gradients(None, compiled=False))
+
+
 def test_many_weights_cost_no_more_each():
     """Keeping another cast looks at no other one: 2000 weights take about as long each as 200."""
     x = torch.ones(1, 2)
@@ -143,7 +221,7 @@ def updates():
 
     def ema_through_data(model):
         model[0].weight.data.lerp_(torch.ones(16, 8), 0.5)
-        active.invalidate()  # outside a region no one sees that write
+        amp_plugin.invalidate()  # outside a region no one sees that write
 
     def move(model):
         model.double().float()

@@ -15,9 +15,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import CastCache, OpRules, autocast, dtype_report, log_casts, set_default_rules
-from amp_plugin.casting.cast_log import CastTotals, casts_of
 from amp_plugin.casting.cast_table import FoldedName
-from amp_plugin.casting.checkpointing import checkpoint_contexts
+from amp_plugin.casting.casts import CastTotals
+from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
 from amp_plugin.kernels.build import native_core
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -45,6 +45,12 @@ class Net(nn.Module):
     def forward(self, x):
         x = x @ torch.eye(4)
         return self.head(self.block(x, offset=1.0)) @ self.mix
+
+
+def casts_of(model, x, dtype=BF16):
+    with log_casts(model) as log, autocast("cpu", dtype):
+        model(x)
+    return log
 
 
 def brief(log):
@@ -306,7 +312,7 @@ def test_nothing_is_recorded_when_off_and_one_log_at_a_time():
 
 @native
 def test_tables():
-    log = casts_of(Net(), torch.ones(3, 4), dtype=BF16)
+    log = casts_of(Net(), torch.ones(3, 4))
     text = shown(log.table())
     for part in ("Net.block.linear", " linear ", "bias (weight)", "fp32 → bf16", "192 bytes", "total"):
         assert part in text
@@ -340,7 +346,7 @@ def test_pandas(monkeypatch):
 
 @native
 def test_a_whole_forward_in_a_region_of_the_models_device():
-    log = casts_of(nn.Linear(2, 2), torch.ones(1, 2), dtype=torch.float16)
+    log = casts_of(nn.Linear(2, 2), torch.ones(1, 2), torch.float16)
     assert {cast.after for cast in log.records()} == {torch.float16}
 
 

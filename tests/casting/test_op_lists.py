@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_plugin
-from amp_plugin.casting import active
+from amp_plugin.casting.autocast_kernels import KERNELS
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -153,7 +153,7 @@ def cuda_autocast(dtype, *, native):
     torch.set_autocast_enabled("cuda", True)
     torch.set_autocast_dtype("cuda", dtype)
     torch.autocast_increment_nesting()
-    active.install()
+    KERNELS.install()
     amp_plugin.set_default_rules(amp_plugin.OpRules.default("cuda") if native else None)
     try:
         yield

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting import active
+from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.casting.cast_cache import CastCache
 
 
@@ -368,7 +368,7 @@ class TestWeightCache:
         with amp_plugin.autocast("cpu"):
             x @ w
             w.detach().numpy()[:] = 5.0  # no dispatcher, no version counter
-            active.invalidate()
+            amp_plugin.invalidate()
             assert torch.equal(x @ w, x.bfloat16() @ torch.full((3, 3), 5.0, dtype=torch.bfloat16))
 
     def test_dead_weights_at_a_reused_address(self):
@@ -393,9 +393,11 @@ class TestWeightCache:
             thread.join()
             assert self.casts() == 1
 
-    def test_torchs_cache_is_not_used(self):
-        with amp_plugin.autocast("cpu"):
-            assert not torch.is_autocast_cache_enabled()
+    @pytest.mark.parametrize("cache_enabled", [True, False])
+    def test_torchs_flag_is_the_regions(self, cache_enabled):
+        """Checkpoint reads it to recompute with the same. On a GPU capturing graphs needs it to be off."""
+        with amp_plugin.autocast("cpu", cache_enabled=cache_enabled):
+            assert torch.is_autocast_cache_enabled() == cache_enabled
         assert torch.is_autocast_cache_enabled()
 
 
@@ -413,16 +415,16 @@ class TestTorchIsLeftAlone:
             loss.backward()
             return [loss.detach(), *(p.grad for p in model.parameters())]
 
-        active.uninstall()
+        KERNELS.uninstall()
         before = run()
-        active.install()
+        KERNELS.install()
         after = run()
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
     def test_our_kernels_hand_over_to_torchs(self):
         """Only torch's kernel fills torch's weight cache: a second use finds the same cast."""
         w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
-        active.install()
+        KERNELS.install()
         assert "aten::mm" in torch.ops.amp_plugin._installed("cpu")
         with torch.autocast("cpu"):
             first, second = x @ w, x @ w
@@ -430,17 +432,17 @@ class TestTorchIsLeftAlone:
         assert torch.ops.amp_plugin._kept_cast_count() == 0
 
     def test_uninstall_puts_torchs_kernels_back(self):
-        active.uninstall()
+        KERNELS.uninstall()
         assert torch.ops.amp_plugin._installed("cpu") == []
         assert "amp_plugin" not in torch._C._dispatch_dump("aten::mm")
-        active.install()
+        KERNELS.install()
         assert "amp_plugin" in torch._C._dispatch_dump("aten::mm")
 
     def test_installing_warns_of_nothing(self):
-        active.uninstall()
+        KERNELS.uninstall()
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            active.install()
+            KERNELS.install()
 
 
 class TestCopies:

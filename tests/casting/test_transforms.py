@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from amp_plugin.casting import active
-from amp_plugin.casting.checkpointing import checkpoint_contexts
+from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
 from tests.process_groups import group_of_one
 
 # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
@@ -234,7 +234,7 @@ class TestCompile:
             with amp_plugin.autocast("cpu", dtype=BF16):
                 raise KeyError
 
-        amp_plugin.casting.active.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
+        amp_plugin.casting.autocast_kernels.KERNELS.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(KeyError):
@@ -261,6 +261,32 @@ class TestCheckpoint:
             return [*step(model, forward), x.grad]
 
         assert_same(run(True), run(False))
+
+    @pytest.mark.native
+    @pytest.mark.parametrize("cache_enabled", [True, False])
+    @pytest.mark.parametrize("default_rules", [False, True])
+    @pytest.mark.parametrize("backward_inside", [False, True])
+    def test_a_weight_used_twice_in_a_reentrant_one(self, cache_enabled, default_rules, backward_inside):
+        """The gradients of both uses add up in the dtype and order of torch.autocast."""
+
+        def gradient(autocast):
+            torch.manual_seed(0)
+            w = torch.nn.Parameter(torch.randn(32, 32))
+            x = torch.randn(32, 32, requires_grad=True)
+            with autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
+                loss = checkpoint(lambda x: ((x @ w).tanh() @ w).float(), x, use_reentrant=True).sum()
+                if backward_inside:
+                    loss.backward()
+            if not backward_inside:
+                loss.backward()
+            return w.grad
+
+        expected = gradient(torch.autocast)
+        amp_plugin.set_default_rules(amp_plugin.OpRules.default("cpu") if default_rules else None)
+        try:
+            assert torch.equal(gradient(amp_plugin.autocast), expected)
+        finally:
+            amp_plugin.set_default_rules(None)
 
     @pytest.mark.native
     def test_default_rules_reach_the_recomputation(self):
@@ -367,7 +393,7 @@ class TestCapture:
     @pytest.mark.native
     @pytest.mark.filterwarnings("ignore")  # torch.jit is deprecated
     def test_jit_trace_opens_the_first_region_of_all(self, model):
-        active.uninstall()
+        KERNELS.uninstall()
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
 
         class Own(nn.Module):

@@ -25,8 +25,9 @@ from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced,
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.active import invalidate, set_default_rules
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.invalidate import invalidate
+from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 from amp_plugin.scaling.step_result import StepResult

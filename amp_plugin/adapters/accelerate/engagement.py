@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
-from amp_plugin.casting.active import set_default_rules
+from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import AutocastKwargs, convert_to_fp32
 from torch import nn
 
-from amp_plugin.casting.active import invalidate
+from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
 
 if TYPE_CHECKING:

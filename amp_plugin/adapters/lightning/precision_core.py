@@ -19,9 +19,9 @@ from amp_plugin.adapters.lightning.settings import (
     checked_loss_scale,
 )
 from amp_plugin.adapters.option_checks import names_checked
-from amp_plugin.casting import active
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.loss_scale import HysteresisMode
@@ -210,7 +210,7 @@ class PrecisionCore:
 
     @staticmethod
     def _forget_casts() -> None:
-        active.invalidate()
+        invalidate()
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -7,12 +7,10 @@
 #include <algorithm>
 
 #include "cast_log.h"
-#include "kept_casts.h"
-#include "weight_cache.h"
-
-namespace at::autocast {
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-}
+#include "may_keep.h"
+#include "region_casts.h"
+#include "torch_autocast.h"
+#include "window_casts.h"
 
 namespace amp_plugin {
 
@@ -59,30 +57,38 @@ at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
       tensor, dtype, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
 }
 
+bool is_kept(const at::Tensor& tensor, ScalarType dtype, const Call& call) {
+  const auto* region = call.plan.region;
+  const bool is_wanted =
+      region == nullptr ? call.plan.in_torch_cache : region->cache_enabled || region->kept != nullptr;
+  return is_wanted && is_weight(tensor) && dtype == at::autocast::get_autocast_dtype(call.device) &&
+      may_keep(call.device);
+}
+
 // Without the region's cache each use has an autograd node of its own: gradients add up in fp32.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
   const auto* region = call.plan.region;
-  at::Tensor cast = region->cache_enabled ? find_cast(weight, dtype) : at::Tensor();
-  cached = cast.defined();
-  if (cached) return cast;
+  if (region != nullptr && region->cache_enabled) {
+    at::Tensor kept = find_cast(weight, dtype);
+    cached = kept.defined();
+    if (cached) return kept;
+  }
+  const Lifetime lifetime = lifetime_of_casts(weight);
+  if (lifetime == Lifetime::kNone) return cast_tensor(weight, dtype);
+  if (region == nullptr) return at::autocast::cached_cast(dtype, weight, call.device);
   // Built with grad even under no_grad, so that a later use in this region can differentiate it.
   const c10::AutoGradMode with_grad(true);
-  cast = region->kept ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
-  cached |= region->kept != nullptr;  // the refresh of its buffers is logged by itself
+  const bool outlives_region = region->kept && lifetime == Lifetime::kWindow;
+  at::Tensor cast = outlives_region ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
+  cached |= outlives_region;  // the refresh of its buffer is logged by itself
   if (region->cache_enabled) keep_cast(weight, cast);
   return cast;
 }
 
 at::Tensor cast_argument(const at::Tensor& tensor, ScalarType dtype, size_t index, const Call& call) {
-  const auto* region = call.plan.region;
   bool cached = false;
-  at::Tensor cast;
-  if (region != nullptr && (region->cache_enabled || region->kept) && is_cacheable_weight(tensor) &&
-      dtype == at::autocast::get_autocast_dtype(call.device) && may_cache(call.device)) {
-    cast = cast_weight(tensor, dtype, call, cached);
-  } else {
-    cast = cast_tensor(tensor, dtype);
-  }
+  at::Tensor cast =
+      is_kept(tensor, dtype, call) ? cast_weight(tensor, dtype, call, cached) : cast_tensor(tensor, dtype);
   if (is_logging_casts()) log_cast(call.op.operator_name(), index, tensor, dtype, cached);
   return cast;
 }
@@ -96,12 +102,12 @@ bool needs_cast(const IValue& value, ScalarType dtype, DeviceType device) {
 // Tensor[] and Tensor?[]: a new list, only where something is cast.
 void cast_list(IValue& value, ScalarType dtype, size_t index, const Call& call) {
   const c10::ArrayRef<IValue> given = value.toListRef();
-  const auto needed = [&](const IValue& each) { return needs_cast(each, dtype, call.device); };
+  const auto needed = [&](const IValue& item) { return needs_cast(item, dtype, call.device); };
   if (std::none_of(given.begin(), given.end(), needed)) return;
   c10::impl::GenericList result(value.toList().elementType());
   result.reserve(given.size());
-  for (const IValue& each : given) {
-    result.push_back(needed(each) ? IValue(cast_argument(each.toTensor(), dtype, index, call)) : each);
+  for (const IValue& item : given) {
+    result.push_back(needed(item) ? IValue(cast_argument(item.toTensor(), dtype, index, call)) : item);
   }
   value = IValue(std::move(result));
 }
@@ -113,8 +119,8 @@ void for_each_tensor(const Call& call, const std::vector<size_t>& arguments, con
     if (value.isTensor()) {
       visit(value.toTensor());
     } else if (value.isList()) {
-      for (const IValue& each : value.toListRef()) {
-        if (each.isTensor()) visit(each.toTensor());
+      for (const IValue& item : value.toListRef()) {
+        if (item.isTensor()) visit(item.toTensor());
       }
     }
   }

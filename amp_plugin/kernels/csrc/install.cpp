@@ -6,7 +6,7 @@
 
 #include "autocast_kernel.h"
 #include "list_kernel.h"
-#include "weight_cache.h"
+#include "region_casts.h"
 
 namespace amp_plugin {
 namespace {
@@ -17,24 +17,33 @@ using c10::IValue;
 using c10::OperatorHandle;
 using torch::jit::Stack;
 
-// An in-place op that may write a weight through an alias (`weight.data.clamp_()`): no version
-// counter of the weight moves, so the casts of that storage are forgotten here.
+// An op that may write a weight through an alias (`weight.data.clamp_()`): no version counter of the
+// weight moves, so the casts of that storage are forgotten here.
 class WatchKernel final : public c10::OperatorKernel {
  public:
-  WatchKernel(DispatchKey key) : key_(key) {}
+  WatchKernel(const OperatorHandle& op, DispatchKey key) : key_(key) {
+    const auto& arguments = op.schema().arguments();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      const auto* alias = arguments[i].alias_info();
+      if (alias != nullptr && alias->isWrite()) written_.push_back(arguments.size() - i);
+    }
+  }
 
   void operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
-    const IValue& written = (*stack)[stack->size() - op.schema().arguments().size()];
-    if (written.isTensor()) {
-      note_write(written.toTensor());
-    } else if (written.isTensorList()) {
-      for (const at::Tensor& each : written.toTensorVector()) note_write(each);
+    for (const size_t from_end : written_) {
+      const IValue& written = (*stack)[stack->size() - from_end];
+      if (written.isTensor()) {
+        note_write(written.toTensor());
+      } else if (written.isTensorList()) {
+        for (const at::Tensor& tensor : written.toTensorVector()) note_write(tensor);
+      }
     }
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
   }
 
  private:
   const DispatchKey key_;
+  std::vector<size_t> written_;  // arguments, counted from the end of the stack
 };
 
 // Dispatcher warns that a kernel is overridden; here that is the purpose.
@@ -63,7 +72,7 @@ class Installation {
     const auto op = find(op_name);
     if (!op.has_value() || op->hasKernelForDispatchKey(autocast_key(device))) return;
     const auto key = autocast_key(device);
-    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WatchKernel>(key)));
+    add(op_name, key, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<WatchKernel>(*op, key)));
   }
 
   void uninstall() {
@@ -150,7 +159,6 @@ TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def("_installed(str device) -> str[]", [](c10::string_view device) {
     return Installation::get().installed(device_named(device));
   });
-  library.def("_invalidate_weight_casts() -> ()", [] { invalidate_weight_casts(); });
   library.def("_kept_cast_count() -> int", [] { return kept_cast_count(); });
 }
 

@@ -6,10 +6,6 @@
 #include <ATen/ops/stack_ops.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
-namespace at::autocast {
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-}
-
 namespace amp_plugin {
 namespace {
 

@@ -5,24 +5,9 @@
 #include <array>
 #include <atomic>
 
-#include "kept_casts.h"
-#include "weight_cache.h"
-
-// Declared here rather than through <ATen/autocast_mode.h>, which includes all of ATen.
-namespace at::autocast {
-TORCH_API bool is_autocast_enabled(at::DeviceType device_type);
-TORCH_API void set_autocast_enabled(at::DeviceType device_type, bool enabled);
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-TORCH_API void set_autocast_dtype(at::DeviceType device_type, at::ScalarType dtype);
-TORCH_API void clear_cache();
-TORCH_API int increment_nesting();
-TORCH_API int decrement_nesting();
-TORCH_API bool is_autocast_cache_enabled();
-TORCH_API void set_autocast_cache_enabled(bool enabled);
-}  // namespace at::autocast
-namespace torch::autograd {
-TORCH_API int get_current_graph_task_id();
-}
+#include "region_casts.h"
+#include "torch_autocast.h"
+#include "window_casts.h"
 
 namespace amp_plugin {
 namespace {
@@ -97,14 +82,17 @@ int default_rules_of(c10::DeviceType device) {
   return default_rules_plus_one[static_cast<size_t>(device)].load(std::memory_order_acquire) - 1;
 }
 
-Plan by_default_rules(c10::DeviceType device) {
+// In a backward pass the block is a checkpoint's, which recomputes with the casts shared as torch does.
+Plan by_default_rules(c10::DeviceType device, bool in_backward) {
   const int rules = default_rules_of(device);
-  return {rules == kNoRules ? Course::kTorchKernel : Course::kFollowRules, rules, nullptr};
+  if (rules == kNoRules) return {Course::kTorchKernel, rules, nullptr, false};
+  return {Course::kFollowRules, rules, nullptr, in_backward && at::autocast::is_autocast_cache_enabled()};
 }
 
 }  // namespace
 
 void enter_region(const void* owner, RegionOptions options) {
+  if (options.kept && open_regions.empty()) options.kept->begin_region();
   const auto slot = rules_slot(options.device);
   Region region{
       .owner = owner,
@@ -124,7 +112,10 @@ void enter_region(const void* owner, RegionOptions options) {
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
   at::autocast::set_autocast_enabled(kMarker, options.enabled);
-  at::autocast::set_autocast_cache_enabled(false);  // torch's cache serves stale casts
+  // A reentrant checkpoint recomputes with the flag it found. With torch's cache on, make_graphed_callables
+  // refuses to capture.
+  const bool shows_cache = options.cache_enabled && options.device == c10::DeviceType::CPU;
+  at::autocast::set_autocast_cache_enabled(shows_cache);
   region.nesting = at::autocast::increment_nesting();
   open_regions.push_back(std::move(region));
   if (options.rules > 0 || open_regions.back().previous_rules_flag) show_rules(options.device, options.rules);
@@ -137,7 +128,7 @@ bool exit_region(const void* owner) {
     const Region region = std::move(open[i]);
     open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
-    if (open.empty()) clear_weight_cache();
+    if (open.empty()) clear_region_casts();
     at::autocast::set_autocast_enabled(region.device, region.previous_enabled);
     at::autocast::set_autocast_dtype(region.device, region.previous_dtype);
     at::autocast::set_autocast_cache_enabled(region.previous_cache_enabled);
@@ -154,17 +145,17 @@ Plan plan_for(c10::DeviceType device) {
   const Region* region = innermost(device);
   const int graph_task = torch::autograd::get_current_graph_task_id();
   if (region != nullptr) {
-    if (region->graph_task == graph_task) return {Course::kFollowRules, region->rules, region};
-    // Opened outside the backward pass that runs now. A torch.autocast block opened inside it
-    // (checkpoint's recomputation) is followed; else the backward pass is not autocast.
-    if (current_nesting() > open_regions.back().nesting)
-      return {Course::kFollowRules, region->rules, nullptr};
-    return {Course::kLeaveAsIs, kNoRules, nullptr};
+    // Opened outside the backward pass that runs now, it is followed only in a torch.autocast block opened
+    // inside that (checkpoint's recomputation).
+    if (region->graph_task == graph_task || current_nesting() > open_regions.back().nesting) {
+      return {Course::kFollowRules, region->rules, region, false};
+    }
+    return {Course::kLeaveAsIs, kNoRules, nullptr, false};
   }
   // A thread of autograd's inherits the state of a region it did not open.
   const bool inherited = open_regions.empty() && marked() && graph_task != -1;
-  if (inherited && current_nesting() == 0) return {Course::kLeaveAsIs, kNoRules, nullptr};
-  return by_default_rules(device);
+  if (inherited && current_nesting() == 0) return {Course::kLeaveAsIs, kNoRules, nullptr, false};
+  return by_default_rules(device, graph_task != -1);
 }
 
 void set_default_rules(c10::DeviceType device, int rules) {

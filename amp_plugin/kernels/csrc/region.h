@@ -15,7 +15,7 @@ namespace amp_plugin {
 constexpr int kMaxRuleSets = 24;
 constexpr int kNoRules = -1;
 
-class KeptCasts;
+class WindowCasts;
 
 struct RegionOptions {
   c10::DeviceType device;
@@ -23,7 +23,7 @@ struct RegionOptions {
   bool enabled;
   bool cache_enabled;
   int rules;
-  std::shared_ptr<KeptCasts> kept;
+  std::shared_ptr<WindowCasts> kept;
 };
 
 struct Region {
@@ -33,7 +33,7 @@ struct Region {
   int nesting;  // torch's autocast nesting level inside this region
   int graph_task;  // the backward pass it was opened in, -1 for none
   bool cache_enabled;
-  std::shared_ptr<KeptCasts> kept;
+  std::shared_ptr<WindowCasts> kept;
   // What torch's state was, to be restored.
   bool previous_enabled;
   c10::ScalarType previous_dtype;
@@ -53,7 +53,8 @@ enum class Course {
 struct Plan {
   Course course;
   int rules;
-  const Region* region;  // for caching; null outside our own regions
+  const Region* region;  // keeps casts of weights; null outside our own regions
+  bool in_torch_cache;  // torch keeps them, as in its own block
 };
 
 // Opens a region: sets torch's autocast state and remembers the previous one.

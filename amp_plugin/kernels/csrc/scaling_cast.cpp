@@ -39,12 +39,13 @@ Copy copy_for(at::ScalarType from, at::ScalarType to) {
 
 bool same_memory_order(const at::Tensor& one, const at::Tensor& other) {
   return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
-         one.strides() == other.strides() && one.is_non_overlapping_and_dense();
+      one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
 
 void cast(at::TensorList src, at::TensorList out) {
-  TORCH_CHECK_VALUE(src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
-                    " to write; give one output for each input.");
+  TORCH_CHECK_VALUE(
+      src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
+      " to write; give one output for each input.");
   std::vector<Piece> pieces;
   pieces.reserve(src.size());
   for (size_t i = 0; i < src.size(); ++i) {
@@ -59,7 +60,8 @@ void cast(at::TensorList src, at::TensorList out) {
     auto* to = static_cast<char*>(out[i].mutable_data_ptr());
     const int64_t numel = src[i].numel();
     for (int64_t begin = 0; begin < numel; begin += kChunk) {
-      pieces.push_back({from + begin * from_size, to + begin * to_size, std::min(kChunk, numel - begin), run});
+      pieces.push_back(
+          {from + begin * from_size, to + begin * to_size, std::min(kChunk, numel - begin), run});
     }
     if (!out[i].is_inference()) {
       out[i].unsafeGetTensorImpl()->bump_version();
@@ -81,6 +83,4 @@ void cast(at::TensorList src, at::TensorList out) {
 }  // namespace
 }  // namespace amp_plugin
 
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
-  m.impl("cast", amp_plugin::cast);
-}
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("cast", amp_plugin::cast); }

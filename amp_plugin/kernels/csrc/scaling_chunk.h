@@ -183,7 +183,8 @@ Partial run_chunk(T* data, int64_t count, Wide<T> factor) {
     result.flags = element_flags(data, count);
   }
   if constexpr (norm == Norm::infinity) {
-    result.power = reduce<norm>(at::vec::maximum(at::vec::maximum(sum[0], sum[1]), at::vec::maximum(sum[2], sum[3])));
+    result.power =
+        reduce<norm>(at::vec::maximum(at::vec::maximum(sum[0], sum[1]), at::vec::maximum(sum[2], sum[3])));
   } else if constexpr (norm != Norm::none) {
     result.power = reduce<norm>((sum[0] + sum[1]) + (sum[2] + sum[3]));
   }

@@ -16,8 +16,10 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kChunk = 32768;      // elements: float32 partial sums are exact enough, and it fits L2
-constexpr int64_t kTask = 8 * kChunk;  // elements a thread takes at a time: some 40 us, well above a fork and join
+// Elements: float32 partial sums are exact enough, and it fits L2.
+constexpr int64_t kChunk = 32768;
+// Elements that a thread takes at a time: some 40 us, well above a fork and join.
+constexpr int64_t kTask = 8 * kChunk;
 
 using ChunkFunction = Partial (*)(void* data, int64_t count, double factor, double p);
 
@@ -40,9 +42,7 @@ Norm norm_of(double p) {
   return Norm::any;
 }
 
-bool takes_extreme(double p) {
-  return std::isinf(p);
-}
+bool takes_extreme(double p) { return std::isinf(p); }
 
 // The square of an element may leave float32's range although the element and the norm do not.
 template <typename T>
@@ -78,7 +78,8 @@ Partial chunk_of_complex(void* data, int64_t count, double factor, double p) {
     return chunk_of_reals<T, norm, write>(data, 2 * count, factor, p);
   } else {
     const double power = any_power(static_cast<c10::complex<T>*>(data), count, p);
-    Partial partial = run_chunk<T, Norm::none, write>(static_cast<T*>(data), 2 * count, static_cast<T>(factor));
+    Partial partial =
+        run_chunk<T, Norm::none, write>(static_cast<T*>(data), 2 * count, static_cast<T>(factor));
     partial.power = power;
     return partial;
   }
@@ -87,18 +88,12 @@ Partial chunk_of_complex(void* data, int64_t count, double factor, double p) {
 template <Norm norm, bool write>
 ChunkFunction function_for(at::ScalarType type) {
   switch (type) {
-    case at::kFloat:
-      return chunk_of_reals<float, norm, write>;
-    case at::kDouble:
-      return chunk_of_reals<double, norm, write>;
-    case at::kHalf:
-      return chunk_of_reals<at::Half, norm, write>;
-    case at::kBFloat16:
-      return chunk_of_reals<at::BFloat16, norm, write>;
-    case at::kComplexFloat:
-      return chunk_of_complex<float, norm, write>;
-    case at::kComplexDouble:
-      return chunk_of_complex<double, norm, write>;
+    case at::kFloat: return chunk_of_reals<float, norm, write>;
+    case at::kDouble: return chunk_of_reals<double, norm, write>;
+    case at::kHalf: return chunk_of_reals<at::Half, norm, write>;
+    case at::kBFloat16: return chunk_of_reals<at::BFloat16, norm, write>;
+    case at::kComplexFloat: return chunk_of_complex<float, norm, write>;
+    case at::kComplexDouble: return chunk_of_complex<double, norm, write>;
     default:
       TORCH_CHECK_TYPE(
           false, "amp_plugin: gradients of dtype ", type,
@@ -109,16 +104,11 @@ ChunkFunction function_for(at::ScalarType type) {
 template <bool write>
 ChunkFunction function_for(at::ScalarType type, Norm norm) {
   switch (norm) {
-    case Norm::none:
-      return function_for<Norm::none, write>(type);
-    case Norm::one:
-      return function_for<Norm::one, write>(type);
-    case Norm::two:
-      return function_for<Norm::two, write>(type);
-    case Norm::infinity:
-      return function_for<Norm::infinity, write>(type);
-    default:
-      return function_for<Norm::any, write>(type);
+    case Norm::none: return function_for<Norm::none, write>(type);
+    case Norm::one: return function_for<Norm::one, write>(type);
+    case Norm::two: return function_for<Norm::two, write>(type);
+    case Norm::infinity: return function_for<Norm::infinity, write>(type);
+    default: return function_for<Norm::any, write>(type);
   }
 }
 
@@ -128,10 +118,12 @@ class Flattened {
   explicit Flattened(at::TensorList grads) {
     flat_.reserve(grads.size());
     for (const at::Tensor& grad : grads) {
-      TORCH_CHECK(grad.device().is_cpu(), "amp_plugin: all gradients of one call must be on one device; got cpu and ",
-                  grad.device(), ".");
-      TORCH_CHECK(grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
-                  "; pass the values of sparse gradients.");
+      TORCH_CHECK(
+          grad.device().is_cpu(), "amp_plugin: all gradients of one call must be on one device; got cpu and ",
+          grad.device(), ".");
+      TORCH_CHECK(
+          grad.layout() == at::kStrided, "amp_plugin: a gradient has layout ", grad.layout(),
+          "; pass the values of sparse gradients.");
       if (grad.is_non_overlapping_and_dense()) {
         flat_.push_back(grad.unsafeGetTensorImpl());
       } else {
@@ -141,9 +133,7 @@ class Flattened {
     }
   }
 
-  const std::vector<c10::TensorImpl*>& tensors() const {
-    return flat_;
-  }
+  const std::vector<c10::TensorImpl*>& tensors() const { return flat_; }
 
   void write_back(at::TensorList grads) const {
     for (const auto& [grad, copy] : copies_) {
@@ -222,11 +212,13 @@ Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double f
 }
 
 double one_value(const at::Tensor& factor, const char* name) {
-  TORCH_CHECK(factor.numel() == 1 && factor.device().is_cpu(), "amp_plugin: ", name,
-              " must have one element on the gradients' device; got ", factor.sizes(), " on ", factor.device(), ".");
+  TORCH_CHECK(
+      factor.numel() == 1 && factor.device().is_cpu(), "amp_plugin: ", name,
+      " must have one element on the gradients' device; got ", factor.sizes(), " on ", factor.device(), ".");
   if (factor.scalar_type() == at::kFloat) return *factor.const_data_ptr<float>();
-  TORCH_CHECK(factor.scalar_type() == at::kDouble, "amp_plugin: ", name, " must be float32 or float64; got ",
-              factor.scalar_type(), ".");
+  TORCH_CHECK(
+      factor.scalar_type() == at::kDouble, "amp_plugin: ", name, " must be float32 or float64; got ",
+      factor.scalar_type(), ".");
   return *factor.const_data_ptr<double>();
 }
 
@@ -248,7 +240,8 @@ Measured measured(const Result& result, double factor, double p) {
   }
   at::Tensor flags = at::empty({static_cast<int64_t>(result.flags.size())}, at::kByte);
   std::copy(result.flags.begin(), result.flags.end(), flags.mutable_data_ptr<uint8_t>());
-  const bool found = std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
+  const bool found =
+      std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
   return {scalar(norm), scalar(found ? 1.0 : 0.0), flags};
 }
 
@@ -277,7 +270,8 @@ at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
   const Flattened flattened(grads);
   const Result result = run_all<true>(flattened.tensors(), Norm::none, value, 2.0);
   flattened.write_back(grads);
-  const bool found = std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
+  const bool found =
+      std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
   return scalar(found ? 1.0 : 0.0);
 }
 

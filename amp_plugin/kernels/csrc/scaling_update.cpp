@@ -14,9 +14,10 @@ namespace {
 
 enum HysteresisMode : int64_t { kApex = 0, kMegatron = 1, kDeepSpeed = 2 };
 
-void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
-                   const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
-                   double min_scale, double max_scale, int64_t hysteresis, int64_t mode) {
+void update_scale_(
+    const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+    const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
+    double min_scale, double max_scale, int64_t hysteresis, int64_t mode) {
   auto& value = *scale.mutable_data_ptr<float>();
   auto& steps = *growth_tracker.mutable_data_ptr<int32_t>();
   auto& tolerance = *hysteresis_tracker.mutable_data_ptr<int32_t>();
@@ -35,8 +36,8 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, co
     const bool grows = steps >= growth_interval;
     if (grows) {
       const auto grown = static_cast<float>(value * growth_factor);  // in double, as torch
-      const auto ceiling = std::max(value, static_cast<float>(std::min<double>(
-                                               max_scale, std::numeric_limits<float>::max())));
+      const auto ceiling =
+          std::max(value, static_cast<float>(std::min<double>(max_scale, std::numeric_limits<float>::max())));
       value = std::isfinite(grown) ? std::min(grown, ceiling) : value;
       steps = 0;
     }
@@ -53,7 +54,8 @@ void update_scale_(const at::Tensor& scale, const at::Tensor& growth_tracker, co
 
 at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale) {
   const float value = *norm.const_data_ptr<float>();
-  const float factor = std::isfinite(value) ? std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F)) : 1.0F;
+  const float factor =
+      std::isfinite(value) ? std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F)) : 1.0F;
   at::Tensor result = at::empty({}, at::kFloat);
   *result.mutable_data_ptr<float>() = scale ? *scale->const_data_ptr<float>() / factor : factor;
   return result;

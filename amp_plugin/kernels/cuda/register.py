@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.library import Library
 
 from amp_plugin.kernels import reference
-from amp_plugin.kernels.tracers import skip_frames_of
+from amp_plugin.kernels.tracers import untraced
 
 if TYPE_CHECKING:
     from amp_plugin.kernels.cuda.operations import Operations
@@ -131,8 +131,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         return (plain if operations is None else getattr(operations, name))(*arguments, **keywords)
 
     kernel.__name__ = name
-    skip_frames_of(kernel)  # pointers and launches are nothing to trace
-    return kernel
+    return untraced(kernel)  # pointers and launches are nothing to trace
 
 
 def _device_of(arguments: tuple[Any, ...]) -> int:

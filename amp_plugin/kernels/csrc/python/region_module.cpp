@@ -8,19 +8,24 @@
 
 #include <memory>
 
-#include "../kept_casts.h"
+#include "../may_keep.h"
 #include "../region.h"
-#include "../weight_cache.h"
+#include "../weights_epoch.h"
+#include "../window_casts.h"
 #include "gradient_ledger.h"
 
 namespace {
 
-using Kept = std::shared_ptr<amp_plugin::KeptCasts>;
-constexpr const char* kKeptCasts = "amp_plugin.KeptCasts";
+using SharedCasts = std::shared_ptr<amp_plugin::WindowCasts>;
+constexpr const char* kWindowCasts = "amp_plugin.WindowCasts";
 
-void destroy_kept(PyObject* capsule) { delete static_cast<Kept*>(PyCapsule_GetPointer(capsule, kKeptCasts)); }
+void destroy_casts(PyObject* capsule) {
+  delete static_cast<SharedCasts*>(PyCapsule_GetPointer(capsule, kWindowCasts));
+}
 
-Kept* kept_of(PyObject* capsule) { return static_cast<Kept*>(PyCapsule_GetPointer(capsule, kKeptCasts)); }
+SharedCasts* casts_in(PyObject* capsule) {
+  return static_cast<SharedCasts*>(PyCapsule_GetPointer(capsule, kWindowCasts));
+}
 
 // enter(owner, opening): (device type, dtype, enabled, cache enabled, rules, kept casts, ...)
 PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
@@ -32,9 +37,9 @@ PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t cou
         PyExc_TypeError, "enter(owner, (device_type, dtype, enabled, cache_enabled, rules, kept))");
     return nullptr;
   }
-  Kept kept;
+  SharedCasts kept;
   if (PyObject* capsule = PyTuple_GET_ITEM(opening, 5); capsule != Py_None) {
-    const Kept* held = kept_of(capsule);
+    const SharedCasts* held = casts_in(capsule);
     if (held == nullptr) return nullptr;
     kept = *held;
   }
@@ -57,70 +62,107 @@ PyObject* exit(PyObject* /*module*/, PyObject* owner) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* new_kept_casts(PyObject* /*module*/, PyObject* /*unused*/) {
+PyObject* invalidate(PyObject* /*module*/, PyObject* /*unused*/) {
   HANDLE_TH_ERRORS
-  return PyCapsule_New(new Kept(std::make_shared<amp_plugin::KeptCasts>()), kKeptCasts, destroy_kept);
+  amp_plugin::invalidate_weight_casts();
+  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* clear_kept_casts(PyObject* /*module*/, PyObject* capsule) {
+PyObject* new_casts(PyObject* /*module*/, PyObject* /*unused*/) {
   HANDLE_TH_ERRORS
-  const Kept* kept = kept_of(capsule);
-  if (kept == nullptr) return nullptr;
+  return PyCapsule_New(
+      new SharedCasts(std::make_shared<amp_plugin::WindowCasts>()), kWindowCasts, destroy_casts);
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* clear_casts(PyObject* /*module*/, PyObject* capsule) {
+  HANDLE_TH_ERRORS
+  const SharedCasts* casts = casts_in(capsule);
+  if (casts == nullptr) return nullptr;
   {
     const pybind11::gil_scoped_release others_may_run;  // whoever casts holds the lock, and may need Python
-    (*kept)->clear();
+    (*casts)->clear();
   }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// kept_casts_counts(kept) -> (buffers, bytes, casts, multi-tensor casts)
-PyObject* kept_casts_counts(PyObject* /*module*/, PyObject* capsule) {
+PyObject* end_window(PyObject* /*module*/, PyObject* capsule) {
   HANDLE_TH_ERRORS
-  const Kept* kept = kept_of(capsule);
-  if (kept == nullptr) return nullptr;
+  const SharedCasts* casts = casts_in(capsule);
+  if (casts == nullptr) return nullptr;
+  (*casts)->end_window();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// count_casts(casts) -> (buffers, bytes, casts, multi-tensor casts)
+PyObject* count_casts(PyObject* /*module*/, PyObject* capsule) {
+  HANDLE_TH_ERRORS
+  const SharedCasts* casts = casts_in(capsule);
+  if (casts == nullptr) return nullptr;
   long long buffers = 0, bytes = 0;
   {
     const pybind11::gil_scoped_release others_may_run;
-    buffers = (*kept)->buffers();
-    bytes = (*kept)->bytes();
+    buffers = (*casts)->buffers();
+    bytes = (*casts)->bytes();
   }
   return Py_BuildValue(
-      "LLLL", buffers, bytes, static_cast<long long>((*kept)->casts()),
-      static_cast<long long>((*kept)->refreshes()));
+      "LLLL", buffers, bytes, static_cast<long long>((*casts)->casts()),
+      static_cast<long long>((*casts)->refreshes()));
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* parameter_class = nullptr;
 PyObject* managed_test = nullptr;
 
-// FSDP2 shows plain leaf parameters whose memory it frees and refills with no version counter moving.
-bool is_managed_by_fsdp(const at::Tensor& tensor) {
+// Only parameters outlive a region. FSDP2 shows plain leaf parameters whose memory it frees and refills
+// with no version counter moving.
+amp_plugin::Lifetime lifetime_of_casts(const at::Tensor& tensor) {
+  using amp_plugin::Lifetime;
   const pybind11::gil_scoped_acquire gil;
-  PyObject* modules = PyImport_GetModuleDict();
-  if (PyDict_GetItemString(modules, "torch.distributed.fsdp") == nullptr || managed_test == nullptr)
-    return false;
   auto wrapped = THPObjectPtr(THPVariable_Wrap(tensor));
+  if (!wrapped) throw python_error();
+  const int is_parameter = PyObject_IsInstance(wrapped.get(), parameter_class);
+  if (is_parameter < 0) throw python_error();
+  if (is_parameter == 0) return Lifetime::kRegion;
+  if (PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed.fsdp") == nullptr) {
+    return Lifetime::kWindow;
+  }
   auto answer = THPObjectPtr(PyObject_CallOneArg(managed_test, wrapped.get()));
   if (!answer) throw python_error();
-  return PyObject_IsTrue(answer.get()) == 1;
+  return PyObject_IsTrue(answer.get()) == 1 ? Lifetime::kNone : Lifetime::kWindow;
 }
 
-// set_managed_test(callable)
-PyObject* set_managed_test(PyObject* /*module*/, PyObject* callable) {
-  Py_INCREF(callable);
-  Py_XSETREF(managed_test, callable);
-  amp_plugin::set_managed_test(is_managed_by_fsdp);
+// keep_only(parameter class, managed test): what may outlive a region, and what may not be kept in it
+PyObject* keep_only(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
+  if (count != 2) {
+    PyErr_SetString(PyExc_TypeError, "keep_only(parameter_class, managed_test)");
+    return nullptr;
+  }
+  Py_INCREF(arguments[0]);
+  Py_XSETREF(parameter_class, arguments[0]);
+  Py_INCREF(arguments[1]);
+  Py_XSETREF(managed_test, arguments[1]);
+  amp_plugin::set_lifetime_test(lifetime_of_casts);
   Py_RETURN_NONE;
 }
 
+template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
+PyCFunction fast() {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
 PyMethodDef kMethods[] = {
-    {"enter", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(enter)), METH_FASTCALL, nullptr},
+    {"enter", fast<enter>(), METH_FASTCALL, nullptr},
     {"exit", exit, METH_O, nullptr},
-    {"set_managed_test", set_managed_test, METH_O, nullptr},
-    {"new_kept_casts", new_kept_casts, METH_NOARGS, nullptr},
-    {"clear_kept_casts", clear_kept_casts, METH_O, nullptr},
-    {"kept_casts_counts", kept_casts_counts, METH_O, nullptr},
+    {"invalidate", invalidate, METH_NOARGS, nullptr},
+    {"keep_only", fast<keep_only>(), METH_FASTCALL, nullptr},
+    {"new_casts", new_casts, METH_NOARGS, nullptr},
+    {"clear_casts", clear_casts, METH_O, nullptr},
+    {"end_window", end_window, METH_O, nullptr},
+    {"count_casts", count_casts, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

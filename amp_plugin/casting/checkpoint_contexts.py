@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING
 
-from amp_plugin.casting import active
-from amp_plugin.casting.threads import RegionState, current_state
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from amp_plugin.casting.region_state import RegionState, current_state, has_region
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
@@ -32,7 +28,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
         >>> with autocast("cpu", dtype=torch.bfloat16):
         ...     y = checkpoint(torch.matmul, x, x, use_reentrant=False, context_fn=checkpoint_contexts)
     """
-    return nullcontext(), _opened_again(current_state() if active.has_region() else ())
+    return nullcontext(), _opened_again(current_state() if has_region() else ())
 
 
 @contextmanager

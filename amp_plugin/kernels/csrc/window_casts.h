@@ -1,4 +1,4 @@
-// Cast weights that outlive a region: one buffer per weight and dtype for a whole accumulation window.
+// Casts of weights that outlive a region: one buffer per weight and dtype for a whole accumulation window.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +10,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "cast_source.h"
+
 namespace amp_plugin {
 
-class KeptCasts {
+class WindowCasts {
  public:
   // The weight in `dtype`, on a kept buffer, with an autograd node of its own: the gradients of several
   // micro-batches then meet in the fp32 weight, not in one half precision node. Sets `was_kept` if the
@@ -22,6 +24,13 @@ class KeptCasts {
   // The memory of `tensor` was written: what was cast from it is stale.
   void forget_storage(const at::Tensor& tensor);
 
+  // A region opens. Where steps are replayed from a captured graph, nothing tells that weights changed:
+  // then all casts are stale, unless somebody announces the ends of windows.
+  void begin_region() const;
+
+  // Weights change now, whether or not anything else tells; the caller will say so at every window's end.
+  void end_window();
+
   void clear();
   int64_t bytes() const;
   int64_t buffers() const;
@@ -29,17 +38,11 @@ class KeptCasts {
   int64_t refreshes() const { return refreshes_; }
 
  private:
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
   struct Kept {
     c10::ScalarType dtype;
-    WeakTensor weight;
-    WeakStorage storage;
-    int64_t offset;
-    std::vector<int64_t> sizes;
-    std::vector<int64_t> strides;
-    uint32_t version;
-    uint64_t epoch;
+    const c10::TensorImpl* weight;
+    CastSource source;
+    bool is_used;  // since it was last refreshed
     at::Tensor buffer;
   };
   using Key = std::pair<const c10::TensorImpl*, c10::ScalarType>;
@@ -49,16 +52,15 @@ class KeptCasts {
     }
   };
 
-  static bool is_same_memory(const Kept& kept, const at::Tensor& weight);
-  static bool is_current(const Kept& kept, const at::Tensor& weight);
   Kept& add(const at::Tensor& weight, c10::ScalarType dtype);
-  std::vector<Kept*> stale();
+  std::vector<Kept*> stale(c10::Device device);
   void refresh(const std::vector<Kept*>& stale);
-  void drop_dead();
+  void drop_freed();
 
   mutable std::mutex mutex_;
   std::unordered_map<Key, Kept, Hash> kept_;
-  size_t drop_at_ = 1;  // entries at which dead weights are looked for next
+  size_t drop_at_ = 1;  // entries at which freed weights are looked for next
+  std::atomic<bool> ends_are_announced_ = false;
   int64_t casts_ = 0;
   int64_t refreshes_ = 0;
 };

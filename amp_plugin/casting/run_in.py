@@ -193,9 +193,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast the tensors in a value; the same object comes back where nothing needs it."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if _castable(value) else value
-    if not any(_castable(each) and each.dtype is not dtype for each in tree_leaves(value)):
+    if not any(_castable(leaf) and leaf.dtype is not dtype for leaf in tree_leaves(value)):
         return value
-    return tree_map(lambda each: each.to(dtype) if _castable(each) else each, value)
+    return tree_map(lambda leaf: leaf.to(dtype) if _castable(leaf) else leaf, value)
 
 
 def _first_dtype(values: list[Any]) -> torch.dtype | None:
@@ -216,17 +216,17 @@ def _kept_positions(function: Callable[..., Any], keep: frozenset[str]) -> tuple
     except ValueError as error:
         msg = f"run_in(keep=...): {name} does not tell the names of its arguments; wrap it in a function"
         raise ValueError(msg) from error
-    names = [each.name for each in parameters]
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    names = [parameter.name for parameter in parameters]
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     for unknown in sorted(keep - set(names)):
         if not takes_any:
             near = nearest(unknown, names)
             msg = f"run_in(keep=...): {name} has no argument {unknown!r}{near}; it has {', '.join(names)}"
             raise ValueError(msg)
-    by_position = [each for each in parameters if each.kind in _POSITIONAL]
-    kept = frozenset(i for i, each in enumerate(by_position) if each.name in keep)
-    rest = [each.name for each in parameters if each.kind is each.VAR_POSITIONAL and each.name in keep]
-    return kept, len(by_position) if rest else None
+    by_position = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+    kept = frozenset(index for index, parameter in enumerate(by_position) if parameter.name in keep)
+    rest = [parameter.name for parameter in parameters if parameter.kind is parameter.VAR_POSITIONAL]
+    return kept, len(by_position) if keep.intersection(rest) else None
 
 
 def _check_is_called(kind: type[nn.Module]) -> None:

@@ -8,47 +8,19 @@ from __future__ import annotations
 
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.compiler import is_compiling
 
-from amp_plugin.casting import active
 from amp_plugin.casting.module_class import change_class
-from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.region_state import RegionState, current_state, has_region
 
 Module = TypeVar("Module", bound=nn.Module)
 
 _CARRIED = "_amp_plugin_carried"
 _in_carried = threading.local()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RegionState:
-    """What a region of one device is opened with; can be pickled and sent to another process.
-
-    Attributes:
-        device_type: ``"cpu"``, ``"cuda"``, ...
-        dtype: the lower precision.
-        enabled: False for a region in which autocast is off.
-        cache_enabled: keep the casts of weights inside the region.
-        rules: None for the default rules.
-    """
-
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool = True
-    cache_enabled: bool = True
-    rules: OpRules | None = None
-
-    def region(self) -> torch.autocast:
-        """Make a region with this state."""
-        if self.rules is None:
-            return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
-        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, rules=self.rules)
 
 
 def autocast_module(module: Module, *states: RegionState) -> Module:
@@ -89,33 +61,6 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
     return module
 
 
-def current_state() -> tuple[RegionState, ...]:
-    """Return the autocast state of this thread, one entry per device where it is on or in a region."""
-    active.install()
-    opened = _open_regions()
-    on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]
-    return tuple(
-        RegionState(
-            device_type=device,
-            dtype=torch.get_autocast_dtype(device),
-            enabled=torch.is_autocast_enabled(device),
-            cache_enabled=opened.get(device, (None, torch.is_autocast_cache_enabled()))[1],
-            rules=opened.get(device, (None, True))[0],
-        )
-        for device in on
-    )
-
-
-def _open_regions() -> dict[str, tuple[OpRules | None, bool]]:
-    """Return the rules and the cache flag of this thread's innermost region of each device."""
-    if active.native_enter is None:
-        return {}
-    names = {number: name for name, number in active.DEVICE_NUMBERS.items()}
-    flat = torch.ops.amp_plugin._innermost_regions()
-    triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
-    return {names[device]: (active.rules_of(number), bool(cached)) for device, number, cached in triples}
-
-
 def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ...]) -> dict[str, Any]:
     call, replicate = original.__call__, original._replicate_for_data_parallel
 
@@ -142,7 +87,7 @@ def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple
         return ()
     maker, carried = vars(module).get(_CARRIED, (None, ()))
     if carried:  # a replica: the block around it is DataParallel's, not the user's
-        return () if maker == threading.get_ident() or active.has_region() else carried
+        return () if maker == threading.get_ident() or has_region() else carried
     return states if _nesting() == 0 else ()
 
 

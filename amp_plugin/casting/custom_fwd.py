@@ -153,15 +153,15 @@ def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:  # no
         return value
     if isinstance(value, Mapping):
         return {
-            cast_tensors(key, device_type, dtype): cast_tensors(each, device_type, dtype)
-            for key, each in value.items()
+            cast_tensors(key, device_type, dtype): cast_tensors(item, device_type, dtype)
+            for key, item in value.items()
         }
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_tensors(each, device_type, dtype) for each in value))
+        return type(value)(*(cast_tensors(item, device_type, dtype) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(cast_tensors(each, device_type, dtype) for each in value)
+        return type(value)(cast_tensors(item, device_type, dtype) for item in value)
     if isinstance(value, Iterable):
-        return (cast_tensors(each, device_type, dtype) for each in value)
+        return (cast_tensors(item, device_type, dtype) for item in value)
     return value
 
 
@@ -209,8 +209,8 @@ def _device_types(value: Any) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         yield value.device.type
     elif isinstance(value, (Mapping, list, tuple)):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _device_types(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _device_types(item)
 
 
 def _is_context(value: Any) -> bool:

@@ -1,0 +1,160 @@
+"""Our autocast kernels in torch's dispatcher: installed once per process, and taken back.
+
+With the native core, rules live in functors on torch's autocast dispatch keys. Without it,
+regions are torch's own with the weight cache off, which follow the default rules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
+
+from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
+from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
+from amp_plugin.casting.rules import TABLES, OpRule, OpRules
+from amp_plugin.casting.watched_ops import watched_ops
+from amp_plugin.kernels.build import NativeCore, native_core
+from amp_plugin.kernels.tracers import outside_tracers
+
+DEFAULT = 0  # the number of the default rules
+MAX_RULE_SETS = 24
+NO_RULES = -1
+
+# 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
+RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
+
+# c10::DeviceType of the devices that have op tables.
+DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
+
+
+class AutocastKernels:
+    """What the regions of this process run on.
+
+    Attributes:
+        are_native: our kernels are installed; else regions are torch's own.
+        enter: the native function that opens a region; None where they are not.
+        leave: the one that closes a region; stays for those open at ``uninstall``.
+        checked: arguments of a region that torch found nothing wrong with -> the number of its device,
+            if our kernels stand there, and whether autocast is on.
+    """
+
+    def __init__(self) -> None:
+        self.are_native = False
+        self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
+        self.leave: Callable[[torch.autocast], bool] | None = None
+        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool]] = {}
+        self._is_installed = False
+        self._lock = threading.Lock()
+        self._numbers: dict[OpRules, int] = {}
+        self._invalidate: Callable[[], None] = lambda: None
+        self._step_hook: RemovableHandle | None = None
+        self._epoch: torch.Tensor | None = None  # what invalidate() writes in compiled code
+
+    def install(self) -> NativeCore:
+        """Install the default rules of every device in the dispatcher, once per process.
+
+        Returns:
+            The native core; where it is not loaded nothing was installed.
+        """
+        core = native_core()
+        with self._lock, outside_tracers():
+            if not self._is_installed and core.region is not None:
+                self._install_native(core.region)
+            self._is_installed = True
+        return core
+
+    def _install_native(self, region: Any) -> None:
+        watched = watched_ops()
+        for device_type in TABLES:
+            _define(OpRules.default(device_type), DEFAULT)
+            torch.ops.amp_plugin._watch_writes(device_type, watched)
+        region.keep_only(torch.nn.Parameter, is_managed_by_fsdp)
+        self._step_hook = register_optimizer_step_post_hook(_weights_changed)
+        with _disable_current_modes():
+            self._epoch = torch.zeros((), device="cpu")
+        self.enter, self.leave, self._invalidate = region.enter, region.exit, region.invalidate
+        self.are_native = True
+
+    def uninstall(self) -> None:
+        """Put torch's own autocast kernels back; the next region made installs ours again."""
+        if self._step_hook is not None:
+            for device_type in TABLES:
+                self.follow_by_default(device_type, NO_RULES)
+            self.are_native, self.enter = False, None  # regions that are open can still be closed
+            torch.ops.amp_plugin._uninstall()
+            self._step_hook.remove()
+            self._step_hook = None
+        self._numbers.clear()
+        self._is_installed = False
+        self.checked.clear()
+
+    def number_of(self, rules: OpRules) -> tuple[int, bool]:
+        """Return the number of a rule set other than the default ones, and whether it was new.
+
+        Raises:
+            ValueError: there are too many rule sets.
+        """
+        with self._lock, outside_tracers():
+            if rules in self._numbers:
+                return self._numbers[rules], False
+            if len(self._numbers) + 1 >= MAX_RULE_SETS:
+                msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
+                raise ValueError(msg)
+            _define(rules, len(self._numbers) + 1)
+            self._numbers[rules] = len(self._numbers) + 1
+            return self._numbers[rules], True
+
+    def rule_sets(self) -> dict[int, OpRules]:
+        """Return the rule sets in use besides the default ones, by their numbers."""
+        return {number: rules for rules, number in self._numbers.items()}
+
+    def follow_by_default(self, device_type: str, number: int) -> None:
+        """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
+        if self.are_native:
+            torch.ops.amp_plugin._set_default_rules(device_type, number)
+
+    def innermost_regions(self) -> list[tuple[int, int, bool]]:
+        """Return this thread's innermost regions: device number, rule set, cache flag."""
+        if not self.are_native:
+            return []
+        flat = torch.ops.amp_plugin._innermost_regions()
+        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        return [(device, number, bool(cached)) for device, number, cached in triples]
+
+    def invalidate(self) -> None:
+        """Forget every cast weight, in every thread; compiled code does so whenever it runs."""
+        if not self.are_native:
+            return
+        if is_compiling():
+            torch.ops.amp_plugin._invalidate_weight_casts(self._epoch)
+        else:
+            self._invalidate()
+
+
+KERNELS = AutocastKernels()
+
+
+def _weights_changed(*_: Any) -> None:
+    KERNELS.invalidate()
+
+
+def _define(rules: OpRules, number: int) -> None:
+    """Give the dispatcher's functors the rules of one set."""
+    ops = sorted({*rules.rules, *rules.keep})
+    codes = [RULE_CODES[rules[op]] for op in ops]
+    default = OpRules.default(rules.device_type).rules
+    written = {op: written_arguments(op) for op in ops if op not in default}
+    kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
+    names = [dispatcher_name(op) for op in ops]
+    torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
+
+
+def _bits(op: str, kept: frozenset[str]) -> int:
+    return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0

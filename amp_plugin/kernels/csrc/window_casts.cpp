@@ -1,0 +1,168 @@
+#include "window_casts.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty_strided_ops.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/generated/Functions.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+
+#include "cast_log.h"
+#include "weights_epoch.h"
+
+namespace amp_plugin {
+namespace {
+
+// torch's own backward of a cast.
+using CastBackward = torch::autograd::generated::ToCopyBackward0;
+
+// torch counts references to nodes inside them since 2.12, before in a shared_ptr.
+template <typename Node>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>();
+  } else {
+    return std::make_shared<Node>();
+  }
+}
+
+// A tensor on the buffer's memory that autograd sees as the cast of `weight`.
+at::Tensor attached(const at::Tensor& buffer, const at::Tensor& weight) {
+  at::Tensor cast = buffer.variable_data();
+  auto node = make_node<CastBackward>();
+  node->self_options = weight.options();
+  node->set_next_edges(torch::autograd::collect_next_edges(weight));
+  torch::autograd::set_history(cast, node);
+  return cast;
+}
+
+void cast_all(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& buffers) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("amp_plugin::cast", "")
+                             .typed<void(at::TensorList, at::TensorList)>();
+  const c10::AutoGradMode no_grad(false);
+  op.call(weights, buffers);
+}
+
+// Somebody else still holds the memory: a graph that saved it for its backward pass.
+bool is_in_use(const at::Tensor& buffer) {
+  return buffer.use_count() > 1 || buffer.storage().use_count() > 1;
+}
+
+at::Tensor new_buffer(const at::Tensor& weight, c10::ScalarType dtype) {
+  const c10::AutoGradMode no_grad(false);
+  return at::_ops::empty_strided::call(
+      c10::fromIntArrayRefSlow(weight.sizes()), c10::fromIntArrayRefSlow(weight.strides()), dtype,
+      std::nullopt, weight.device(), std::nullopt);
+}
+
+}  // namespace
+
+at::Tensor WindowCasts::cast(const at::Tensor& weight, c10::ScalarType dtype, bool& was_kept) {
+  const std::lock_guard lock(mutex_);
+  const auto found = kept_.find({weight.unsafeGetTensorImpl(), dtype});
+  const bool is_new = found == kept_.end() || !found->second.source.is_memory_of(weight);
+  Kept& kept = is_new ? add(weight, dtype) : found->second;
+  was_kept = !is_new && !kept.source.has_changed();
+  kept.is_used = true;
+  if (is_new || !kept.buffer.defined()) {
+    refresh({&kept});
+  } else if (!was_kept) {
+    refresh(stale(weight.device()));
+  }
+  kept.is_used = true;
+  return attached(kept.buffer, weight);
+}
+
+WindowCasts::Kept& WindowCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {
+  const Key key{weight.unsafeGetTensorImpl(), dtype};
+  kept_.erase(key);
+  if (kept_.size() >= drop_at_) drop_freed();
+  Kept added{
+      .dtype = dtype, .weight = key.first, .source = CastSource(weight), .is_used = false, .buffer = {}};
+  added.source.mark_changed();  // refresh() fills it
+  return kept_.emplace(key, std::move(added)).first->second;
+}
+
+// Those in use whose weights have changed, on one device.
+std::vector<WindowCasts::Kept*> WindowCasts::stale(c10::Device device) {
+  drop_freed();
+  std::vector<Kept*> found;
+  for (auto& [key, kept] : kept_) {
+    const bool is_wanted = kept.is_used && kept.buffer.defined() && kept.buffer.device() == device;
+    if (is_wanted && kept.source.has_changed()) found.push_back(&kept);
+  }
+  return found;
+}
+
+// One multi-tensor cast; a buffer that a live graph still needs is replaced, not overwritten.
+void WindowCasts::refresh(const std::vector<Kept*>& stale) {
+  std::vector<Kept*> refreshed;
+  std::vector<at::Tensor> weights;
+  std::vector<at::Tensor> buffers;
+  std::vector<uint32_t> versions;
+  const uint64_t epoch = weights_epoch();
+  for (Kept* kept : stale) {
+    const at::Tensor weight = kept->source.weight();
+    if (!weight.defined()) continue;  // freed by another thread
+    if (!kept->buffer.defined() || is_in_use(kept->buffer)) kept->buffer = new_buffer(weight, kept->dtype);
+    refreshed.push_back(kept);
+    weights.push_back(weight);
+    buffers.push_back(kept->buffer);
+    versions.push_back(kept->source.version_now());
+    if (is_logging_casts()) log_refresh(weight, kept->dtype, kept->weight);
+  }
+  cast_all(weights, buffers);
+  for (size_t i = 0; i < refreshed.size(); ++i) {  // only now: a cast that raises leaves them stale
+    refreshed[i]->source.mark_cast(versions[i], epoch);
+    refreshed[i]->is_used = false;
+  }
+  casts_ += static_cast<int64_t>(weights.size());
+  refreshes_ += 1;
+}
+
+void WindowCasts::drop_freed() {
+  std::erase_if(kept_, [](const auto& entry) { return entry.second.source.is_freed(); });
+  drop_at_ = kept_.size() + std::max<size_t>(4, kept_.size() / 2);
+}
+
+void WindowCasts::forget_storage(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return;
+  const std::lock_guard lock(mutex_);
+  for (auto& [key, kept] : kept_) {
+    if (kept.source.shares_storage(tensor)) kept.source.mark_changed();
+  }
+}
+
+void WindowCasts::begin_region() const {
+  if (steps_are_captured() && !ends_are_announced_) invalidate_weight_casts();
+}
+
+void WindowCasts::end_window() {
+  ends_are_announced_ = true;
+  invalidate_weight_casts();
+}
+
+void WindowCasts::clear() {
+  const std::lock_guard lock(mutex_);
+  kept_.clear();
+}
+
+int64_t WindowCasts::bytes() const {
+  const std::lock_guard lock(mutex_);
+  int64_t total = 0;
+  for (const auto& [key, kept] : kept_) {
+    if (kept.buffer.defined()) total += static_cast<int64_t>(kept.buffer.storage().nbytes());
+  }
+  return total;
+}
+
+int64_t WindowCasts::buffers() const {
+  const std::lock_guard lock(mutex_);
+  return static_cast<int64_t>(kept_.size());
+}
+
+}  // namespace amp_plugin

@@ -1,0 +1,148 @@
+"""Writes of a weight inside a region through an alias, by every way torch has: which are seen, and which not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_plugin
+from amp_plugin.casting.watched_ops import UNWATCHED, UNWATCHED_OVERLOADS
+
+pytestmark = pytest.mark.native
+DOCUMENT = Path(amp_plugin.__file__).parents[1] / "docs" / "autocast.md"
+X = torch.eye(3)
+OTHER = torch.tensor([[0.5, -2.0, 1.0], [3.0, 0.25, -1.0], [2.0, 1.5, -0.5]])
+INDEX = torch.tensor([2, 0])
+
+# Each writes a weight of 3 x 3 that holds no 0 and no 1.
+SEEN = {
+    "addition to data": lambda w: w.data.add_(1),
+    "operator on data": lambda w: w.data.__imul__(2),
+    "item of data": lambda w: w.data.__setitem__(0, 5.0),
+    "row of data": lambda w: w.data[1].copy_(OTHER[0]),
+    "copy": lambda w: w.data.copy_(OTHER),
+    "zero": lambda w: w.data.zero_(),
+    "negation": lambda w: w.data.neg_(),
+    "negative": lambda w: w.data.negative_(),
+    "absolute": lambda w: w.data.abs_(),
+    "square": lambda w: w.data.square_(),
+    "square root": lambda w: w.data.sqrt_(),
+    "power": lambda w: w.data.pow_(2),
+    "reciprocal": lambda w: w.data.reciprocal_(),
+    "rounding": lambda w: w.data.round_(),
+    "sign": lambda w: w.data.sign_(),
+    "remainder": lambda w: w.data.remainder_(0.5),
+    "clamp": lambda w: w.data.clamp_(-0.1, 0.1),
+    "clip": lambda w: w.data.clip_(-0.1, 0.1),
+    "lerp": lambda w: w.data.lerp_(OTHER, 0.5),
+    "division": lambda w: w.data.div_(3),
+    "true division": lambda w: w.data.true_divide_(3),
+    "floor division": lambda w: w.data.floor_divide_(0.3),
+    "subtraction": lambda w: w.data.subtract_(3),
+    "multiplication": lambda w: w.data.multiply_(3),
+    "triangle": lambda w: w.data.tril_(),
+    "product added": lambda w: w.data.addmm_(OTHER, OTHER),
+    "vector product added": lambda w: w.data[0].addmv_(OTHER, OTHER[0]),
+    "outer product added": lambda w: w.data.addr_(OTHER[0], OTHER[1]),
+    "batched products added": lambda w: w.data.addbmm_(OTHER[None], OTHER[None]),
+    "quotient added": lambda w: w.data.addcdiv_(OTHER, OTHER),
+    "indexed copy": lambda w: w.data.index_copy_(0, INDEX, OTHER[:2]),
+    "indexed addition": lambda w: w.data.index_add_(0, INDEX, OTHER[:2]),
+    "indexed fill": lambda w: w.data.index_fill_(0, INDEX, 7.0),
+    "indexed put": lambda w: w.data.index_put_((INDEX,), OTHER[:2]),
+    "scattered tensor": lambda w: w.data.scatter_(0, INDEX[None], OTHER),
+    "scattered sum": lambda w: w.data.scatter_add_(0, INDEX[None], OTHER),
+    "put": lambda w: w.data.put_(INDEX, OTHER[0, :2]),
+    "masked fill": lambda w: w.data.masked_fill_(OTHER > 0, 7.0),
+    "masked scatter": lambda w: w.data.masked_scatter_(OTHER > 0, OTHER),
+    "diagonal": lambda w: w.data.fill_diagonal_(7.0),
+    "normal": lambda w: w.data.normal_(),
+    "uniform": lambda w: w.data.uniform_(),
+    "random": lambda w: w.data.random_(),
+    "exponential": lambda w: w.data.exponential_(),
+    "renorm": lambda w: w.data.renorm_(2, 0, 0.01),
+    "initialisation": lambda w: torch.nn.init.xavier_uniform_(w.data),
+    "list of tensors": lambda w: torch._foreach_neg_([w.data]),
+    "list copied": lambda w: torch._foreach_copy_([w.data], [OTHER]),
+    "out= of an addition": lambda w: torch.add(OTHER, OTHER, out=w.data),
+    "out= of a product": lambda w: torch.mm(OTHER, OTHER, out=w.data),
+    "out= of a unary op": lambda w: torch.neg(OTHER, out=w.data),
+    "out= of a concatenation": lambda w: torch.cat([OTHER[:1], OTHER[1:]], out=w.data),
+    "out= of several": lambda w: torch.sort(OTHER, out=(w.data, torch.empty(3, 3, dtype=torch.long))),
+    "swapped memory": lambda w: setattr(w, "data", OTHER.clone()),
+    "no_grad": lambda w: torch.no_grad()(w.relu_)(),
+    "no_grad, addmm": lambda w: torch.no_grad()(w.addmm_)(OTHER, OTHER),
+    "detached, no op of the region": lambda w: w.detach().tanh_(),
+    "set": lambda w: torch.no_grad()(w.set_)(OTHER.clone()),
+}
+
+
+def in_region_without_autocast(w):
+    with amp_plugin.autocast("cpu", enabled=False):
+        w.data.neg_()
+
+
+UNSEEN = {
+    "activation function": lambda w: w.data.tanh_(),
+    "dropout's op": lambda w: w.data.bernoulli_(0.5),
+    "exponential function": lambda w: w.data.exp_(),
+    "scattered number": lambda w: w.data.scatter_(0, INDEX[None], 7.0),
+    "out= of an absolute value": lambda w: torch.abs(OTHER, out=w.data),
+    "numpy": lambda w: w.data.numpy().__imul__(2),
+    "where autocast is off": in_region_without_autocast,
+}
+
+
+def uses_new_values(write) -> bool:
+    torch.manual_seed(0)
+    w = torch.nn.Parameter(torch.linspace(-2.2, 2.9, 9).reshape(3, 3))
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+        old = X @ w
+        write(w)
+        new = X @ w
+    assert not torch.equal(old, X.bfloat16() @ w.bfloat16()), "the write changes nothing"
+    return torch.equal(new.nan_to_num(), (X.bfloat16() @ w.bfloat16()).nan_to_num())
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_seen(name):
+    assert uses_new_values(SEEN[name])
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_unseen(name):
+    assert not uses_new_values(UNSEEN[name])
+
+
+def test_every_op_that_writes_is_watched_or_named():
+    """Ops of torch that write into a tensor: those not watched are few, and all of a kind."""
+    with amp_plugin.autocast("cpu"):
+        watched = set(torch.ops.amp_plugin._installed("cpu"))
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.partition(".")
+        base = packet.removeprefix("aten::")
+        if not packet.startswith("aten::") or name in watched or not writes(packet, overload):
+            continue
+        tags = torch._C._get_operation_overload(packet, overload)[2]
+        reshapes, only_in_torch_ops = torch.Tag.inplace_view in tags, torch.Tag.generated in tags
+        named = base in UNWATCHED or f"{base}.{overload}".rstrip(".") in UNWATCHED_OVERLOADS
+        assert named or reshapes or only_in_torch_ops or base.endswith("_backward"), name
+
+
+def writes(packet, overload):
+    """Say whether an op writes what it is given, in place or by ``out=``."""
+    written = [
+        a for a in torch._C._get_schema(packet, overload).arguments if a.alias_info and a.alias_info.is_write
+    ]
+    in_place = packet.endswith("_") and not packet.endswith("__")
+    return bool(written) and (in_place or any(given.kwarg_only for given in written))
+
+
+def test_the_documentation_names_what_is_not_watched():
+    section = (
+        DOCUMENT.read_text(encoding="utf-8").partition("### Writes inside a region")[2].partition("\n## ")[0]
+    )
+    for name in UNWATCHED_OVERLOADS:
+        assert f"`{name.partition('.')[0]}`" in section, name
