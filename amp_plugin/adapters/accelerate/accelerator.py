@@ -204,6 +204,8 @@ class AmpAccelerator(Accelerator):
             yield
         if self._engaged and self.sync_gradients:
             self._grad_scaler.end_iteration()
+            if self._cast_cache is not None:
+                self._cast_cache.end_window()
 
     # -- gradients -------------------------------------------------------------------------------
 

@@ -240,6 +240,8 @@ class PrecisionCore:
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
+        if self._cast_cache is not None:
+            self._cast_cache.end_window()
         for observer in self.observers:
             observer(optimizer, result)
 
