@@ -61,7 +61,8 @@ test-recipes: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
 
 fuzz: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz scaler --sequences 20000 --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz scaler --count 20000 --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz graphs --count 5000 --seed $(SEED)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

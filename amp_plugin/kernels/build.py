@@ -108,7 +108,7 @@ def require_native(feature: str) -> NativeCore:
 def _way_out() -> str:
     if _switched_off():
         return "Unset AMP_PLUGIN_NATIVE and start again."
-    return "Mend that and start again; `amp-plugin doctor` shows the state of this machine."
+    return "Mend the cause and start again; `amp-plugin doctor` shows the state of this machine."
 
 
 def _fallback_text(core: NativeCore) -> str:

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import os
 import pickle
 
 import pytest
@@ -284,12 +283,6 @@ def test_weights_helper_has_the_gradient_it_says():
     assert model.weight.grad.tolist() == [3.0] * 4
 
 
-@pytest.mark.xfail(
-    os.environ.get("AMP_PLUGIN_NATIVE") != "0",
-    raises=ValueError,
-    strict=True,
-    reason="GradScaler.register gives them to the native ledger",
-)
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_parameters_may_be_prepared(precision):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.scale_model import DEFAULT, OutOfDomainError, ScaleModel
+from tests.fuzz.scale_model import OutOfDomainError, ScaleModel
 from tests.fuzz.sequences import Setup
 
 NO, MAYBE, YES = "no", "maybe", "yes"
@@ -59,6 +59,7 @@ class Window:
         fresh: Whether a scaled backward has reached it since it was last unscaled or stepped; MAYBE if
             one has run that did not reach it.
         explicit: Whether ``unscale_`` or ``ensure_unscaled`` was the last to unscale it.
+        grown: Whether a parameter with a gradient has joined it.
         certain: The scales for which its checks count.
         begun: The scales for which they may count.
         folded: Whether a clip may wait in it for the step.
@@ -71,6 +72,7 @@ class Window:
     stages: set[str] = field(default_factory=lambda: {"ready"})
     fresh: str = NO
     explicit: bool = False
+    grown: bool = False
     certain: set[str] = field(default_factory=set)
     begun: set[str] = field(default_factory=set)
     folded: bool = False
@@ -178,7 +180,7 @@ class Oracle:
         if window.fresh == YES or window.stages == {"ready"}:
             return NO
         sure = window.explicit or window.stages == {"stepped"}
-        return YES if window.fresh == NO and sure else MAYBE
+        return YES if window.fresh == NO and sure and not window.grown else MAYBE
 
     def error_of_step(self, o: int) -> str:
         """Whether ``step`` is an error: called twice without new gradients or an update."""
@@ -187,7 +189,8 @@ class Oracle:
             return MAYBE
         if window.fresh == YES or "stepped" not in window.stages:
             return NO
-        return YES if window.fresh == NO and window.stages == {"stepped"} else MAYBE
+        sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown
+        return YES if sure else MAYBE
 
     def error_of_copy(self) -> str:
         """Whether a copy is an error: in the middle of an iteration."""
@@ -291,14 +294,15 @@ class Oracle:
         for index in here:
             if not self.finite([index]):
                 self._see(o, index, YES if certain else MAYBE)
-                for other in self.owners(index):
+                for other in (other for other, members in enumerate(self.members) if index in members):
                     self._see(other, index, MAYBE)
         levels = {self.seen.get((o, index)) for index in self.members[o]}
         found = {True} if YES in levels else {True, False} if MAYBE in levels else {False}
         for index in here if certain else ():
             if self.gradients[index].pending:
                 window.certain |= self.gradients[index].losses
-        window.begun |= set() if window.certain | window.begun else {DEFAULT}
+        if not window.certain | window.begun:
+            window.begun |= self.used  # a look at used gradients: whether that counts is not said
         for name in window.certain | window.begun:
             self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
         for index in here if write else ():
@@ -404,8 +408,7 @@ class Oracle:
         self.joined.add((o, index))
         window = self.windows[o]
         window.begun |= self.gradients[index].losses
-        if window.fresh == NO and self.params[index].grad is not None:
-            window.fresh = MAYBE
+        window.grown |= self.params[index].grad is not None
 
     # -- steps and updates ----------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
     def __str__(self) -> str:
         """Return a program that fails, and how to find it again."""
-        again = f"python -m tests.fuzz scaler --seed {self.seed} --first {self.index} --sequences 1"
+        again = f"python -m tests.fuzz scaler --seed {self.seed} --first {self.index} --count 1"
         return f"# {again}\n{self.program}\n# {self.text}\n"
 
 

@@ -188,9 +188,7 @@ bool may_be_kept(const at::Tensor& tensor) {
 void note_write(const at::Tensor& tensor) {
   if (open_regions.empty() || !may_be_kept(tensor)) return;
   forget_casts_of_storage(tensor);
-  for (const auto& region : open_regions) {
-    if (region.kept) region.kept->forget_storage(tensor);
-  }
+  WindowCasts::forget_storage_everywhere(tensor);
 }
 
 }  // namespace amp_plugin

@@ -9,11 +9,23 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include "cast_log.h"
 #include "weights_epoch.h"
 
 namespace amp_plugin {
+namespace {
+
+std::mutex all_mutex;
+
+// Those that exist; never freed, since some live until the process ends.
+std::unordered_set<WindowCasts*>& all_casts() {
+  static auto* const casts = new std::unordered_set<WindowCasts*>();
+  return *casts;
+}
+
+}  // namespace
 namespace {
 
 // torch's own backward of a cast.
@@ -127,6 +139,21 @@ void WindowCasts::refresh(const std::vector<Kept*>& stale) {
 void WindowCasts::drop_freed() {
   std::erase_if(kept_, [](const auto& entry) { return entry.second.source.is_freed(); });
   drop_at_ = kept_.size() + std::max<size_t>(4, kept_.size() / 2);
+}
+
+WindowCasts::WindowCasts() {
+  const std::lock_guard lock(all_mutex);
+  all_casts().insert(this);
+}
+
+WindowCasts::~WindowCasts() {
+  const std::lock_guard lock(all_mutex);
+  all_casts().erase(this);
+}
+
+void WindowCasts::forget_storage_everywhere(const at::Tensor& tensor) {
+  const std::lock_guard lock(all_mutex);
+  for (WindowCasts* casts : all_casts()) casts->forget_storage(tensor);
 }
 
 void WindowCasts::forget_storage(const at::Tensor& tensor) {

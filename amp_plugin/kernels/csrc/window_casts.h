@@ -16,13 +16,18 @@ namespace amp_plugin {
 
 class WindowCasts {
  public:
+  WindowCasts();
+  ~WindowCasts();
+  WindowCasts(const WindowCasts&) = delete;
+  WindowCasts& operator=(const WindowCasts&) = delete;
+
+  // The memory of `tensor` was written: what was cast from it is stale, whoever keeps it.
+  static void forget_storage_everywhere(const at::Tensor& tensor);
+
   // The weight in `dtype`, on a kept buffer, with an autograd node of its own: the gradients of several
   // micro-batches then meet in the fp32 weight, not in one half precision node. Sets `was_kept` if the
   // buffer needed no cast.
   at::Tensor cast(const at::Tensor& weight, c10::ScalarType dtype, bool& was_kept);
-
-  // The memory of `tensor` was written: what was cast from it is stale.
-  void forget_storage(const at::Tensor& tensor);
 
   // A region opens. Where steps are replayed from a captured graph, nothing tells that weights changed:
   // then all casts are stale, unless somebody announces the ends of windows.
@@ -52,6 +57,7 @@ class WindowCasts {
     }
   };
 
+  void forget_storage(const at::Tensor& tensor);
   Kept& add(const at::Tensor& weight, c10::ScalarType dtype);
   std::vector<Kept*> stale(c10::Device device);
   void refresh(const std::vector<Kept*>& stale);

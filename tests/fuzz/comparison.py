@@ -1,0 +1,125 @@
+"""Run a printed graph under amp_plugin's autocast and under torch's, and compare every bit."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tests.fuzz import graphs, two_sides
+
+_TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
+_VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Difference(NamedTuple):
+    """A small graph that differs."""
+
+    seed: int
+    index: int
+    program: str
+    text: str
+
+    @property
+    def kind(self) -> str:
+        """What differs, without the numbers."""
+        return _kind(self.text)
+
+    def __str__(self) -> str:
+        """Return a program that differs, and how to find it again."""
+        again = f"python -m tests.fuzz graphs --seed {self.seed} --first {self.index} --count 1"
+        prelude = "from tests.fuzz.two_sides import *\nfor side in (Ours(), Theirs()):"
+        body = "\n".join(f"    {line}" for line in self.program.split("\n"))
+        return f"# {again}\n{prelude}\n{body}\n# {self.text}\n"
+
+
+def run(program: str, side: Any) -> tuple[dict[str, Tensor], str]:
+    """Run a program; return its tensors and gradients by name, and its error if there was one."""
+    names = {**vars(two_sides), "side": side}
+    error = ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            exec(compile(program, "<graph>", "exec"), names)
+        except Exception as raised:  # noqa: BLE001 - it is compared
+            error = re.sub(r"0x[0-9a-f]+", "", f"{type(raised).__name__}: {raised}")
+    torch.clear_autocast_cache()
+    tensors = {name: value for name, value in names.items() if isinstance(value, Tensor)}
+    grads = {f"{name}.grad": v.grad for name, v in tensors.items() if v.is_leaf and v.grad is not None}
+    return {**tensors, **grads}, error
+
+
+def difference(program: str, ours: Callable[[], Any] = two_sides.Ours) -> str:
+    """Run a program on both sides; say what differs, or nothing."""
+    (mine, my_error), (right, error) = run(program, ours()), run(program, two_sides.Theirs())
+    if _TORCHS_OWN in error:
+        return ""
+    if my_error != error:
+        return f"errors: {my_error or 'none'}; torch: {error or 'none'}"
+    for name in [*right, *(mine.keys() - right.keys())]:
+        if (name in mine) != (name in right):
+            return f"{name} is missing on one side"
+        if not same_bits(mine[name], right[name]):
+            return f"{name} differs: {_described(mine[name])}; torch: {_described(right[name])}"
+    return ""
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same dtype, shape, layout, need of a gradient, and bits; nans are alike."""
+    if (a.dtype, a.shape, a.stride(), a.requires_grad) != (b.dtype, b.shape, b.stride(), b.requires_grad):
+        return False
+    a, b = a.detach(), b.detach()
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    view = _VIEWED[a.dtype.itemsize]
+    same = a.contiguous().view(view) == b.contiguous().view(view)
+    return bool((same | (a.isnan() & b.isnan())).all())
+
+
+def _described(tensor: Tensor) -> str:
+    flat = tensor.detach().flatten()
+    return f"{tensor.dtype}, requires_grad={tensor.requires_grad}, {flat[:3].tolist()}"
+
+
+def draw(seed: int, index: int, without: frozenset[str] = frozenset()) -> tuple[graphs.Node, ...]:
+    """Make the graph that a seed and an index stand for."""
+    return graphs.generate(random.Random(f"{seed}-{index}"), without=without)
+
+
+def differences(
+    seed: int,
+    indices: range,
+    *,
+    without: frozenset[str] = frozenset(),
+    ours: Callable[[], Any] = two_sides.Ours,
+) -> Iterator[Difference]:
+    """Run graphs; yield those that differ, made small."""
+    for index in indices:
+        nodes = draw(seed, index, without)
+        text = difference(graphs.program(nodes), ours)
+        if text:
+            nodes = _shrunk(nodes, functools.partial(_differs_alike, _kind(text), ours))
+            small = graphs.program(nodes)
+            yield Difference(seed, index, small, difference(small, ours) or text)
+
+
+def _kind(text: str) -> str:
+    return "gradients" if ".grad differs" in text else re.sub(r"\d+", "", text)[:20]
+
+
+def _differs_alike(kind: str, ours: Callable[[], Any], nodes: tuple[graphs.Node, ...]) -> bool:
+    return _kind(difference(graphs.program(nodes), ours)) == kind
+
+
+def _shrunk(nodes: tuple[graphs.Node, ...], fails: Callable[..., bool]) -> tuple[graphs.Node, ...]:
+    while True:
+        smaller = next((candidate for candidate in graphs.shorter(nodes) if fails(candidate)), None)
+        if smaller is None:
+            return nodes
+        nodes = smaller

@@ -1,0 +1,64 @@
+"""Random op graphs give the same bits under amp_plugin's autocast and under torch's: a short run.
+
+The long one is ``make fuzz``. A difference prints a small program that differs.
+"""
+
+import pytest
+
+from amp_plugin import OpRules, autocast
+from tests.fuzz import comparison, graphs
+from tests.fuzz.two_sides import DTYPES, Ours, Theirs
+
+pytestmark = pytest.mark.native
+
+
+@pytest.mark.parametrize("first", range(0, 150, 50))
+def test_any_graph(first):
+    found = next(comparison.differences(seed=1, indices=range(first, first + 50)), None)
+    if found is not None:
+        pytest.fail(f"\n{found}", pytrace=False)
+
+
+class KeepsCastsOverWrites(Theirs):
+    """torch's autocast as it is."""
+
+    def written(self):
+        pass
+
+
+class CastsEachUse(Ours):
+    """Keeps no cast within a region."""
+
+    def autocast(self, dtype, **options):
+        return super().autocast(dtype, **{**options, "cache_enabled": False})
+
+
+class KeepsCastsOverUnseenWrites(Ours):
+    """Does not tell of writes through ``.data``."""
+
+    def written_unseen(self):
+        pass
+
+
+class FollowsOtherRules(Ours):
+    """Computes softmax in fp32."""
+
+    _rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
+
+    def autocast(self, dtype, *, enabled=True, cache_enabled=True, window=False):
+        return autocast("cpu", DTYPES[dtype], enabled, cache_enabled, rules=self._rules)
+
+
+class StaysOn(Ours):
+    """Ignores ``enabled=False``."""
+
+    def autocast(self, dtype, **options):
+        return super().autocast(dtype, **{**options, "enabled": True})
+
+
+@pytest.mark.parametrize(
+    "broken", [KeepsCastsOverWrites, CastsEachUse, KeepsCastsOverUnseenWrites, FollowsOtherRules, StaysOn]
+)
+def test_a_broken_autocast_is_found(broken):
+    programs = (graphs.program(comparison.draw(0, index)) for index in range(300))
+    assert any(comparison.difference(p, broken) and not comparison.difference(p) for p in programs)

@@ -1,0 +1,122 @@
+"""What the printed graphs use: the same names for amp_plugin's autocast and for torch's.
+
+``Ours`` and ``Theirs`` differ only where the documentation says that amp_plugin does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F  # noqa: F401 - for the graphs
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # noqa: F401 - for the graphs
+
+import amp_plugin
+from amp_plugin.casting.cast_cache import CastCache
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Ours:
+    """amp_plugin: sees writes, keeps casts over regions if asked to, casts nothing in a backward pass."""
+
+    def __init__(self) -> None:
+        self._cache = CastCache()
+
+    def autocast(
+        self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True, window: bool = False
+    ) -> torch.autocast:
+        """Open a region; with ``window`` its casts of weights are kept for the next one."""
+        cache = self._cache if window else None
+        return amp_plugin.autocast(
+            "cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled, cache=cache
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass, perhaps with a region around it."""
+        loss.backward()
+
+    def written(self) -> None:
+        """A weight was written in a way that is seen."""
+
+    def written_unseen(self) -> None:
+        """A weight was written outside any region in a way that moves no counter."""
+        amp_plugin.invalidate()
+
+    @property
+    def custom_fwd(self) -> Callable:
+        """The decorator of a Function's forward."""
+        return amp_plugin.custom_fwd(device_type="cpu")
+
+    @property
+    def custom_bwd(self) -> Callable:
+        """The decorator of a Function's backward."""
+        return amp_plugin.custom_bwd(device_type="cpu")
+
+
+class Theirs:
+    """torch.autocast, helped where it would use a stale cast or cast in a backward pass."""
+
+    def autocast(
+        self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True, window: bool = False
+    ) -> torch.autocast:
+        """Open a region."""
+        return torch.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward pass as outside any region."""
+        inside = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False) if inside else contextlib.nullcontext():
+            loss.backward()
+
+    def written(self) -> None:
+        """A weight was written: torch does not see that."""
+        torch.clear_autocast_cache()
+
+    def written_unseen(self) -> None:
+        """A weight was written outside any region, where torch keeps nothing."""
+
+    @property
+    def custom_fwd(self) -> Callable:
+        """The decorator of a Function's forward."""
+        return torch.amp.custom_fwd(device_type="cpu")
+
+    @property
+    def custom_bwd(self) -> Callable:
+        """The decorator of a Function's backward."""
+        return torch.amp.custom_bwd(device_type="cpu")
+
+
+def product_of(side: Ours | Theirs) -> type[torch.autograd.Function]:
+    """A matrix product as a custom Function."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @side.custom_fwd
+        def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+            ctx.save_for_backward(a, b)
+            return a @ b
+
+        @staticmethod
+        @side.custom_bwd
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+            a, b = ctx.saved_tensors
+            return grad @ b.T, a.T @ grad
+
+    return Product
+
+
+def backward(side: Ours | Theirs, *values: Tensor) -> None:
+    """Run a backward pass from all values that have one."""
+    losses = [(value.float() * value.float()).mean() for value in values if value.requires_grad]
+    if losses:
+        side.backward(sum(losses))
+
+
+def step(weight: Tensor, **options: bool) -> None:
+    """Step one weight by an optimizer, with a gradient made up for it."""
+    kept, weight.grad = weight.grad, torch.full_like(weight, 0.25)
+    torch.optim.SGD([weight], lr=0.125, **options).step()
+    weight.grad = kept
