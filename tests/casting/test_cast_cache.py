@@ -410,9 +410,9 @@ def test_repr():
 
 def test_a_write_in_a_region_without_the_cache_is_seen_by_it():
     weight, data, cache = torch.nn.Parameter(torch.ones(4, 4)), torch.ones(1, 4), CastCache()
-    with autocast("cpu", torch.bfloat16, cache=cache):
+    with amp_plugin.autocast("cpu", torch.bfloat16, cache=cache):
         assert (data @ weight)[0, 0].item() == 4.0
-    with autocast("cpu", torch.bfloat16):
+    with amp_plugin.autocast("cpu", torch.bfloat16):
         weight.data.mul_(0.5)
-    with autocast("cpu", torch.bfloat16, cache=cache):
+    with amp_plugin.autocast("cpu", torch.bfloat16, cache=cache):
         assert (data @ weight)[0, 0].item() == 2.0
