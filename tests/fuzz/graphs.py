@@ -68,8 +68,8 @@ OPS = {
     "chunk": "torch.cat({a}.chunk(2, 1)[::-1], 1)",
     "expand": "{a}[:1].expand(4, 8)",
     "dropout": "F.dropout({a}, 0.5)",
-    "float": "{a}.float()",
-    "bf16": "{a}.to(torch.bfloat16)",
+    "float": "({a} * 1.0).float()",
+    "bf16": "({a} * 1.0).to(torch.bfloat16)",
     "relu_": "({a} * 1.0).relu_()",
     "add_": "{a}.clone().add_({b})",
     "mul_": "{a}.clone().mul_({b})",
@@ -216,8 +216,8 @@ class _Outermost:
 class Printer:
     """Prints a graph as a program over the names of :mod:`tests.fuzz.two_sides`.
 
-    What torch.autocast cannot be asked is left out: a weight cast to two dtypes in one region (torch
-    keeps the first), and uses on both sides of a write of another weight (to make torch see the
+    What torch.autocast cannot be asked is left out: a leaf cast to two dtypes in one region (torch
+    keeps the first), and uses of a leaf on both sides of a write of a weight (to make torch see the
     write, all its casts are dropped).
     """
 
@@ -274,7 +274,7 @@ class Printer:
         b = others[numbers[1] % len(others)]
         m, n = (a, b) if self._on else (f"{a}.float()", f"{b}.float()")
         w, u = weights or ("", "")
-        leaves = {*_named_in(template, w, u), *({a, b} & {"x0"})}
+        leaves = {*_named_in(template, w, u), *(value for value in (a, b) if value[0] in "xa")}
         if leaves & self._outermost.banned:
             return
         if self._on:
@@ -373,7 +373,7 @@ class Printer:
             self._line("side.written()")
             self._outermost.banned |= self._outermost.dtypes.keys() - {w}
         elif how in ALIASED:
-            self._line("side.written_unseen()")
+            self._line("side.written_unseen()" if other % 2 else "side.end_window()")
 
     def _backward(self) -> None:
         inside = len(self._regions) > 1

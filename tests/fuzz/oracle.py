@@ -62,6 +62,7 @@ class Window:
         grown: Whether a parameter with a gradient has joined it.
         certain: The scales for which its checks count.
         begun: The scales for which they may count.
+        noted: The scales for which an overflow may count that a conversion has found.
         folded: Whether a clip may wait in it for the step.
         edited: Whether the user has changed gradients since: then the step may be refused.
         limits: The clips that may wait, as largest norm and type.
@@ -75,6 +76,7 @@ class Window:
     grown: bool = False
     certain: set[str] = field(default_factory=set)
     begun: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
     folded: bool = False
     edited: bool = False
     limits: list[tuple[float, float]] = field(default_factory=list)
@@ -264,6 +266,9 @@ class Oracle:
                     self.scales.record(other, {False} if finite else {False, True}, certain=False)
                 if finite:  # what overflows later is not theirs
                     gradient.losses &= {name}
+                else:
+                    for o in self.owners(index):
+                        self.windows[o].noted |= before
             else:
                 gradient.losses.clear()  # they have been told
             gradient.unscaled = False
@@ -303,6 +308,8 @@ class Oracle:
                 window.certain |= self.gradients[index].losses
         if not window.certain | window.begun:
             window.begun |= self.used  # a look at used gradients: whether that counts is not said
+        for name in window.noted:
+            self.scales.record(name, {False, True}, certain=False)
         for name in window.certain | window.begun:
             self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
         for index in here if write else ():
@@ -378,7 +385,9 @@ class Oracle:
             if index in self.windows[o].unclipped:
                 change(self.windows[o].unclipped[index])
         self.gradients[index].replaced |= replaced
-        self.gradients[index].dropped = False
+        self.gradients[index].dropped = not self.params[index].grad.any()
+        if self.gradients[index].dropped:
+            self._doubt(index)
         self._edited(index)
 
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
@@ -392,10 +401,14 @@ class Oracle:
                 self.params[index].grad = None
             self.gradients[index].drop(zeroed)
             self._edited(index)
-            for key in [key for key in self.seen if key[1] == index]:
-                self.seen[key] = MAYBE
-                if key in self.told:
-                    del self.seen[key]
+            self._doubt(index)
+
+    def _doubt(self, index: int) -> None:
+        """The overflow of a gradient that is zero now counts no more, at the latest after an update."""
+        for key in [key for key in self.seen if key[1] == index]:
+            self.seen[key] = MAYBE
+            if key in self.told:
+                del self.seen[key]
 
     def _edited(self, index: int) -> None:
         for o in self.owners(index):

@@ -113,11 +113,16 @@ class ScaleModel:
         """``update(value)``: set all scales that were used; others perhaps."""
 
         def outcomes(world: World) -> Iterable[World]:
-            partial = [
-                s._replace(found=None, value=value if n in used else s.value) for n, s in self._of(world)
-            ]
-            yield World(requested=False, scales=tuple(partial))
-            yield World(requested=False, scales=tuple(s._replace(value=value) for s in partial))
+            for everyone in (False, True):
+                for lowest in (None, False):  # a good check before it may still count
+                    scales = tuple(
+                        s._replace(
+                            found=None if s.found is None else lowest,
+                            value=value if everyone or n in used else s.value,
+                        )
+                        for n, s in self._of(world)
+                    )
+                    yield World(requested=False, scales=scales)
 
         self._branch(outcomes)
 

@@ -45,6 +45,10 @@ class Ours:
         """A weight was written outside any region in a way that moves no counter."""
         amp_plugin.invalidate()
 
+    def end_window(self) -> None:
+        """An accumulation window ends; weights may have changed."""
+        self._cache.end_window()
+
     @property
     def custom_fwd(self) -> Callable:
         """The decorator of a Function's forward."""
@@ -77,6 +81,9 @@ class Theirs:
 
     def written_unseen(self) -> None:
         """A weight was written outside any region, where torch keeps nothing."""
+
+    def end_window(self) -> None:
+        """Nor does it know windows."""
 
     @property
     def custom_fwd(self) -> Callable:
