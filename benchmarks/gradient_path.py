@@ -60,6 +60,7 @@ class Gradients:
         for window in self.ours._registry:
             window.clip = None
         for gradients in self.ours._registry.sets():  # scaled gradients again, as after a backward pass
+            gradients._measurements = None
             gradients.assume_scaled(self.ours.loss_scale)
         self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=fold)
 

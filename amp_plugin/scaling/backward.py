@@ -61,12 +61,14 @@ class Backwards:
         self._registry.refresh_joined()
         scaled = ScaledBackward(loss_scale, loss_scale.generation, loss_scale.snapshot())
         self._registry.begin_backward(scaled)
+        # First who unscales again, before units change; clips before more is added; marks after converting.
         windows = list(self._registry)
+        several_ranks = any(window.spans_ranks() for window in windows)
         again = [window for window in windows if _holds_unscaled(window)]
         for window in windows:
             window.write_clip()
         for gradients in self._registry.sets():
-            gradients.begin_backward(loss_scale)
+            gradients.begin_backward(loss_scale, several_ranks=several_ranks)
         for window in windows:
             window.begin_backward()
         if again:

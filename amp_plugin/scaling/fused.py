@@ -17,6 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 
@@ -82,6 +83,8 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
     )
     norm, found = window.check(write=False)
     value = optimizer.step(*args, **kwargs)
+    for gradients in window.sets:
+        _leave_set(gradients, gradients.scaled_by, found)
     window.close(norm, found, known=None)
     return value
 
@@ -97,9 +100,13 @@ def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
 
 def _leave(window: OptimizerWindow, loss_scale: LossScale | None, found: Tensor) -> None:
     """Note what the gradients carry after a folded step: nothing if it was taken, the scale if not."""
-    if loss_scale is not None:
-        for gradients in window.sets:
-            gradients.leave_to_fused_step(loss_scale.snapshot(), found)
+    for gradients in window.sets:
+        _leave_set(gradients, loss_scale, found)
+
+
+def _leave_set(gradients: GradientSet, loss_scale: LossScale | None, found: Tensor) -> None:
+    if loss_scale is not None and loss_scale.value is not None:
+        gradients.leave_to_fused_step(loss_scale.snapshot(), found)
 
 
 def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | None) -> Tensor:

@@ -496,7 +496,11 @@ class GradScaler(TorchInterface):
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Note a step taken without :meth:`step`, and return what there is to tell of it."""
-        return self._unscaled_steps.note_step(optimizer)
+        result = self._unscaled_steps.note_step(optimizer)
+        window = self._registry.find(optimizer)
+        if window is not None:
+            window.result = result
+        return result
 
     # -- saving and copying -------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ from amp_plugin.scaling.overflow_history import OverflowHistory
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
-_CONVERTED = -2  # what was there when the unit last changed
+_CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,12 @@ class ScaledBy:
 
     def factor(self) -> Tensor | None:
         """As :meth:`Unscaled.factor`."""
-        return self.loss_scale.require()
+        return self.loss_scale.value  # None before the first loss: nothing is scaled yet
 
     def inverse(self, device: torch.device) -> Tensor:
         """As :meth:`Unscaled.inverse`."""
-        return self.loss_scale.inverse(device)
+        used = self.loss_scale.value is not None
+        return self.loss_scale.inverse(device) if used else UNSCALED.inverse(device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +101,8 @@ class GradientSet:
 
     Attributes:
         unit: As given; changed by the methods below only.
-        history: Overflows seen before the last measurement.
-        awaiting: Owners that have not stepped since the last scaled backward.
+        awaiting: Owners that have neither stepped nor called ``unscale_`` since the last scaled backward
+            began, whether it reached them or not.
         used_after_update: Number of the update after which an owner last unscaled or stepped with them.
     """
 
@@ -109,14 +111,15 @@ class GradientSet:
         self.owners = owners
         self.unit: Unit = unit
         self._contributions: list[tuple[LossScale, Tensor]] = []
-        self.history = OverflowHistory()
+        # Overflows seen before the last measurement, for each owner: what one has used may wait for another.
+        self._histories = {owner: OverflowHistory() for owner in owners or (0,)}
         self.awaiting: frozenset[int] = frozenset()
         self.used_after_update = -1
         self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
-        self._reached: list[Tensor] = []
+        self._taken: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._ledger = make_ledger()
 
@@ -164,9 +167,13 @@ class GradientSet:
             return [plain]
         return batch_gradients(self.params) if self.has_gradients() else []
 
-    def flagged(self) -> list[Measurement]:
-        """Return all measurements since the last step, for their flags."""
-        return [*self.history.measurements(), *(self._measurements or ())]
+    def earlier_overflow(self, owner: int) -> Tensor | None:
+        """Return what was found since the last step of ``owner`` and before the last measurement."""
+        return self._histories[owner].found_inf
+
+    def all_measurements(self, owner: int) -> list[Measurement]:
+        """Return those since the last step of ``owner``, for their flags."""
+        return [*self._histories[owner].measurements(), *(self._measurements or ())]
 
     # -- measuring ----------------------------------------------------------------------------
 
@@ -185,7 +192,8 @@ class GradientSet:
         No version counter tells of ``.grad.data``, of numpy, or of a collective.
         """
         if self._measurements is not None:
-            self.history.add(self._measurements)
+            for history in self._histories.values():
+                history.add(self._measurements)
             self._measurements = None
 
     def _measured(self, batch: GradientBatch, kernel: Kernel, norm_type: float) -> Measurement:
@@ -193,8 +201,9 @@ class GradientSet:
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type
-        if norm_type != -math.inf:  # the smallest element, which may well be zero
-            self.history.forget_if_zero(measurements)
+        if norm_type >= 0:  # others are zero as soon as one element is
+            for history in self._histories.values():
+                history.forget_if_zero(measurements)
         self._ledger.remember(self.params, _MEASURED)
 
     # -- changes of the unit ------------------------------------------------------------------
@@ -210,25 +219,37 @@ class GradientSet:
         self._remember(measurements, norm_type)
         return measurements
 
-    def begin_backward(self, loss_scale: LossScale) -> None:
-        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that unit."""
-        self.awaiting = self.owners
+    def begin_backward(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
+        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that unit.
+
+        Args:
+            loss_scale: The scale of the loss.
+            several_ranks: Note which scale was left for this one also without gradients here: other ranks
+                may have some.
+        """
+        waited, self.awaiting = bool(self.awaiting), self.owners
         present = self.has_gradients()
         if not present:
             self.doubt_measurement()
-            self.history.clear()
-            self._contributions.clear()
+            for history in self._histories.values():
+                history.clear()
             self._watch_hooks()
-        elif self.history.found_inf is not None or self._measurements:
-            self.forget_dropped_overflow()
+            if not several_ranks:
+                self._contributions.clear()
+        else:
+            self._forget_dropped_overflow()
         before = self.scaled_by
         if before is loss_scale:
             return
+        overflows: list[Tensor] = []
+        added = present and self._changed_since(_CONVERTED)
         if present:
-            added = self._changed_since(_CONVERTED)
             factor, carried = loss_scale.require(), self.unit.factor()
             overflows = self._convert_(factor if carried is None else factor / carried)
-            if before is not None and added:
+        if before is not None and before.value is not None:
+            if several_ranks and waited:
+                self._contributions.append((before, torch.zeros_like(before.value)))
+            elif added:
                 self._contributions += [(before, overflow) for overflow in overflows]
         self._ledger.remember(self.params, _CONVERTED)
         self.doubt_measurement()
@@ -247,13 +268,17 @@ class GradientSet:
         contributions, self._contributions = self._contributions, []
         return contributions
 
-    def forget_dropped_overflow(self) -> None:
-        """Forget an overflow whose batch was dropped by setting its gradients to zero."""
+    def _forget_dropped_overflow(self) -> None:
+        """Forget an overflow whose batch was dropped by setting its gradients to zero.
+
+        Reads the gradients, where they were measured and not stepped with.
+        """
         self.doubt_measurement()
-        if self.history.found_inf is not None:
-            self.history.forget_if_zero(
-                self._measured(batch, batch.norm_check, math.inf) for batch in self.batches()
-            )
+        histories = [history for history in self._histories.values() if history.found_inf is not None]
+        if histories:
+            measured = [self._measured(batch, batch.norm_check, math.inf) for batch in self.batches()]
+            for history in histories:
+                history.forget_if_zero(measured)
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, whose backward nobody has seen."""
@@ -287,12 +312,12 @@ class GradientSet:
 
     def _multiply_(self, factor: Tensor) -> None:
         """Multiply by a device-side factor; what users change is still told from it."""
-        known = not self.is_changed()
+        unchanged = [slot for slot in (_MEASURED, _CONVERTED) if not self._changed_since(slot)]
         for batch in self.batches():
             batch.multiply_(factor.to(batch.device, non_blocking=True))
         self.doubt_measurement()
-        if known:
-            self._ledger.remember(self.params, _MEASURED)
+        for slot in unchanged:
+            self._ledger.remember(self.params, slot)
 
     def mark_backward(self) -> None:
         """Note the gradients at the beginning of a backward, for :meth:`grew`."""
@@ -309,10 +334,12 @@ class GradientSet:
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
         self._used_by.add(owner)
+        if len(self.owners) > 1:
+            self.doubt_measurement()  # the others are to know what it has found
         self._measurements = None
-        self._reached.clear()
+        self._taken.clear()
         self._contributions.clear()
-        self.history.clear()
+        self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
         """Note that ``owner`` has had the gradients of the last backward."""
@@ -322,8 +349,13 @@ class GradientSet:
         """Return a set of the parameters at ``positions``, with all that is known of their gradients."""
         self.doubt_measurement()
         part = GradientSet([self.params[i] for i in positions], owners, self.unit)
-        part.history = self.history.split(positions)
+        any_history = next(iter(self._histories.values()))
+        part._histories = {
+            owner: self._histories.get(owner, any_history).split(positions) for owner in owners or (0,)
+        }
         part._contributions = list(self._contributions)
+        part._taken = [param for param in self._taken if any(param is own for own in part.params)]
+        self._unwatch_hooks()
         part.awaiting = (self.awaiting & owners) | (owners - self.owners)
         part._used_by = self._used_by & owners
         part.used_after_update = self.used_after_update
@@ -338,11 +370,14 @@ class GradientSet:
 
         Optimizers that are offloaded to the CPU do so. No other parameter is watched.
         """
+        self._unwatch_hooks()
+        for param in self._with_taking_hooks():
+            note = partial(_note_reached, self._taken, param)
+            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+
+    def _unwatch_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        for param in self._with_taking_hooks():
-            note = partial(_note_reached, self._reached, param)
-            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
 
     def _with_taking_hooks(self) -> Iterator[Tensor]:
         for position in self._ledger.hooked(self.params):
@@ -353,13 +388,20 @@ class GradientSet:
                 yield param
 
     def assume_reached(self) -> None:
-        """Take a backward before the optimizer was met for one that has reached all of the parameters."""
-        self._reached += self._with_taking_hooks()
+        """Assume that a backward before the optimizer was met has reached all parameters with such hooks."""
+        self._taken += [param for param in self._with_taking_hooks() if param.grad is None]
 
     def taken_away(self) -> Tensor | None:
-        """Return a parameter that a scaled backward has reached, and that has no gradient."""
-        return next((param for param in self._reached if param.grad is None), None)
+        """Return a parameter that a scaled backward has reached, and that had no gradient at its end."""
+        return next((param for param in self._taken if param.grad is None), None)
 
 
-def _note_reached(reached: list[Tensor], param: Tensor, _: Tensor) -> None:
-    reached.append(param)
+def _note_reached(taken: list[Tensor], param: Tensor, _: Tensor) -> None:
+    """At the end of the backward that has reached it, note a parameter that has no gradient then."""
+
+    def look() -> None:
+        if param.grad is None:
+            taken.append(param)
+
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(look)

@@ -141,8 +141,16 @@ class OptimizerWindow:
         """
         return self._shared.scales.require(call).require().device
 
+    def spans_ranks(self) -> bool:
+        """Whether several ranks decide together."""
+        return bool(self._shared.ranks.groups or self.layouts)
+
+    def must_be_waited_for(self) -> bool:
+        """Whether an update has to wait for its step; the same on all ranks, whatever gradients they have."""
+        return self.is_awaited() if self.spans_ranks() else self.is_pending()
+
     def is_awaited(self) -> bool:
-        """Whether a scaled backward has run since the last step."""
+        """Whether it has neither stepped nor unscaled since a scaled backward began."""
         return any(self.number in gradients.awaiting for gradients in self.sets)
 
     def is_pending(self) -> bool:
@@ -200,14 +208,14 @@ class OptimizerWindow:
         """
         if write:
             self.write_clip()
-        if sum(gradients.grew() for gradients in self.sets):
+        if sum(gradients.grew() for gradients in self.sets):  # not any(): each is to be asked
             self.norm = None  # it was that of fewer micro-batches
         measured, norm, found = self._measure(write=write, norm_type=norm_type)
         if self.norm is None and measured:
             self.norm = norm
         device = self._shared.scales.device
         self.found_inf_per_device = {device: found} if measured else {}
-        several_ranks = bool(self._shared.ranks.groups or self.layouts)
+        several_ranks = self.spans_ranks()
         if measured or several_ranks:
             for loss_scale in self.loss_scales:
                 loss_scale.record(found)
@@ -228,7 +236,8 @@ class OptimizerWindow:
                 if loss_scale.value is not None and loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-        earlier = [flag for gradients in self.sets if (flag := gradients.history.found_inf) is not None]
+        flags = (gradients.earlier_overflow(self.number) for gradients in self.sets)
+        earlier = [flag for flag in flags if flag is not None]
         device = self._shared.scales.device
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
         return bool(measurements), norm, found
@@ -329,7 +338,9 @@ class OptimizerWindow:
             self.loss_scales[0] if self.loss_scales else self._shared.scales.default
         )
         flagged = [
-            (gradients.params, measured) for gradients in self.sets for measured in gradients.flagged()
+            (gradients.params, measured)
+            for gradients in self.sets
+            for measured in gradients.all_measurements(self.number)
         ]
         if self.norm is not None:
             norm = self.norm

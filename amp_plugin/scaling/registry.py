@@ -47,6 +47,7 @@ class Registry:
         self._windows: dict[int, OptimizerWindow] = {}
         self._numbers = itertools.count(1)
         self._may_wait: list[int] = []
+        self._gone: list[OptimizerWindow | None] = []  # whose optimizers died since the sets were made
         self.last_backward: ScaledBackward | None = None
 
     def __iter__(self) -> Iterator[OptimizerWindow]:
@@ -103,13 +104,15 @@ class Registry:
 
     def _new_window(self, optimizer: Optimizer) -> OptimizerWindow:
         key, windows = id(optimizer), self._windows
-        reference = weakref.ref(optimizer, lambda _: windows.pop(key, None))
+        gone = self._gone
+        reference = weakref.ref(optimizer, lambda _: gone.append(windows.pop(key, None)))
         window = windows[key] = OptimizerWindow(reference, next(self._numbers), self._shared)
         return window
 
     def refresh(self, windows: Iterable[OptimizerWindow]) -> bool:
         """Look at the parameters of optimizers again; returns whether some have joined or left."""
-        changed = False
+        changed = bool(self._gone)
+        self._gone.clear()
         for window in windows:
             params, known = params_of(window.optimizer), window.params
             if len(params) != len(known) or not all(map(is_, params, known)):
@@ -139,7 +142,7 @@ class Registry:
         """
         while self._may_wait:
             window = self._windows.get(self._may_wait[-1])
-            if window is not None and window.is_pending():
+            if window is not None and window.must_be_waited_for():
                 return True
             self._may_wait.pop()
         return False
@@ -159,28 +162,32 @@ class Registry:
                 params[id(param)] = param
         classes: dict[tuple[frozenset[int], GradientSet | None], list[Tensor]] = {}
         for key, param in params.items():
-            history = before[key][0] if key in before else None
-            classes.setdefault((frozenset(owners[key]), history), []).append(param)
+            former = before[key][0] if key in before else None
+            classes.setdefault((frozenset(owners[key]), former), []).append(param)
         sets: dict[int, list[GradientSet]] = {window.number: [] for window in self}
-        for (numbers, history), members in classes.items():
-            positions = [before[id(param)][1] for param in members] if history else []
-            gradients = self._set_of(members, numbers, history, positions)
+        for (numbers, former), members in classes.items():
+            positions = [before[id(param)][1] for param in members] if former else []
+            gradients = self._set_of(members, numbers, former, positions)
             for number in numbers:
                 sets[number].append(gradients)
         for window in self:
             window.sets = sets[window.number]
 
     def _set_of(
-        self, params: list[Tensor], owners: frozenset[int], history: GradientSet | None, positions: list[int]
+        self, params: list[Tensor], owners: frozenset[int], former: GradientSet | None, positions: list[int]
     ) -> GradientSet:
-        if history is None:
+        if former is None:
             return self._new_set(params, owners)
-        if history.owners == owners and len(history.params) == len(params):
-            return history
-        return history.split(positions, owners)
+        if former.owners == owners and len(former.params) == len(params):
+            return former
+        return former.split(positions, owners)
 
     def _new_set(self, params: list[Tensor], owners: frozenset[int]) -> GradientSet:
-        """A set of parameters met for the first time: what gradients they have, the last backward made."""
+        """A set of parameters met for the first time.
+
+        Gradients that they already have are taken to come from the last scaled backward; if there was none,
+        to carry the default scale, as torch does.
+        """
         backward = self.last_backward
         if backward is None:
             return GradientSet(params, owners, ScaledBy(self._shared.scales.default))

@@ -38,7 +38,7 @@ class HostFlag:
 
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""
-        if self._flag.device.type == "cpu":
+        if self._flag.device.type not in {"cuda", "xpu"}:
             return bool(self._flag.item() > 0)
         if self._arrived is None or self._copy is None or not self._arrived.query():
             return None

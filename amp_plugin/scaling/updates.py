@@ -65,16 +65,17 @@ class Updates:
             RuntimeError: A pending gradient is float16.
             ValueError: ``new_scale`` is no scale.
         """
-        self._raise_at_floor()
-        self._scales.updates_requested += 1
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
+        self._raise_at_floor()
+        self._scales.updates_requested += 1
         self._requested = False
         for loss_scale in self._scales.materialized():
             loss_scale.found_inf = None
             old = loss_scale.snapshot()
             loss_scale.fill_(value)
             self.convert(loss_scale, old)
+        self._tell_results()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loaded loss scales: no update is requested, pending gradients are converted.
@@ -84,8 +85,10 @@ class Updates:
         """
         self._requested = False
         self.skipped = SkippedSteps()
+        self._at_floor.clear()
         for loss_scale, old in before:
             self.convert(loss_scale, old)
+        self._tell_results()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale.
@@ -110,11 +113,15 @@ class Updates:
                 if at_floor is not None:
                     self._at_floor.append(HostFlag(at_floor))
                 self.convert(loss_scale, old)
+        self._tell_results()
+        self._raise_at_floor()
+
+    def _tell_results(self) -> None:
+        """Let the results of the steps before learn of the scale after."""
         for result, loss_scale in list(self._open_results.items()):
             if loss_scale.value is not None:
                 result.close(loss_scale.snapshot())
         self._open_results.clear()
-        self._raise_at_floor()
 
     def _half_gradients_wait(self) -> bool:
         return any(

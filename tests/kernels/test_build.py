@@ -139,7 +139,8 @@ def test_no_compiler_warns_once_and_falls_back(
         warnings.simplefilter("error")
         assert native_core() is core
     with pytest.raises(
-        RuntimeError, match=r"^CastCache needs the native core, .*: there is no C.*Mend the cause and start again"
+        RuntimeError,
+        match=r"^CastCache needs the native core, .*: there is no C.*Mend the cause and start again",
     ):
         require_native("CastCache")
 

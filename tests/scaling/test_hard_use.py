@@ -266,6 +266,61 @@ def test_hooks_that_leave_gradients_alone_are_no_error(weights):
     assert (one.value, other.value) == (-4.0, -2.0)
 
 
+def test_a_dropped_batch_under_a_logging_hook_is_no_error(weights):
+    one = weights()
+    for param in one.params:
+        param.register_post_accumulate_grad_hook(lambda param: None)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(2.0)).backward()
+    one.optimizer.zero_grad()
+    scaler.step(one.optimizer)  # as without a scaler
+    assert one.value == 0.0
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_overflow_written_over_counts_for_each_owner(fused):
+    shared = torch.nn.Parameter(torch.zeros(4))
+    one, two = (torch.optim.SGD([shared], lr=1.0, fused=fused) for _ in range(2))
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one, two)
+    scaler.scale((math.inf * shared).sum()).backward()
+    scaler.clip_grad_value_(one, 1.0)
+    for optimizer in (one, two):
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).skipped
+    scaler.update()
+    one.zero_grad()
+    scaler.scale((2.0 * shared).sum()).backward()
+    scaler.step(one)
+    scaler.step(two)
+    assert shared[0].item() == -4.0
+
+
+def test_a_scale_set_by_hand_is_told_to_results(weights):
+    one = weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.scale(one.loss(2.0)).backward()
+    scaler.step(one.optimizer)
+    with pytest.raises(ValueError, match="new_scale"):
+        scaler.update(math.nan)
+    scaler.update(4.0)
+    assert (scaler.last_step(one.optimizer).scale_before, scaler.last_step(one.optimizer).scale_after) == (
+        8,
+        4,
+    )
+
+
+def test_gradients_left_over_from_before_any_scaling_with_named_losses(weights):
+    one = weights()
+    one.loss(2.0).backward()
+    scaler = GradScaler("cpu", init_scale=8.0, losses=("a",))
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(1.0), name="a").backward()
+    scaler.step(one.optimizer)
+    assert one.value == -3.0
+
+
 def test_hooks_of_parameters_that_are_frozen_for_now_are_no_error(weights):
     one, other = weights(), weights()
     for param in one.params:

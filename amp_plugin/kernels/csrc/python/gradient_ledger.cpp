@@ -41,12 +41,14 @@ struct Mark {
   uint32_t version = 0;
 };
 
-uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0 : tensor._version(); }
+uint32_t version_of(const at::Tensor& tensor) {
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();  // without autograd's virtual call
+  return impl.is_inference() ? 0 : impl.version_counter().current_version();
+}
 
 int64_t offset_of(const at::Tensor& tensor) {
-  return tensor.has_storage() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()
-      ? tensor.storage_offset()
-      : 0;
+  const c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  return impl.has_storage() && !impl.has_symbolic_sizes_strides() ? impl.storage_offset() : 0;
 }
 
 // The storage; of a tensor that has none (sparse ones) the tensor itself.
