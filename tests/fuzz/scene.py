@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.oracle import NO, YES, Oracle
+from tests.fuzz.model import Model
 from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
+from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.sequences import Setup
 
 _IMPORTS = """\
@@ -36,7 +37,7 @@ class Scene:
         lines: What has been run so far, as a program.
     """
 
-    def __init__(self, setup: Setup, oracle: Oracle, scaler: type) -> None:
+    def __init__(self, setup: Setup, oracle: Model, scaler: type) -> None:
         self.lines: list[str] = []
         self._names: dict[str, Any] = {}
         self._oracle = oracle
@@ -157,6 +158,11 @@ def params(indices: Any) -> str:
 def terms(pairs: Any) -> str:
     """Name a loss's terms: ``(p0, 3.0), (p1, 2.0)``."""
     return ", ".join(f"(p{i}, {factor})" for i, factor in pairs)
+
+
+def named(name: str) -> str:
+    """Name a scale in a call of ``scale``, unless it is the default one."""
+    return f", name={name!r}" if name else ""
 
 
 def value_of(kind: str, pairs: Any, weights: list[torch.Tensor]) -> torch.Tensor:
