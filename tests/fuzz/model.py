@@ -10,7 +10,7 @@ import torch
 from tests.fuzz import prelude
 from tests.fuzz.scale_model import ScaleModel
 from tests.fuzz.seen_overflows import NO, SeenOverflows
-from tests.fuzz.sequences import Setup
+from tests.fuzz.setups import Setup
 
 
 @dataclass

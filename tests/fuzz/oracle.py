@@ -142,7 +142,10 @@ class Oracle(Model):
         for name in window.noted:
             self.scales.record(name, {False, True}, certain=False)
         for name in window.certain | window.begun:
-            self.scales.record(name, found, certain=certain and bool(here) and name in window.certain)
+            if certain and here and name in window.certain:
+                self.scales.record(name, found, certain=True)
+            else:  # perhaps it has gone in, and its part was finite
+                self.scales.record(name, found | {False}, certain=False)
 
     def unscale(self, o: int, *, explicit: bool) -> None:
         """``unscale_`` and ``ensure_unscaled`` if ``explicit``; else what clipping does first."""

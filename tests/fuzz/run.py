@@ -8,7 +8,7 @@ from tests.fuzz.oracle import Oracle
 from tests.fuzz.predictions import may_meet
 from tests.fuzz.scale_model import Disagreement
 from tests.fuzz.scene import Scene, value_of
-from tests.fuzz.sequences import Setup
+from tests.fuzz.setups import Setup
 
 NOT_SCALED_YET = "Attempted .* but _scale is None"
 

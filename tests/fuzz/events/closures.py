@@ -68,16 +68,16 @@ def closure(
         return
     if not may_meet(oracle, o) or is_disputed(oracle, o):
         return
-    if (
-        run.kind(o) == "lbfgs"
-    ):  # its own weights, near a minimum; clips far out, as it learns nothing from one length
+    to_minimum = run.kind(o) == "lbfgs"  # learns nothing from gradients of one length, so it clips far out
+    if to_minimum:
         pairs, zero = [pair for pair in pairs if pair[0] in own], zero is not False
+        edit = edit if edit != "decay" else ""
     made = _Closure(
-        loss="bowl" if run.kind(o) == "lbfgs" else "loss",
+        loss="bowl" if to_minimum else "loss",
         pairs=[*pairs, *((i, 1.0) for i in own if i not in dict(pairs))],
         zero=zero,
         edit=edit,
-        limit=50.0 if run.kind(o) == "lbfgs" else 0.5,
+        limit=50.0 if to_minimum else 0.5,
         factors=[math.inf if call == overflow else 1.0 for call in range(6)],
         name=name,
     )
@@ -86,10 +86,10 @@ def closure(
     gave_up = _mirror(run, o, made)
     oracle.close(o, gave_up)
     run.count_skip(o, gave_up)
-    run.scene.compare_weights(rtol=1e-2 if made.loss == "bowl" else 1e-3)
+    run.scene.compare_weights(rtol=1e-2 if to_minimum else 1e-3)
     if gave_up:
         zero_grad(run, o, set_to_none=True)
-    elif made.loss == "bowl":
+    elif to_minimum:
         run.scene.take_gradients(oracle.present(own))
 
 

@@ -6,7 +6,7 @@ from tests.fuzz.predictions import error_of_copy, may_meet, may_update
 from tests.fuzz.run import NOT_SCALED_YET, Run
 from tests.fuzz.scene import params
 from tests.fuzz.seen_overflows import YES
-from tests.fuzz.sequences import PARAMS
+from tests.fuzz.setups import PARAMS
 
 
 def update(run: Run) -> None:
