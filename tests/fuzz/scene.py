@@ -145,10 +145,10 @@ class Scene:
 
     def see_state(self, state: dict[str, Any]) -> None:
         """Compare a saved state with the model of the scales."""
-        numbers = {DEFAULT: state, **state["amp_plugin"]["losses"]}
-        shown = {
-            name: (numbers[name]["scale"], numbers[name]["_growth_tracker"]) for name in self._scale_names
-        }
+        ours = state["amp_plugin"]
+        numbers = {DEFAULT: {**state, "hysteresis_tracker": ours["hysteresis_tracker"]}, **ours["losses"]}
+        keys = ("scale", "_growth_tracker", "hysteresis_tracker")
+        shown = {name: tuple(numbers[name][key] for key in keys) for name in self._scale_names}
         self._oracle.scales.see_state(shown)
 
 

@@ -62,6 +62,7 @@ class Setup:
 
     def scale_model(self) -> ScaleModel:
         """The model of the scales: torch's rule, with a floor only where one was asked for."""
+        dynamic = self.options.get("dynamic", True)
         return ScaleModel(
             self.names,
             self.init_scale,
@@ -70,7 +71,9 @@ class Setup:
             self.options.get("growth_interval", 2000),
             self.options.get("min_scale", 0.0),
             self.options.get("max_scale", float32(3.4028234e38)),
-            self.options.get("dynamic", True),
+            dynamic,
+            self.options.get("hysteresis", 1) if dynamic else 1,
+            self.options.get("hysteresis_mode", "apex"),
         )
 
 
@@ -120,6 +123,9 @@ def _options(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
         options["dynamic"] = False
     if rng.random() < 0.2 and "losses" not in without:
         options["losses"] = rng.choice((("b",), ("b", "c")))
+    if rng.random() < 0.15:
+        options["hysteresis"] = rng.choice((2, 3))
+        options["hysteresis_mode"] = rng.choice(("apex", "megatron", "deepspeed"))
     if rng.random() < 0.25:
         options["sync_free"] = True
     if "default_floor" in without:

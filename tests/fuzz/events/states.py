@@ -68,7 +68,7 @@ def load(run: Run) -> None:
     if run.saved:
         run.scene.run("scaler.load_state_dict(saved)")
         scales = run.oracle.scales
-        scales.load({name: s[:2] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
+        scales.load({name: s[:3] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
         scales.growth_factor, scales.backoff_factor, scales.growth_interval = run.saved["rule"]
         run.skipped = run.saved["skipped"]
 
