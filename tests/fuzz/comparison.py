@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import graphs, two_sides
+from tests.fuzz.graph_printer import printed
 
 _TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
 _VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -102,10 +103,10 @@ def differences(
     """Run graphs; yield those that differ, made small."""
     for index in indices:
         nodes = draw(seed, index, without)
-        text = difference(graphs.program(nodes), ours)
+        text = difference(printed(nodes), ours)
         if text:
             nodes = _shrunk(nodes, functools.partial(_differs_alike, _kind(text), ours))
-            small = graphs.program(nodes)
+            small = printed(nodes)
             yield Difference(seed, index, small, difference(small, ours) or text)
 
 
@@ -114,7 +115,7 @@ def _kind(text: str) -> str:
 
 
 def _differs_alike(kind: str, ours: Callable[[], Any], nodes: tuple[graphs.Node, ...]) -> bool:
-    return _kind(difference(graphs.program(nodes), ours)) == kind
+    return _kind(difference(printed(nodes), ours)) == kind
 
 
 def _shrunk(nodes: tuple[graphs.Node, ...], fails: Callable[..., bool]) -> tuple[graphs.Node, ...]:

@@ -32,10 +32,18 @@ class OutOfDomainError(Exception):
 
 
 class Scale(NamedTuple):
-    """One loss scale: its value, good updates since the last change, and what checks found."""
+    """One loss scale.
+
+    Attributes:
+        value: The scale.
+        tracker: Good updates since the last change.
+        tolerance: Overflows still tolerated, the one that lowers the scale included.
+        found: What checks have found since the last update; None if there was none.
+    """
 
     value: float
     tracker: int
+    tolerance: int
     found: bool | None = None
 
 
@@ -69,6 +77,8 @@ class ScaleModel:
         floor: float,
         ceiling: float,
         dynamic: bool,
+        hysteresis: int,
+        hysteresis_mode: str,
     ) -> None:
         self.names = tuple(names)
         self.growth_factor, self.backoff_factor, self.growth_interval = (
@@ -77,7 +87,8 @@ class ScaleModel:
             growth_interval,
         )
         self._floor, self._ceiling, self._dynamic = floor, ceiling, dynamic
-        self.worlds = {World(requested=False, scales=(Scale(init, 0),) * len(self.names))}
+        self._hysteresis, self._mode = hysteresis, hysteresis_mode
+        self.worlds = {World(requested=False, scales=(Scale(init, 0, hysteresis),) * len(self.names))}
 
     # -- what happens ---------------------------------------------------------------------------
 
@@ -126,7 +137,7 @@ class ScaleModel:
 
         self._branch(outcomes)
 
-    def load(self, state: dict[str, tuple[float, int]]) -> None:
+    def load(self, state: dict[str, tuple[float, int, int]]) -> None:
         """Take over saved numbers."""
         self.worlds = {World(requested=False, scales=tuple(Scale(*state[name]) for name in self.names))}
 
@@ -148,10 +159,10 @@ class ScaleModel:
             lambda world: all(s.value == shown[n] for n, s in self._of(world)), f"get_scale() is {shown}"
         )
 
-    def see_state(self, shown: dict[str, tuple[float, int]]) -> None:
-        """Keep the states with these values and trackers."""
+    def see_state(self, shown: dict[str, tuple[float, int, int]]) -> None:
+        """Keep the states with these values, trackers and tolerances."""
         self._keep(
-            lambda world: all(s[:2] == shown[n] for n, s in self._of(world)), f"state_dict() says {shown}"
+            lambda world: all(s[:3] == shown[n] for n, s in self._of(world)), f"state_dict() says {shown}"
         )
 
     def largest(self) -> float:
@@ -173,11 +184,20 @@ class ScaleModel:
         if scale.found is None or not self._dynamic:
             return scale._replace(found=None)
         if scale.found:
-            lower = max(float32(scale.value * self.backoff_factor), min(scale.value, self._floor))
-            return Scale(lower, 0)
+            return self._lowered(scale)
+        tolerance = self._hysteresis if self._mode == "apex" else scale.tolerance
         if scale.tracker + 1 < self.growth_interval:
-            return Scale(scale.value, scale.tracker + 1)
-        return Scale(min(float32(scale.value * self.growth_factor), max(scale.value, self._ceiling)), 0)
+            return Scale(scale.value, scale.tracker + 1, tolerance)
+        higher = min(float32(scale.value * self.growth_factor), max(scale.value, self._ceiling))
+        return Scale(higher, 0, self._hysteresis)
+
+    def _lowered(self, scale: Scale) -> Scale:
+        tolerance = scale.tolerance - 1
+        if self._mode == "deepspeed":
+            tolerance = max(tolerance, 1)
+        used_up = scale.tolerance <= 1
+        lower = max(float32(scale.value * self.backoff_factor), min(scale.value, self._floor))
+        return Scale(lower if used_up else scale.value, 0, tolerance)
 
     def _of(self, world: World) -> Iterable[tuple[str, Scale]]:
         return zip(self.names, world.scales, strict=True)
@@ -190,9 +210,9 @@ class ScaleModel:
     def _keep(self, matches: Callable[[World], bool], seen: str) -> None:
         kept = {world for world in self.worlds if matches(world)}
         if not kept:
-            allowed = sorted({tuple(s[:2] for s in world.scales) for world in self.worlds})
+            allowed = sorted({tuple(s[:3] for s in world.scales) for world in self.worlds})
             raise Disagreement(
-                f"the scale: {seen}, the rule allows (value, tracker) of {self.names}: {allowed}"
+                f"the scale: {seen}, the rule allows (value, tracker, tolerance) of {self.names}: {allowed}"
             )
         self.worlds = kept
 

@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tests.fuzz.scale_model import DEFAULT, ScaleModel, float32
-
-PARAMS = 5
-LOW_FLOOR = 2.0**-60  # a floor that no sequence reaches
+from tests.fuzz.scale_model import DEFAULT
+from tests.fuzz.setups import PARAMS, Setup, draw_setup
 
 
 class Event(NamedTuple):
@@ -25,74 +22,12 @@ class Event(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What a sequence starts with.
-
-    Attributes:
-        kinds: The optimizers, by the names of :mod:`tests.fuzz.prelude`.
-        members: The parameters of each, by index; a parameter may have several.
-        registered: Which of them are registered at the start.
-        compiled: Whether their steps are compiled.
-        options: Arguments of GradScaler.
-    """
-
-    kinds: tuple[str, ...]
-    members: tuple[tuple[int, ...], ...]
-    registered: tuple[bool, ...]
-    compiled: bool = False
-    options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def init_scale(self) -> float:
-        """The first scale."""
-        return self.options.get("init_scale", 2.0**16)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the scales."""
-        return (DEFAULT, *self.options.get("losses", ()))
-
-    def weights(self) -> list[list[float]]:
-        """The first value of each parameter."""
-        return [[0.5 + 0.25 * i, 1.25 - 0.5 * i] for i in range(PARAMS)]
-
-    def scale_model(self) -> ScaleModel:
-        """The model of the scales: torch's rule, with a floor only where one was asked for."""
-        return ScaleModel(
-            self.names,
-            self.init_scale,
-            self.options.get("growth_factor", 2.0),
-            self.options.get("backoff_factor", 0.5),
-            self.options.get("growth_interval", 2000),
-            self.options.get("min_scale", 0.0),
-            self.options.get("max_scale", float32(3.4028234e38)),
-            self.options.get("dynamic", True),
-        )
-
-
 class Sequence(NamedTuple):
     """A set-up and what happens to it."""
 
     setup: Setup
     events: list[Event]
 
-
-_KINDS = {
-    "sgd": 4,
-    "sgd_momentum": 2,
-    "sgd_fused": 4,
-    "sgd_fused_momentum": 3,
-    "adamw_fused": 4,
-    "adamw_foreach": 3,
-    "third_party": 2,
-    "counting": 1,
-    "lbfgs": 1,
-    "two_calls": 1,
-    "takes_gradients": 0.3,
-}
-
-_COMPILABLE = {"sgd", "sgd_momentum", "sgd_fused", "sgd_fused_momentum", "adamw_fused"}
 
 _NOISE = {
     "backward": 10,
@@ -131,7 +66,7 @@ EDITS = ("in place", "replaced", "data", "numpy", "collective")
 
 def generate(rng: random.Random, *, without: frozenset[str] = frozenset(), compiled: float = 0.0) -> Sequence:
     """Make a sequence: iterations as people write them, with anything in between."""
-    setup = _setup(rng, without, compiled)
+    setup = draw_setup(rng, without, compiled)
     make = _Maker(rng, setup, without)
     events: list[Event] = []
     if "named_only" in without:
@@ -139,63 +74,6 @@ def generate(rng: random.Random, *, without: frozenset[str] = frozenset(), compi
     for _ in range(rng.randint(1, 6)):
         events += make.iteration() if rng.random() < 0.75 else make.noise(rng.randint(1, 6))
     return Sequence(setup, events)
-
-
-def _setup(rng: random.Random, without: frozenset[str], compiled: float) -> Setup:
-    count = rng.choice((1, 1, 2, 2, 2, 3))
-    compile_steps = rng.random() < compiled
-    allowed = _COMPILABLE if compile_steps else _KINDS.keys()
-    kinds = {kind: weight for kind, weight in _KINDS.items() if kind in allowed - without}
-    chosen = tuple(rng.choices(list(kinds), list(kinds.values()), k=count))
-    pool = list(range(PARAMS - 1))
-    rng.shuffle(pool)
-    members = [[pool.pop()] for _ in range(count)]
-    for indices in members:
-        if pool and rng.random() < 0.4:
-            indices.append(pool.pop())
-    if count > 1 and "shared" not in without and rng.random() < 0.35:
-        _share(rng, chosen, members)
-    shared = len({i for indices in members for i in indices}) < sum(map(len, members))
-    late = "late" not in without and not ("late_shared" in without and shared)
-    known = rng.choice((1.0, 1.0, 1.0, 0.5, 0.0)) if late else 1.0
-    return Setup(
-        kinds=chosen,
-        members=tuple(map(tuple, members)),
-        registered=tuple(rng.random() < known for _ in chosen),
-        compiled=compile_steps,
-        options=_options(rng, without),
-    )
-
-
-def _share(rng: random.Random, kinds: tuple[str, ...], members: list[list[int]]) -> None:
-    first, second = rng.sample(range(len(members)), 2)
-    if "takes_gradients" not in (kinds[first], kinds[second]):
-        members[second].append(members[first][0])
-        if rng.random() < 0.3:
-            members[second].pop(0)
-
-
-def _options(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "init_scale": 2.0 ** rng.choice((1, 3, 3, 10, 16)),
-        "growth_interval": rng.choice((1, 1, 2, 3, 2000)),
-    }
-    if rng.random() < 0.15 and "odd_factors" not in without:
-        options["growth_factor"] = rng.choice((1.5, 3.0, 1.001))
-        options["backoff_factor"] = rng.choice((0.3, 0.7, 0.1))
-    if rng.random() < 0.1:
-        options["dynamic"] = False
-    if rng.random() < 0.2 and "losses" not in without:
-        options["losses"] = rng.choice((("b",), ("b", "c")))
-    if rng.random() < 0.25:
-        options["sync_free"] = True
-    if "default_floor" in without:
-        options["min_scale"] = LOW_FLOOR
-    elif rng.random() < 0.15:
-        options["min_scale"] = 2.0 ** rng.choice((-20, -1, 0, 1))
-    if rng.random() < 0.1:
-        options["max_scale"] = 2.0**17
-    return options
 
 
 class _Maker:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from tests.fuzz.sequences import LOW_FLOOR, Sequence, Setup
+from tests.fuzz.sequences import Sequence
+from tests.fuzz.setups import LOW_FLOOR, Setup
 
 
 def shrink(sequence: Sequence, fails: Callable[[Sequence], bool], rounds: int = 20) -> Sequence:

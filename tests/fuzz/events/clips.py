@@ -1,0 +1,99 @@
+"""Unscaling and clipping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tests.fuzz.predictions import error_of_unscale, is_disputed
+from tests.fuzz.run import NOT_SCALED_YET, Run
+from tests.fuzz.scale_model import Disagreement
+from tests.fuzz.scene import params
+from tests.fuzz.seen_overflows import YES
+
+
+def unscale(run: Run, o: int) -> None:
+    """``unscale_``."""
+    line, oracle = f"scaler.unscale_(o{o})", run.oracle
+    if not oracle.used:
+        run.scene.run(line, YES, NOT_SCALED_YET)
+    elif run.may_call(o) and not run.scene.run(line, error_of_unscale(oracle, o), r"unscale_\(\) (has|is)"):
+        run.take_side(o)
+        oracle.unscale(o, explicit=True)
+
+
+def ensure_unscaled(run: Run, o: int) -> None:
+    """``ensure_unscaled``."""
+    if run.may_call(o):
+        run.scene.run(f"scaler.ensure_unscaled(o{o})")
+        run.take_side(o)
+        run.oracle.unscale(o, explicit=True)
+
+
+def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> None:
+    """``clip_grad_norm_(optimizer)``."""
+    oracle, members = run.oracle, run.members(o)
+    strangers = [other for other in range(len(oracle.members)) if other not in {o, *oracle.known}]
+    fold = fold and not any(i in run.members(other) for other in strangers for i in members)
+    if not run.may_call(o) or is_disputed(oracle, o):
+        return
+    folded = ", fold=True" if fold else ""
+    run.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type}{folded})")
+    if fold:
+        oracle.fold(o, limit, norm_type)
+    else:
+        oracle.unscale(o, explicit=False)
+    _compare_norm(run, oracle.clip_norm(members, limit, norm_type))
+
+
+def clip_norm_of_params(run: Run, indices: Any, limit: float, norm_type: float, fold: bool) -> None:
+    """``clip_grad_norm_(parameters)``."""
+    folded = ", fold=True" if fold else ""
+    call = f"clip_grad_norm_([{params(indices)}], {limit}, norm_type={norm_type}{folded})"
+    if _clip_params(run, indices, f"norm = scaler.{call}"):
+        _compare_norm(run, run.oracle.clip_norm(indices, limit, norm_type))
+
+
+def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
+    """``clip_grad_value_`` of an optimizer, or of parameters if they are given."""
+    if indices is not None:
+        if _clip_params(run, indices, f"scaler.clip_grad_value_([{params(indices)}], {limit})"):
+            _clamp(run, indices, limit)
+    elif run.may_call(o) and not is_disputed(run.oracle, o):
+        run.scene.run(f"scaler.clip_grad_value_(o{o}, {limit})")
+        run.oracle.unscale(o, explicit=False)
+        _clamp(run, run.members(o), limit)
+
+
+def _clip_params(run: Run, indices: Any, line: str) -> bool:
+    """Run a clip of parameters, which unscales their optimizers; return whether it was not refused."""
+    oracle = run.oracle
+    touched = [o for o in sorted(oracle.known) if set(run.members(o)) & set(indices)]
+    if not oracle.used or any(is_disputed(oracle, o) for o in touched):
+        return False
+    if not all(map(oracle.owners, oracle.present(indices))):
+        run.scene.run(line, YES, "belong to no optimizer this scaler knows")
+        return False
+    run.scene.run(line)
+    for o in touched:
+        oracle.unscale(o, explicit=False)
+    return True
+
+
+def _clamp(run: Run, indices: Any, limit: float) -> None:
+    """Clip true gradients by value; whether inf or nan was there is not promised, so look."""
+    for index in run.oracle.present(indices):
+        grad, real = run.oracle.params[index].grad, run.scene.params[index].grad
+        grad.copy_(torch.where(grad.isfinite(), grad.clamp(-limit, limit), real.double()))
+
+
+def _compare_norm(run: Run, right: float) -> None:
+    norm = run.scene["norm"].item()
+    if math.isfinite(right):
+        same = math.isclose(norm, right, rel_tol=1e-5, abs_tol=1e-30)
+    else:
+        same = not math.isfinite(norm)
+    if not same:
+        raise Disagreement(f"the norm is {norm}, it should be {right}")

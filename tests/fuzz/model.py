@@ -1,0 +1,131 @@
+"""What the oracle knows: float64 weights and gradients, and what is promised of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from tests.fuzz import prelude
+from tests.fuzz.scale_model import ScaleModel
+from tests.fuzz.seen_overflows import NO, SeenOverflows
+from tests.fuzz.setups import Setup
+
+
+@dataclass
+class Gradient:
+    """What is promised of one parameter's gradient.
+
+    Attributes:
+        unscaled: Whether ``.grad`` shows the true gradient for sure.
+        pending: Whether it is scaled and waits for its optimizers; None if that is open.
+        replaced: Whether the user has replaced it since somebody looked.
+        dropped: Whether the batch it came from was thrown away.
+        losses: The scales to which an overflow in it must count.
+        origins: The scales, with their values, of the backwards it came from.
+    """
+
+    unscaled: bool = False
+    pending: bool | None = False
+    replaced: bool = False
+    dropped: bool = False
+    losses: set[str] = field(default_factory=set)
+    origins: set[tuple[str, float]] = field(default_factory=set)
+
+    def drop(self, zeroed: bool) -> None:
+        """The user has cleared it."""
+        self.pending = None if zeroed and self.pending is not False else False
+        self.dropped, self.replaced = True, False
+        self.losses, self.origins = set(), set()
+
+
+@dataclass
+class Window:
+    """What is promised of one optimizer since its last step.
+
+    Attributes:
+        stages: The stages it may be in: ready, unscaled, stepped.
+        fresh: Whether a scaled backward has reached it since it was last unscaled or stepped; MAYBE if
+            one has run that did not reach it.
+        explicit: Whether ``unscale_`` or ``ensure_unscaled`` was the last to unscale it.
+        grown: Whether a parameter with a gradient has joined it.
+        certain: The scales for which its checks count.
+        begun: The scales for which they may count.
+        noted: The scales for which an overflow may count that a conversion has found.
+        folded: Whether a clip may wait in it for the step.
+        edited: Whether the user has changed gradients since: then the step may be refused.
+        limits: The clips that may wait, as largest norm and type.
+        unclipped: The gradients without those clips, but with what the user has done since.
+        skipped: Steps skipped so far.
+    """
+
+    stages: set[str] = field(default_factory=lambda: {"ready"})
+    fresh: str = NO
+    explicit: bool = False
+    grown: bool = False
+    certain: set[str] = field(default_factory=set)
+    begun: set[str] = field(default_factory=set)
+    noted: set[str] = field(default_factory=set)
+    folded: bool = False
+    edited: bool = False
+    limits: list[tuple[float, float]] = field(default_factory=list)
+    unclipped: dict[int, torch.Tensor] = field(default_factory=dict)
+    skipped: int = 0
+
+    def unfold(self) -> None:
+        """No clip waits any more."""
+        self.folded = self.edited = False
+        self.limits, self.unclipped = [], {}
+
+
+class Model:
+    """Weights trained in float64 without a loss scale, and what is promised beside them.
+
+    Attributes:
+        params: The weights; ``.grad`` is the true gradient.
+        optimizers: Plain torch optimizers on them.
+        members: The parameters of each optimizer, by index.
+        fused: Which optimizers are fused on the real side.
+        known: The optimizers that the scaler knows.
+        joined: Parameters that have joined an optimizer since the scaler has looked at it.
+        seen: Overflows that were looked at.
+        used: The scales that a loss was scaled by.
+        shown: The scales as last seen.
+        last_backward: The scale, and its value, of the last backward from a scaled loss.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self.params = [torch.nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in setup.weights()]
+        self.members = [list(indices) for indices in setup.members]
+        self.optimizers = [
+            prelude.plain(kind, [self.params[i] for i in indices])
+            for kind, indices in zip(setup.kinds, setup.members, strict=True)
+        ]
+        self.fused = ["fused" in kind for kind in setup.kinds]
+        self.gradients = [Gradient() for _ in self.params]
+        self.windows = [Window() for _ in self.optimizers]
+        self.scales: ScaleModel = setup.scale_model()
+        self.seen = SeenOverflows()
+        self.known: set[int] = set()
+        self.joined: set[tuple[int, int]] = set()
+        self.used: set[str] = set()
+        self.shown: dict[str, float] = dict.fromkeys(self.scales.names, setup.init_scale)
+        self.last_backward: tuple[str, float] | None = None
+
+    def owners(self, index: int) -> list[int]:
+        """The known optimizers that step a parameter."""
+        return [o for o in sorted(self.known) if index in self.members[o]]
+
+    def present(self, indices: Iterable[int]) -> list[int]:
+        """Those of some parameters that have a gradient."""
+        return [i for i in indices if self.params[i].grad is not None]
+
+    def finite(self, indices: Iterable[int]) -> bool:
+        """Whether all gradients of some parameters are finite."""
+        return all(self.params[i].grad.isfinite().all() for i in self.present(indices))
+
+    def norm(self, indices: Iterable[int], norm_type: float) -> float:
+        """The norm of the true gradients."""
+        flat = [self.params[i].grad.flatten() for i in self.present(indices)]
+        return torch.linalg.vector_norm(torch.cat(flat), norm_type).item() if flat else 0.0

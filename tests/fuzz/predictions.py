@@ -1,0 +1,106 @@
+"""What the documentation says of a call before it is made: whether it has one meaning, whether it is an error.
+
+Errors are predicted as NO, MAYBE or YES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tests.fuzz.model import Model
+from tests.fuzz.seen_overflows import MAYBE, NO, YES
+
+
+def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool:
+    """Whether an optimizer may be met now: all it brings comes from the last backward's scale.
+
+    An optimizer that is met later is a limit that the documentation names.
+    """
+    if o in model.known and joining is None:
+        return True
+    new = [i for i in model.present(joining or model.members[o]) if not model.owners(i)]
+    return all(
+        model.gradients[i].origins <= {model.last_backward}
+        and (model.gradients[i].origins or not model.params[i].grad.any())
+        for i in new
+    )
+
+
+def may_edit(model: Model, index: int) -> bool:
+    """Whether a change of a gradient by the user has one meaning.
+
+    Between ``update()`` and the next backward a changed gradient may be one that an unseen
+    backward has made: documented as a limit.
+    """
+    windows = [model.windows[o] for o in model.owners(index)]
+    known = all(w.stages == {"unscaled"} or w.fresh != NO or w.folded for w in windows)
+    return model.params[index].grad is not None and known
+
+
+def may_update(model: Model) -> bool:
+    """Whether no gradient is there that would look like one of an unseen backward after ``update()``."""
+    return not any(
+        gradient.replaced and not gradient.pending and model.owners(i)
+        for i, gradient in enumerate(model.gradients)
+        if model.params[i].grad is not None
+    )
+
+
+def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
+    """Whether the user may treat these gradients as unscaled ones."""
+    present = model.present(indices)
+    windows = [model.windows[o] for i in present for o in model.owners(i)]
+    return (
+        all(model.gradients[i].unscaled and model.owners(i) for i in present)
+        and all(w.stages == {"unscaled"} for w in windows)
+        and not any(w.folded for w in windows)
+    )
+
+
+def is_disputed(model: Model, o: int) -> bool:
+    """Whether the user has changed gradients on which a folded clip waits.
+
+    A misuse: it may be an error, the edit may come after the clip, or the clip after the edit.
+    """
+    window = model.windows[o]
+    here = model.present(model.members[o])
+    return window.folded and window.edited and any(i in window.unclipped for i in here)
+
+
+def error_of_unscale(model: Model, o: int) -> str:
+    """Whether ``unscale_`` is an error: called twice, or after ``step``, without new gradients."""
+    window = model.windows[o]
+    if window.fresh == YES or window.stages == {"ready"}:
+        return NO
+    sure = window.explicit or window.stages == {"stepped"}
+    return YES if window.fresh == NO and sure and not window.grown else MAYBE
+
+
+def error_of_step(model: Model, o: int) -> str:
+    """Whether ``step`` is an error: called twice without new gradients or an update."""
+    window = model.windows[o]
+    if window.folded and window.edited:
+        return MAYBE
+    if window.fresh == YES or "stepped" not in window.stages:
+        return NO
+    sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown
+    return YES if sure else MAYBE
+
+
+def error_of_copy(model: Model) -> str:
+    """Whether a copy is an error: in the middle of an iteration."""
+    stages = [model.windows[o].stages for o in model.known]
+    waits = update_waits(model)
+    if waits or any("ready" not in s for s in stages):
+        return YES
+    return NO if waits is False and all(s == {"ready"} for s in stages) else MAYBE
+
+
+def update_waits(model: Model) -> bool | None:
+    """Whether a known optimizer holds scaled gradients that it has not used; None: open."""
+    states = set()
+    for o in model.known:
+        for index in model.present(model.members[o]):
+            pending = model.gradients[index].pending
+            states.add(pending and None if (o, index) in model.joined else pending)
+    return True if True in states else None if None in states else False
