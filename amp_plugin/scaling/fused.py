@@ -105,7 +105,7 @@ def _leave(window: OptimizerWindow, loss_scale: LossScale | None, found: Tensor)
 
 
 def _leave_set(gradients: GradientSet, loss_scale: LossScale | None, found: Tensor) -> None:
-    if loss_scale is not None and loss_scale.value is not None:
+    if loss_scale is not None:
         gradients.leave_to_fused_step(loss_scale.snapshot(), found)
 
 

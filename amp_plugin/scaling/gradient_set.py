@@ -127,8 +127,12 @@ class GradientSet:
 
     @property
     def scaled_by(self) -> LossScale | None:
-        """The loss scale the gradients are multiplied by; None if they are not, or nobody knows."""
-        return self.unit.loss_scale if isinstance(self.unit, ScaledBy) else None
+        """The loss scale the gradients are multiplied by; None if they are not, or nobody knows.
+
+        A scale that no loss was multiplied by yet is none.
+        """
+        loss_scale = self.unit.loss_scale if isinstance(self.unit, ScaledBy) else None
+        return None if loss_scale is None or loss_scale.value is None else loss_scale
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -246,9 +250,9 @@ class GradientSet:
         if present:
             factor, carried = loss_scale.require(), self.unit.factor()
             overflows = self._convert_(factor if carried is None else factor / carried)
-        if before is not None and before.value is not None:
+        if before is not None:
             if several_ranks and waited:
-                self._contributions.append((before, torch.zeros_like(before.value)))
+                self._contributions.append((before, torch.zeros_like(before.require())))
             elif added:
                 self._contributions += [(before, overflow) for overflow in overflows]
         self._ledger.remember(self.params, _CONVERTED)

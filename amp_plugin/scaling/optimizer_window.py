@@ -233,7 +233,7 @@ class OptimizerWindow:
             if loss_scale is not None:
                 if write:
                     self._refuse_half(gradients)
-                if loss_scale.value is not None and loss_scale not in self.loss_scales:
+                if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
         flags = (gradients.earlier_overflow(self.number) for gradients in self.sets)
