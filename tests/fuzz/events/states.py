@@ -82,7 +82,7 @@ def set_rule(run: Run, name: str, value: float) -> None:
 
 def copy(run: Run, pickled: bool) -> None:
     """Go on with a copy, between iterations."""
-    if run.early is None:
+    if _between_iterations(run):
         _clear_all(run)
         way = "pickle.loads(pickle.dumps(scaler))" if pickled else "copy.deepcopy(scaler)"
         refused = error_of_copy(run.oracle)
@@ -92,7 +92,7 @@ def copy(run: Run, pickled: bool) -> None:
 
 def restart(run: Run) -> None:
     """Go on with a new scaler that has loaded the old one's state."""
-    if run.early is None:
+    if _between_iterations(run):
         _clear_all(run)
         run.scene.run("state = scaler.state_dict()")
         run.oracle.end_iteration()
@@ -100,6 +100,11 @@ def restart(run: Run) -> None:
         run.scene.make_scaler(run.setup)
         run.scene.run("scaler.load_state_dict(state)")
         _start_anew(run)
+
+
+def _between_iterations(run: Run) -> bool:
+    """Whether nothing is on its way that only the old scaler knows."""
+    return run.early is None and not run.owned_by("takes_gradients")
 
 
 def _clear_all(run: Run) -> None:
