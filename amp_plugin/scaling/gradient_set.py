@@ -360,7 +360,8 @@ class GradientSet:
         part._contributions = list(self._contributions)
         part._taken = [param for param in self._taken if any(param is own for own in part.params)]
         self._unwatch_hooks()
-        part.awaiting = (self.awaiting & owners) | (owners - self.owners)
+        joined = owners - self.owners if part.has_gradients() else frozenset()
+        part.awaiting = (self.awaiting & owners) | joined  # who joins has not used what is there
         part._used_by = self._used_by & owners
         part.used_after_update = self.used_after_update
         part._marked = self._marked
