@@ -50,6 +50,7 @@ class Window:
             one has run that did not reach it.
         explicit: Whether ``unscale_`` or ``ensure_unscaled`` was the last to unscale it.
         grown: Whether a parameter with a gradient has joined it.
+        blurred: Whether some of its used gradients were zeroed in place, and others were not.
         certain: The scales for which its checks count.
         begun: The scales for which they may count.
         noted: The scales for which an overflow may count that a conversion has found.
@@ -64,6 +65,7 @@ class Window:
     fresh: str = NO
     explicit: bool = False
     grown: bool = False
+    blurred: bool = False
     certain: set[str] = field(default_factory=set)
     begun: set[str] = field(default_factory=set)
     noted: set[str] = field(default_factory=set)

@@ -90,7 +90,7 @@ class Oracle(Model):
         elif window.fresh == NO:
             window.fresh = MAYBE
         window.begun.add(name)
-        window.explicit = False
+        window.explicit = window.blurred = False
         if o in self.known:
             if is_disputed(self, o):
                 raise OutOfDomainError("a folded clip and an edit, and nothing shows what was made of them")
@@ -118,6 +118,10 @@ class Oracle(Model):
         if met:
             self.meet(o)
         here = self.present(self.members[o])
+        if self.windows[o].blurred and self.windows[o].fresh == NO:
+            raise OutOfDomainError(
+                "used gradients beside zeroed ones may look like those of an unseen backward"
+            )
         for index in here:
             if not self.finite([index]):
                 for other, members in enumerate(self.members):
@@ -217,8 +221,11 @@ class Oracle(Model):
             self.gradients[index].drop(zeroed)
             self.seen.doubt(index)
             for o in self.owners(index):
-                self.windows[o].edited = True
-                self.windows[o].unclipped.pop(index, None)
+                window = self.windows[o]
+                window.edited = True
+                window.unclipped.pop(index, None)
+                if zeroed and window.fresh == NO and window.stages != {"unscaled"}:
+                    window.blurred = any(self.params[i].grad.any() for i in self.present(self.members[o]))
 
     def join(self, o: int, index: int) -> None:
         """``add_param_group``."""
