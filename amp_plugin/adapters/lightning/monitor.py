@@ -32,7 +32,7 @@ class Monitor:
         RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
 
     Example:
-        >>> from amp_plugin.adapters.lightning import AmpMonitor
+        >>> from amp_plugin import AmpMonitor
         >>> AmpMonitor(max_skips_in_a_row=10).max_skips_in_a_row
         10
     """

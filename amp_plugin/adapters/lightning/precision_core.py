@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
 from amp_plugin.adapters.lightning.settings import (
     DTYPES,
     PrecisionName,
@@ -22,8 +21,12 @@ from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
+from amp_plugin.casting.region import autocast
+from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
+from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.step_result import StepResult
 
