@@ -34,6 +34,19 @@ def view_of(optimizer: Any) -> OptimizerView | None:
     return getattr(optimizer, _ATTRIBUTE, None)
 
 
+def stored_weights(optimizer: Any, params: Iterable[Tensor]) -> list[StoredWeight]:
+    """Return those of an optimizer's parameters that are stored in 16 bits, ready to be read.
+
+    Whoever writes ``weight.param`` and ``weight.rest`` then calls ``weight.note_written()``.
+
+    Args:
+        optimizer: Any.
+        params: Parameters of its groups.
+    """
+    view = view_of(optimizer)
+    return [] if view is None else [weight for weight in view.weights(params) if weight is not None]
+
+
 class OptimizerView:
     """The weights of one optimizer that are stored in 16 bits.
 
