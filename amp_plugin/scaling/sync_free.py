@@ -82,11 +82,11 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
         value = optimizer.step(*args, **kwargs)
     after = _held(optimizer, params)
     _refuse_if_changed(optimizer, before, after, found_inf.device)
-    undo = found_inf > 0
+    undo, stored = found_inf > 0, stored_weights(optimizer, params)
     for name, tensor in after.items():
         if isinstance(tensor, Tensor) and tensor.device == undo.device:
             torch.where(undo, before[name], tensor, out=tensor)
-    for weight in stored_weights(optimizer, params):
+    for weight in stored:
         weight.note_written()
     return value
 

@@ -1,4 +1,4 @@
-"""Which parameters of a model are stored in 16 bits, and how a model that came in 16 bits gets float32 ones."""
+"""Which parameters are stored in 16 bits, and how a model that came in 16 bits gets float32 ones."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Converted:
         form = "bf16" if self.dtype is torch.bfloat16 else "fp16"
         size = _megabytes(self.bytes)
         return (
-            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more): in "
-            f"16 bits small updates are lost. weights={form!r} keeps them in {name} and trains them as exactly"
+            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more), since "
+            f"16 bits lose small updates. weights={form!r} keeps them in {name} and trains them as exactly"
         )
 
 
@@ -79,20 +79,22 @@ def storable(model: nn.Module, fp32_modules: Iterable[str]) -> tuple[list[nn.Par
     Args:
         model: The model.
         fp32_modules: Names of modules, shell patterns allowed, or of their classes. Modules with running
-            statistics (BatchNorm) are among them unasked: torch computes none in 16 bits with float32 statistics.
+            statistics (BatchNorm) are among them unasked: torch wants both in one dtype.
 
     Raises:
         ValueError: A pattern matches no module.
     """
     kept = {param for module in _kept_modules(model, fp32_modules) for param in module.parameters()}
-    params = [param for param in trainable(model) if param.is_floating_point() and param.dtype is not torch.float64]
+    params = [
+        param for param in trainable(model) if param.is_floating_point() and param.dtype is not torch.float64
+    ]
     return [param for param in params if param not in kept], [param for param in params if param in kept]
 
 
 def _kept_modules(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
-    kept = [module for module in modules.values() if isinstance(module, _NormBase)]
+    kept: list[nn.Module] = [module for module in modules.values() if isinstance(module, _NormBase)]
     for pattern in patterns:
         found = [name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]]
         if not found:

@@ -50,7 +50,7 @@ def refuse_sharded(model: nn.Module, weights: str) -> None:
     else:
         return
     msg = (
-        f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers them in "
-        f"16 bits by itself; leave weights='fp32' and use {setting}"
+        f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers them "
+        f"in 16 bits by itself; leave weights='fp32' and use {setting}"
     )
     raise TypeError(msg)

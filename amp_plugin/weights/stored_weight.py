@@ -28,17 +28,17 @@ class StoredWeight:
         self.rest = rest
         self.master = _master_of(param, rest)
         self._rest_is_loaded = False
-        self._version = param._version
+        self._seen_version = param._version
         param.grad_dtype = torch.float32
 
     @property
     def is_written(self) -> bool:
         """Whether somebody else has written the parameter since :meth:`note_written`."""
-        return self.param._version != self._version and not self._rest_is_loaded
+        return self.param._version != self._seen_version and not self._rest_is_loaded
 
     def note_written(self) -> None:
         """Note that parameter and rest belong together."""
-        self._version = self.param._version
+        self._seen_version = self.param._version
         self._rest_is_loaded = False
 
     def load_rest(self, rest: Tensor) -> None:
@@ -54,9 +54,9 @@ class StoredWeight:
         """
         if self.param.dtype not in {torch.bfloat16, torch.float16}:
             msg = (
-                f"a weight of shape {tuple(self.param.shape)} that was stored in 16 bits is in {self.param.dtype} "
-                "now: something has converted the model (model.float(), model.to(dtype)); delete that call, or "
-                "store_weights"
+                f"a weight of shape {tuple(self.param.shape)} that was stored in 16 bits is in "
+                f"{self.param.dtype} now: something has converted the model (model.float(), model.to(dtype)); "
+                "delete that call, or store_weights"
             )
             raise RuntimeError(msg)
         if self.rest.device != self.param.device:

@@ -67,7 +67,7 @@ class WeightStore:
                 self._weights[id(param)] = self._stored(param)
         for module in model.modules():
             if any(self.find(param) is not None for param in module.parameters(recurse=False)):
-                module.register_load_state_dict_pre_hook(self.before_load)
+                module.register_load_state_dict_pre_hook(self.before_load)  # type: ignore[no-untyped-call]
         setattr(model, _ATTRIBUTE, self)
 
     def _stored(self, param: nn.Parameter) -> StoredWeight:
