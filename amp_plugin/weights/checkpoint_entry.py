@@ -45,8 +45,8 @@ def load_entry(entry: Mapping[str, Any], form: str, weights: Mapping[int, Stored
         if entry["rests"]:
             warnings.warn(
                 f"the checkpoint was written with weights={entry['form']!r}, this run has weights={form!r}: "
-                "it goes on from the 16 bits that the model had, what they lack of float32 is left out. To keep "
-                f"it, load with weights={entry['form']!r} or weights='fp32'",
+                "it goes on from the 16 bits that the model had, what they lack of float32 is left out. "
+                f"To keep it, load with weights={entry['form']!r} or weights='fp32'",
                 UserWarning,
                 stacklevel=6,
             )

@@ -33,8 +33,8 @@ class Converted:
         form = "bf16" if self.dtype is torch.bfloat16 else "fp16"
         size = _megabytes(self.bytes)
         return (
-            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more), since "
-            f"16 bits lose small updates. weights={form!r} keeps them in {name} and trains them as exactly"
+            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
+            f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
         )
 
 

@@ -157,8 +157,8 @@ class OptimizerView:
         if written is not None:
             msg = (
                 f"{type(optimizer).__name__} has written a weight of shape {tuple(written.param.shape)} in "
-                f"{written.param.dtype} itself, not the float32 master in its param_groups: it keeps parameters of "
-                "its own. Use weights='fp32' with this optimizer"
+                f"{written.param.dtype} itself, not the float32 master in its param_groups: it keeps "
+                "parameters of its own. Use weights='fp32' with this optimizer"
             )
             raise RuntimeError(msg)
 
@@ -251,7 +251,7 @@ def _refuse_narrow_state(optimizer: Optimizer, find: Callable[[Tensor], StoredWe
             if isinstance(value, Tensor) and value.dtype in {torch.bfloat16, torch.float16}:
                 msg = (
                     f"the state {name!r} of this {type(optimizer).__name__} is in {value.dtype}: it has "
-                    "stepped or loaded a state dict with weights in 16 bits. Call store_weights(model, optimizer) "
-                    "first, and load the state dict then"
+                    "stepped or loaded a state dict with weights in 16 bits. Call store_weights(model, "
+                    "optimizer) first, and load the state dict then"
                 )
                 raise ValueError(msg)

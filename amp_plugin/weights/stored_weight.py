@@ -55,8 +55,8 @@ class StoredWeight:
         if self.param.dtype not in {torch.bfloat16, torch.float16}:
             msg = (
                 f"a weight of shape {tuple(self.param.shape)} that was stored in 16 bits is in "
-                f"{self.param.dtype} now: something has converted the model (model.float(), model.to(dtype)); "
-                "delete that call, or store_weights"
+                f"{self.param.dtype} now: something has converted the model (model.float(), "
+                "model.to(dtype)); delete that call, or store_weights"
             )
             raise RuntimeError(msg)
         if self.rest.device != self.param.device:
