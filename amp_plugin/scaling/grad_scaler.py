@@ -153,6 +153,29 @@ class GradScaler(TorchInterface):
         if self._enabled:
             native_core()
 
+    def place(
+        self,
+        device: str,
+        *,
+        process_groups: Sequence[ProcessGroup] = (),
+        sharded_groups: Sequence[ProcessGroup] = (),
+    ) -> None:
+        """Tell the scaler where it trains, once that is known: for adapters that make it earlier.
+
+        Other groups than before make it forget its optimizers; scale and counts stay.
+
+        Args:
+            device: As the constructor's.
+            process_groups: As the constructor's.
+            sharded_groups: As the constructor's.
+        """
+        self._device = str(device)
+        groups = Groups(tuple(process_groups), tuple(sharded_groups))
+        if groups != self._groups:
+            self._skipped_before = self.skipped_steps()
+            self._groups = groups
+            self._start()
+
     # -- the loss -----------------------------------------------------------------------------
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
