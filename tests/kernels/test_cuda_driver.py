@@ -14,7 +14,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from amp_plugin.kernels.cuda.catalogue import MULTIPLY, UPDATE_SCALE, WRITE_TABLE
 from amp_plugin.kernels.cuda.compile import cached_cubin
-from tests.cuda_emulation.emulated_device import HERE, compiler
+from tests.cuda_emulation.emulated_kernels import HERE, compiler
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="the driver needs g++"),

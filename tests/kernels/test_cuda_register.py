@@ -13,7 +13,7 @@ from amp_plugin.kernels import ops, reference
 from amp_plugin.kernels.cuda import register
 from amp_plugin.kernels.cuda.operations import Operations
 from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.cuda_emulation.emulated_kernels import EmulatedDevice, compiler, object_folder
 
 
 @pytest.fixture

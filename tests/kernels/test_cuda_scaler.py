@@ -10,7 +10,7 @@ import torch
 from amp_plugin import GradScaler
 from amp_plugin.kernels.cuda import register
 from amp_plugin.kernels.cuda.operations import Operations
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.cuda_emulation.emulated_kernels import EmulatedDevice, compiler, object_folder
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulation needs g++")
 OVERFLOWS = (3, 4, 9)

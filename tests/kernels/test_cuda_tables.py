@@ -28,7 +28,7 @@ from amp_plugin.kernels.cuda.tensor_table import (
     TableCache,
     layout,
 )
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.cuda_emulation.emulated_kernels import EmulatedDevice, compiler, object_folder
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="the emulation needs g++")
 
