@@ -103,6 +103,7 @@ class AmpAccelerator(Accelerator):
         self._grad_scaler = engagement.grad_scaler(device, precision, self._settings, fsdp1)
         self.scaler = self._grad_scaler if precision == "fp16" else None
         self.native_amp = precision != "no"
+        self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self.register_load_state_pre_hook(self._remember_folder)
         if self.native_amp:
             self._region = engagement.region_options(device, precision, self._settings)
@@ -121,18 +122,23 @@ class AmpAccelerator(Accelerator):
         if self._engaged and self.native_amp and self.is_fsdp2:  # Accelerate leaves autocast out there
             for module in args:
                 if isinstance(module, nn.Module):
+                    self._weights.set_up(module)
                     self._mix(module)
         prepared = super().prepare(*args, **kwargs)
         if self._engaged:
             self._register_names()
+            self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
         if not self._engaged:
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
-        if self.native_amp and not getattr(model, "_is_accelerate_prepared", False):
-            self._mix(model)
+        if not getattr(model, "_is_accelerate_prepared", False):
+            if not kwargs.get("evaluation_mode", len(args) > 1 and args[1]):
+                self._weights.set_up(model)
+            if self.native_amp:
+                self._mix(model)
         with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -158,6 +164,7 @@ class AmpAccelerator(Accelerator):
         ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self.scaler)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
+            self._weights.add(self._models, [ours.optimizer])
         return ours
 
     def _register_names(self) -> None:

@@ -23,6 +23,7 @@ from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
@@ -55,6 +56,8 @@ class AmpKwargs(KwargsHandler):
             more than one micro-batch and the native core is loaded.
         exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
             a scheduler is held back with the skipped step, not one step later; False.
+        weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
+            float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
 
     Example:
         >>> AmpKwargs(init_scale=1024.0).to_kwargs()
@@ -77,6 +80,7 @@ class AmpKwargs(KwargsHandler):
     fp32_outputs: bool | None = None
     cast_cache: bool | None = None
     exact_schedulers: bool | None = None
+    weights: WeightsName | None = None
 
 
 AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
@@ -94,6 +98,7 @@ class AdapterOptions:
     fp32_outputs: bool = True
     cast_cache: bool | None = None
     exact_schedulers: bool = False
+    weights: WeightsName = "fp32"
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:

@@ -25,6 +25,7 @@ from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.autocast_module import autocast_module
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.weights.refusals import refuse_sharded
 
 Member = TypeVar("Member")
 
@@ -65,6 +66,7 @@ class FabricPrecision(PrecisionCore):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
+        self._weights.set_up(module)
         module = autocast_module(super().convert_module(module))
         self._modules[module] = None
         return module
@@ -73,6 +75,7 @@ class FabricPrecision(PrecisionCore):
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = None
+            self._weights.add(self._modules, [optimizer])
             if self._started:
                 self._register(optimizer)
 
@@ -93,6 +96,8 @@ class FabricPrecision(PrecisionCore):
             )
             raise RuntimeError(msg)
         root = next((fsdp_root(part) for module in modules for part in module.modules()), None)
+        for module in modules:
+            refuse_sharded(module, self.settings.weights)
         device = self.device if tensor is None else tensor.device.type
         may_be_offloaded = tensor is None or root is not None or parameter_layouts([tensor])
         if not may_be_offloaded:

@@ -19,6 +19,7 @@ from amp_plugin.adapters.lightning.settings import (
     PrecisionSettings,
     checked_loss_scale,
 )
+from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
@@ -31,6 +32,7 @@ from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 
@@ -61,6 +63,7 @@ class PrecisionCore:
         eval_precision: PrecisionName | None = None,
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
+        weights: WeightsName = "fp32",
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         init_scale: float = 2.0**16,
@@ -81,6 +84,7 @@ class PrecisionCore:
             device=device,
             rules=rules,
             fp32_modules=fp32_modules,
+            weights=weights,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
             loss_scale=checked_loss_scale(
@@ -101,6 +105,9 @@ class PrecisionCore:
         self.device = settings.device or ""
         self.observers: list[Observer] = []
         self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
+        self._weights = ModelWeights(
+            settings.weights, settings.fp32_modules, casts=DTYPES[settings.precision] is not torch.float32
+        )
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
         self._attempted_steps = 0
