@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.conversion import HALVES, convert_to_fp32, trainable
+from amp_plugin.weights.ddp import reduce_in_fp32
 from amp_plugin.weights.exact_loading import load_exactly
 from amp_plugin.weights.forms import WeightsName
 from amp_plugin.weights.optimizer_view import view_of
@@ -65,6 +66,15 @@ class ModelWeights:
             f"(1/2048 in float16) are lost; {remedy}"
         )
 
+    @staticmethod
+    def wrap(model: nn.Module) -> None:
+        """Note that a model is wrapped: under DDP its gradients are reduced in float32.
+
+        Raises:
+            ValueError: DDP was asked to keep gradients in its buckets.
+        """
+        reduce_in_fp32(model)
+
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step masters, or load what was saved of some; any number of times.
 
@@ -72,7 +82,9 @@ class ModelWeights:
             models: All that were set up.
             optimizers: torch's.
         """
-        optimizers = list(optimizers)
+        models, optimizers = list(models), list(optimizers)
+        for model in models:
+            self.wrap(model)
         stores = [store for model in models if (store := store_of(model)) is not None]
         for store in stores:
             store.add(*optimizers)

@@ -140,7 +140,9 @@ class AmpAccelerator(Accelerator):
             if self.native_amp:
                 self._mix(model)
         with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
-            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        self._weights.wrap(prepared)
+        return prepared
 
     def _mix(self, module: nn.Module) -> None:
         MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()))
