@@ -1,13 +1,12 @@
 """Gradients of weights in 16 bits under DistributedDataParallel: added up and reduced in float32.
 
-torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads the
-float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands the
-result back, which DDP then writes into ``.grad``. Its buckets, their order and their overlap with backward stay
-DDP's; the buckets' own memory, 2 bytes an element, is not looked at.
+torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads
+the float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands
+the result back, which DDP then writes into ``.grad``. Its buckets, their order and their overlap with
+backward stay DDP's; the buckets' own memory, 2 bytes an element, is not looked at.
 """
 
-from __future__ import annotations
-
+# No annotations from the future: DDP compares those of a hook with its classes.
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -46,8 +45,8 @@ def reduce_in_fp32(model: nn.Module) -> None:
 def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
     if ddp.gradient_as_bucket_view:
         msg = (
-            "DistributedDataParallel(gradient_as_bucket_view=True) keeps gradients in the 16 bits of the weights; "
-            "weights in 16 bits need gradients in float32: leave gradient_as_bucket_view out"
+            "DistributedDataParallel(gradient_as_bucket_view=True) keeps gradients in the 16 bits of the "
+            "weights, which need gradients in float32: leave gradient_as_bucket_view out"
         )
         raise ValueError(msg)
 
@@ -55,8 +54,8 @@ def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
 def _register(ddp: DistributedDataParallel) -> None:
     if ddp._comm_hooks:
         warn_user(
-            "this DistributedDataParallel has a communication hook, which reduces gradients in the 16 bits of the "
-            "weights; without it they are reduced in float32"
+            "this DistributedDataParallel has a communication hook, which reduces gradients in the 16 bits "
+            "of the weights; without it they are reduced in float32"
         )
         return
     ddp.register_comm_hook(ddp.process_group, _all_reduce_in_fp32)

@@ -145,10 +145,11 @@ def test_one_line_says_what_became_float32(program):
         warnings.simplefilter("always")
         program(model, "fp32")
     told = [str(warning.message) for warning in caught if "float32 now" in str(warning.message)]
-    assert told == [
-        "3 trainable parameters came in bfloat16 (290 bytes) and are float32 now (290 bytes more), since 16 bits lose "
-        "small updates. weights='bf16' keeps them in bfloat16, as exactly"
-    ]
+    (line,) = told
+    assert line == (
+        "3 trainable parameters came in bfloat16 (290 bytes) and are float32 now (290 bytes more), since 16 bits "
+        "lose small updates. weights='bf16' keeps them in bfloat16, as exactly"
+    )
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
