@@ -38,7 +38,7 @@ def reduce_in_fp32(model: nn.Module) -> None:
             _refuse_bucket_views(ddp)
             setattr(ddp, _DONE, True)
             _share_rests(store, ddp.process_group)
-            ddp.reducer._set_mixed_precision_param_dtype(torch.float32)
+            ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
             _register(ddp)
 
 
@@ -61,7 +61,10 @@ def _register(ddp: DistributedDataParallel) -> None:
     ddp.register_comm_hook(ddp.process_group, _all_reduce_in_fp32)
 
 
-def _all_reduce_in_fp32(group: dist.ProcessGroup, bucket: dist.GradBucket) -> Future[Tensor]:
+def _all_reduce_in_fp32(
+    group: dist.ProcessGroup,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> Future[Tensor]:
     """Average the float32 gradients of a bucket's parameters over a group, in DDP's layout."""
     params = bucket.parameters()
     flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.float32, device=params[0].device)
