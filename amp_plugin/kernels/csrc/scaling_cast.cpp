@@ -12,7 +12,7 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kChunk = 32768;  // elements
+constexpr int64_t kCastChunk = 32768;  // elements
 
 using Copy = void (*)(const void* src, void* out, int64_t count);
 
@@ -59,9 +59,9 @@ void cast(at::TensorList src, at::TensorList out) {
     const auto* from = static_cast<const char*>(src[i].const_data_ptr());
     auto* to = static_cast<char*>(out[i].mutable_data_ptr());
     const int64_t numel = src[i].numel();
-    for (int64_t begin = 0; begin < numel; begin += kChunk) {
+    for (int64_t begin = 0; begin < numel; begin += kCastChunk) {
       pieces.push_back(
-          {from + begin * from_size, to + begin * to_size, std::min(kChunk, numel - begin), run});
+          {from + begin * from_size, to + begin * to_size, std::min(kCastChunk, numel - begin), run});
     }
     if (!out[i].is_inference()) {
       out[i].unsafeGetTensorImpl()->bump_version();
@@ -72,7 +72,7 @@ void cast(at::TensorList src, at::TensorList out) {
     total += piece.count;
   }
   const auto count = static_cast<int64_t>(pieces.size());
-  const int64_t grain = std::max<int64_t>(1, count * 2 * kChunk / std::max<int64_t>(1, total));
+  const int64_t grain = std::max<int64_t>(1, count * 2 * kCastChunk / std::max<int64_t>(1, total));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       pieces[i].copy(pieces[i].src, pieces[i].out, pieces[i].count);
