@@ -8,8 +8,10 @@ compiler will do: that is how a machine image that was built ahead of time runs.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
@@ -40,6 +42,8 @@ from amp_plugin.kernels.compiler import (
 )
 from amp_plugin.kernels.progress import Progress
 from amp_plugin.kernels.torch_flags import cpu_identity
+
+_NAMES_CLASH = re.compile(r"error: .*(redefinition of|ambiguous)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +165,14 @@ def _compile_beside(
         if beside is not None and jobs() > 1:
             ahead = (compiler, beside, _object_files(compiler, beside, root), folder)
             thread.submit(compile_objects, *ahead)  # where it fails, obtaining it does so again, and says so
-        return _compile(compiler, target, objects, folder)
+        try:
+            return _compile(compiler, target, objects, folder)
+        except RuntimeError as error:
+            if not (target.joined and _NAMES_CLASH.search(str(error))):
+                raise
+    sys.stderr.write(" names of two sources clash, each is compiled by itself ...")
+    separate = dataclasses.replace(target, joined=False)
+    return _compile(compiler, separate, _object_files(compiler, separate, root), folder)
 
 
 def _object_files(compiler: Compiler, target: SharedObject, root: Path) -> dict[Unit, Path]:

@@ -162,6 +162,18 @@ def test_an_error_in_joined_sources_names_the_source(sources: Path, root: Path) 
         obtain(dataclasses.replace(target(sources), joined=True), root)
 
 
+def test_joined_sources_whose_names_clash_are_compiled_by_themselves(
+    sources: Path, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("answer", 42), ("other", 7)):
+        (sources / f"{name}.cpp").write_text(
+            f'static const int number = {number};\nextern "C" int {name}() {{ return number; }}\n'
+        )
+    built = obtain(dataclasses.replace(target(sources), joined=True), root)
+    assert answer(built.path) == 42
+    assert "names of two sources clash, each is compiled by itself" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(("max_jobs", "compiled"), [("2", 2), ("1", 1)])
 def test_the_sources_of_another_are_compiled_at_the_same_time(
     max_jobs: str, compiled: int, sources: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -16,7 +16,7 @@ constexpr int64_t kCastChunk = 32768;  // elements
 
 using Copy = void (*)(const void* src, void* out, int64_t count);
 
-struct Piece {
+struct CastPiece {
   const char* src;
   char* out;
   int64_t count;
@@ -37,7 +37,7 @@ Copy copy_for(at::ScalarType from, at::ScalarType to) {
   return nullptr;
 }
 
-bool same_memory_order(const at::Tensor& one, const at::Tensor& other) {
+bool casts_in_order(const at::Tensor& one, const at::Tensor& other) {
   return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
       one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
@@ -46,11 +46,11 @@ void cast(at::TensorList src, at::TensorList out) {
   TORCH_CHECK_VALUE(
       src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
       " to write; give one output for each input.");
-  std::vector<Piece> pieces;
+  std::vector<CastPiece> pieces;
   pieces.reserve(src.size());
   for (size_t i = 0; i < src.size(); ++i) {
     const Copy run = copy_for(src[i].scalar_type(), out[i].scalar_type());
-    if (run == nullptr || !same_memory_order(src[i], out[i])) {
+    if (run == nullptr || !casts_in_order(src[i], out[i])) {
       out[i].copy_(src[i]);
       continue;
     }
@@ -68,7 +68,7 @@ void cast(at::TensorList src, at::TensorList out) {
     }
   }
   int64_t total = 0;
-  for (const Piece& piece : pieces) {
+  for (const CastPiece& piece : pieces) {
     total += piece.count;
   }
   const auto count = static_cast<int64_t>(pieces.size());
