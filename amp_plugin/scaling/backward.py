@@ -61,7 +61,7 @@ class Backwards:
         self._registry.note_backward(loss_scale.read())
         # First who unscales again, before units change; clips before more is added; marks after converting.
         windows = list(self._registry)
-        several_ranks = any(window.spans_ranks() for window in windows)
+        several_ranks = any(window.spans_ranks for window in windows)
         again = [window for window in windows if _holds_unscaled(window)]
         for window in windows:
             window.write_clip()

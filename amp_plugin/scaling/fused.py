@@ -52,8 +52,11 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
         window.assume_scaled(gradients)
     loss_scale = foldable(window)
     _refuse_changed_after_clip(window)
-    clip = window.clip_again()
-    norm, found = window.check(write=loss_scale is None, norm_type=2.0 if clip is None else clip.norm_type)
+    if loss_scale is None:
+        window.clip_again()  # which is written now
+    norm_type = 2.0 if window.clip is None else window.clip.norm_type
+    norm, found = window.check(write=loss_scale is None, norm_type=norm_type)
+    clip = window.clip_again(norm)
     if not window.has_momentum:
         without = _without_momentum(optimizer)
         window.has_momentum = not without

@@ -387,7 +387,7 @@ class GradScaler(TorchInterface):
         else:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
-            self._updates.note_step(window.result, window.result_scale)
+            self._updates.note_step(window.result)
         return value
 
     def _step_once(

@@ -105,6 +105,17 @@ class ScaleReading(NamedTuple):
         return None if unchanged else self.loss_scale.require() / self.value
 
 
+class LaterScale:
+    """What a loss scale becomes by its next update, for those who wait to know.
+
+    Attributes:
+        value: float32, 0-dim; None before the update.
+    """
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+
 class LossScale:
     """One loss scale: its tensors, and the rule by which it changes.
 
@@ -120,6 +131,8 @@ class LossScale:
         growth_tracker: Good steps since the last change, int32, 0-dim.
         hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
         generation: Increases whenever the value may have changed.
+        later: Its value after the next update.
+        floor: The smallest value.
         found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
     """
 
@@ -135,6 +148,8 @@ class LossScale:
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
         self.generation = 0
+        self.later = LaterScale()
+        self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
         self._derived_from: tuple[int, int, int] | None = None
@@ -240,7 +255,7 @@ class LossScale:
             return None
         value = self.require()
         watched = options.on_min_scale == "raise"
-        at_floor = torch.logical_and(found > 0, value <= options.floor).float() if watched else None
+        at_floor = torch.logical_and(found > 0, value <= self.floor).float() if watched else None
         torch.ops.amp_plugin.update_scale_(
             value,
             self.growth_tracker,
@@ -249,13 +264,18 @@ class LossScale:
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
-            options.floor,
-            options.ceiling,
+            self.floor,
+            self._ceiling,
             options.hysteresis,
             ops.HYSTERESIS_MODES[options.hysteresis_mode],
         )
         self.generation += 1
         return at_floor
+
+    def tell(self) -> None:
+        """Let those who wait know the present value: an update was applied."""
+        self.later.value = self.snapshot()
+        self.later = LaterScale()
 
     def fill_(self, value: float | Tensor) -> None:
         """Set the scale by hand.
@@ -323,7 +343,7 @@ class LossScale:
         state["init_hysteresis_tracker"] = self.tolerance()
         for name in ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from"):
             state[name] = None
-        state["_derived"] = {}
+        state["_derived"], state["later"] = {}, LaterScale()
         return state
 
 

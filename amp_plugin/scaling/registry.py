@@ -157,7 +157,7 @@ class Registry:
             for number in numbers:
                 sets[number].append(gradients)
         for window in self:
-            window.sets = sets[window.number]
+            window.take_sets(sets[window.number])
 
     def _set_of(
         self, params: list[Tensor], owners: frozenset[int], former: GradientSet | None, positions: list[int]

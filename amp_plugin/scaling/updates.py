@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -37,12 +36,10 @@ class Updates:
         self._registry = registry
         self._requested = False
         self._at_floor: list[HostFlag] = []
-        self._open_results: weakref.WeakKeyDictionary[StepResult, LossScale] = weakref.WeakKeyDictionary()
         self.skipped = SkippedSteps()
 
-    def note_step(self, result: StepResult, loss_scale: LossScale) -> None:
-        """Note a step whose result is to learn of the next update."""
-        self._open_results[result] = loss_scale
+    def note_step(self, result: StepResult) -> None:
+        """Count a step that was taken or skipped."""
         self.skipped.add(result.found_inf)
 
     def request(self) -> None:
@@ -118,10 +115,8 @@ class Updates:
 
     def _tell_results(self) -> None:
         """Let the results of the steps before learn of the scale after."""
-        for result, loss_scale in list(self._open_results.items()):
-            if loss_scale.value is not None:
-                result.close(loss_scale.snapshot())
-        self._open_results.clear()
+        for loss_scale in self._scales.materialized():
+            loss_scale.tell()
 
     def _half_gradients_wait(self) -> bool:
         return any(
