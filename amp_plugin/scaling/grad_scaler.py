@@ -203,8 +203,9 @@ class GradScaler(TorchInterface):
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
-            scaled = tensor * loss_scale.snapshot_on(tensor.device)
-            self._backwards.watch(scaled, loss_scale)
+            reading = loss_scale.read()
+            scaled = tensor * reading.on(tensor.device)
+            self._backwards.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))

@@ -381,7 +381,8 @@ class GradientSet:
 
         Optimizers that are offloaded to the CPU do so. No other parameter is watched.
         """
-        self._unwatch_hooks()
+        if self._hooks:
+            self._unwatch_hooks()
         for param in self._with_taking_hooks():
             note = partial(_note_reached, self.taken_away, param)
             self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]

@@ -99,6 +99,10 @@ class ScaleReading(NamedTuple):
     generation: int
     value: Tensor
 
+    def on(self, device: torch.device) -> Tensor:
+        """Return the value on ``device``, without a host sync."""
+        return self.value if self.value.device == device else self.loss_scale.snapshot_on(device)
+
     def change(self) -> Tensor | None:
         """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
         unchanged = self.loss_scale.generation == self.generation
@@ -152,16 +156,21 @@ class LossScale:
         self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
-        self._derived_from: tuple[int, int, int] | None = None
+        self._derived_from: tuple[int, int] | None = None
+        self._has_version = True  # tensors made in inference mode have none
         self._captured = False
 
     def materialize(self, device: torch.device | str) -> Tensor:
         """Make the tensors on ``device`` if there are none, and return the scale."""
         if self.value is None:
-            self.value = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+            self._take(torch.full((), self.init_scale, dtype=torch.float32, device=device))
             self.growth_tracker = self._counter(self.init_growth_tracker, device)
             self.hysteresis_tracker = self._counter(self.init_hysteresis_tracker, device)
-        return self.value
+        return self.require()
+
+    def _take(self, value: Tensor | None) -> None:
+        self.value, self._derived_from = value, None
+        self._has_version = value is not None and not value.is_inference()
 
     @staticmethod
     def _counter(value: int, device: torch.device | str) -> Tensor:
@@ -176,7 +185,7 @@ class LossScale:
 
     def replace(self, value: Tensor | None) -> None:
         """Take another tensor for the scale, as code written for torch's scaler does."""
-        self.value = value
+        self._take(value)
         self.generation += 1
 
     def require_growth_tracker(self) -> Tensor:
@@ -192,8 +201,7 @@ class LossScale:
         nothing is kept.
         """
         value = self.require()
-        version = 0 if value.is_inference() else value._version
-        state = (self.generation, id(value), version)
+        state = (self.generation, value._version if self._has_version else 0)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state

@@ -50,7 +50,7 @@ class Updates:
         """
         self._raise_at_floor()
         self._scales.updates_requested += 1
-        if self._registry.last_backward is not None and not self._registry and self.skipped.count is None:
+        if self.skipped.count is None and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
         self.settle(force=False)
@@ -72,7 +72,7 @@ class Updates:
             old = loss_scale.snapshot()
             loss_scale.fill_(value)
             self.convert(loss_scale, old)
-        self._tell_results()
+            loss_scale.tell()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loaded loss scales: no update is requested, pending gradients are converted.
@@ -85,7 +85,7 @@ class Updates:
         self._at_floor.clear()
         for loss_scale, old in before:
             self.convert(loss_scale, old)
-        self._tell_results()
+            loss_scale.tell()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale.
@@ -110,13 +110,8 @@ class Updates:
                 if at_floor is not None:
                     self._at_floor.append(HostFlag(at_floor))
                 self.convert(loss_scale, old)
-        self._tell_results()
-        self._raise_at_floor()
-
-    def _tell_results(self) -> None:
-        """Let the results of the steps before learn of the scale after."""
-        for loss_scale in self._scales.materialized():
             loss_scale.tell()
+        self._raise_at_floor()
 
     def _half_gradients_wait(self) -> bool:
         return any(
