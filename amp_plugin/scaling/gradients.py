@@ -73,7 +73,7 @@ class GradientBatch(NamedTuple):
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
-        return self.run("multiply_", factor.to(self.device, non_blocking=True))  # type: ignore[no-any-return]
+        return self.run("multiply_", factor)  # type: ignore[no-any-return]
 
 
 class GradientLedger:
