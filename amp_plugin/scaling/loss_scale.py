@@ -195,13 +195,12 @@ class LossScale:
             self.growth_tracker = self._counter(0, self.require().device)
         return self.growth_tracker
 
-    def _derive(self, key: Any) -> Tensor | None:
-        """Look up what was computed from this value; forget it if the value has changed.
+    def _derive(self, value: Tensor, key: Any) -> Tensor | None:
+        """Look up what was computed from the present value; forget it if the value has changed.
 
         A replayed graph reads the live scale and changes it unseen: from the first capture on
         nothing is kept. The key names the stream too: another one may run before the number is there.
         """
-        value = self.require()
         state = (self.generation, value._version if self._has_version else 0)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
@@ -212,7 +211,7 @@ class LossScale:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
         value = self.require()
         key = ("snapshot", value.device, stream_number(value.device))
-        kept = self._derive(key)
+        kept = self._derive(value, key)
         if kept is None:
             kept = self._derived[key] = value.clone()
         return kept
@@ -228,7 +227,7 @@ class LossScale:
         """
         value = self.require()
         key = ("inverse", device, stream_number(value.device))
-        kept = self._derive(key)
+        kept = self._derive(value, key)
         if kept is None:
             kept = self._derived[key] = moved(value.reciprocal(), device)
         return kept
@@ -242,7 +241,7 @@ class LossScale:
         if snapshot.device == device:
             return snapshot
         key = ("snapshot", device, stream_number(snapshot.device))
-        kept = self._derive(key)
+        kept = self._derive(self.require(), key)
         if kept is None:
             kept = self._derived[key] = moved(snapshot, device)
         return kept

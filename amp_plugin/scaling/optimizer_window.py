@@ -210,8 +210,7 @@ class OptimizerWindow:
         measured, norm, found = self._measure(write=write, norm_type=norm_type)
         if self.norm is None and measured:
             self.norm = norm
-        device = self._shared.scales.device
-        self.found_inf_per_device = {device: found} if measured else {}
+        self.found_inf_per_device = {found.device: found} if measured else {}
         if measured or self.spans_ranks:
             for loss_scale in self.loss_scales:
                 loss_scale.record(found)
@@ -223,6 +222,7 @@ class OptimizerWindow:
     def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
         """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
         measurements: list[Measurement] = []
+        earlier: list[Tensor] = []
         for gradients in self.sets:
             self.assume_scaled(gradients)
             loss_scale = gradients.scaled_by
@@ -232,8 +232,9 @@ class OptimizerWindow:
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-        flags = (gradients.earlier_overflow(self.number) for gradients in self.sets)
-        earlier = [flag for flag in flags if flag is not None]
+            overflow = gradients.earlier_overflow(self.number)
+            if overflow is not None:
+                earlier.append(overflow)
         device = self._shared.scales.device
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
         return bool(measurements), norm, found
