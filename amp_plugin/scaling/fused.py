@@ -53,9 +53,14 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
     for gradients in window.sets:
         window.assume_scaled(gradients)
     loss_scale = foldable(window)
-    _refuse_changed_after_clip(window)
-    clip = window.clip_again()
-    norm, found = window.check(write=loss_scale is None, norm_type=2.0 if clip is None else clip.norm_type)
+    norm_type = 2.0
+    if window.clip is not None:
+        norm_type = window.clip.norm_type
+        _refuse_changed_after_clip(window)
+        if loss_scale is None:
+            window.clip_again()  # which is written now
+    norm, found = window.check(write=loss_scale is None, norm_type=norm_type)
+    clip = None if window.clip is None else window.clip_again(norm)
     if not window.has_momentum:
         without = _without_momentum(optimizer)
         window.has_momentum = not without
@@ -91,7 +96,7 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
 
 
 def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
-    if window.clip is not None and any(gradients.is_changed() for gradients in window.sets):
+    if any(gradients.is_changed() for gradients in window.sets):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
             "scaled then. Call it with fold=False, or change them before."
