@@ -12,6 +12,12 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
+from amp_plugin.adapters.precision_names import (
+    DTYPES,
+    WEIGHTS_IN_16_BITS,
+    checked_precision,
+    known_precision,
+)
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
@@ -28,17 +34,30 @@ _LEFT = {
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
-def check_precision(argument: Any, environment: Mapping[str, str]) -> None:
-    """Check the precision the environment names; Accelerate checks the argument only.
+def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
+    """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
+
+    Args:
+        argument: the program's ``mixed_precision``; other names of precisions are understood.
+        environment: where ``ACCELERATE_MIXED_PRECISION`` may name one; Accelerate checks the argument only.
 
     Raises:
-        ValueError: it is none of Accelerate's.
+        ValueError: the environment names none of Accelerate's; or either keeps weights in 16 bits.
     """
-    named = environment.get(_VARIABLE, "no").lower()
-    if argument is None and not AcceleratorState._shared_state and named not in PrecisionType.list():
+    from_environment = argument is None and not AcceleratorState._shared_state
+    given = environment.get(_VARIABLE, "no").lower() if from_environment else argument
+    if given is None or str(given) in PrecisionType.list():
+        return argument
+    known = known_precision(given)
+    if known is not None:
+        return "no" if known == "fp32" else known
+    if str(given) in WEIGHTS_IN_16_BITS:
+        checked_precision("mixed_precision", given, _VARIABLE if from_environment else "")
+    if from_environment:
         allowed = ", ".join(PrecisionType.list())
-        msg = f"{_VARIABLE}={named!r} in the environment is unknown; allowed are {allowed}"
+        msg = f"{_VARIABLE}={given!r} in the environment is unknown; allowed are {allowed}"
         raise ValueError(msg)
+    return argument
 
 
 def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
@@ -113,13 +132,14 @@ def region_options(device: str, precision: str, settings: Settings) -> RegionOpt
 
     Args:
         device: type of the accelerator's device.
-        precision: its ``mixed_precision``, fp16 or bf16.
+        precision: its ``mixed_precision``, or the precision of its models in ``eval()`` mode.
         settings: the options.
     """
+    mixed = precision in {"fp16", "bf16"}
     return RegionOptions(
         device_type=device,
-        dtype=torch.float16 if precision == "fp16" else torch.bfloat16,
-        enabled=settings.autocast_enabled,
+        dtype=DTYPES[precision] if mixed else torch.bfloat16,
+        enabled=settings.autocast_enabled and mixed,
         cache_enabled=settings.cache_enabled,
         fp32_outputs=settings.adapter().fp32_outputs,
     )

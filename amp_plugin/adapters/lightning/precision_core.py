@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
-from amp_plugin.adapters.lightning.settings import (
-    DTYPES,
-    PrecisionName,
-    PrecisionSettings,
-    checked_loss_scale,
-)
+from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
 from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.adapters.precision_names import DTYPES, PrecisionName, StockName, checked_precision
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
@@ -55,10 +51,10 @@ class PrecisionCore:
     @names_checked
     def __init__(
         self,
-        precision: PrecisionName = "fp16",
+        precision: PrecisionName | StockName | torch.dtype = "fp16",
         *,
         device: str | None = None,
-        eval_precision: PrecisionName | None = None,
+        eval_precision: PrecisionName | StockName | torch.dtype | None = None,
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
         cast_cache: bool | None = None,
@@ -76,8 +72,10 @@ class PrecisionCore:
         fp16_gradients: bool = False,
     ) -> None:
         self.settings = settings = PrecisionSettings(
-            precision=precision,
-            eval_precision=eval_precision,
+            precision=checked_precision("precision", precision),
+            eval_precision=(
+                None if eval_precision is None else checked_precision("eval_precision", eval_precision)
+            ),
             device=device,
             rules=rules,
             fp32_modules=fp32_modules,
