@@ -7,8 +7,10 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from amp_plugin import AmpAccelerator
+from amp_plugin import AmpAccelerator, device_speed
 from amp_plugin.adapters.accelerate import install, uninstall
 from tests.adapters.accelerate_pair import ours, reset
 
@@ -231,3 +233,52 @@ def test_wrong_values_of_amp_kwargs():
         ValueError, match="fp32_modules=3 from AmpKwargs is not allowed; give a list of names"
     ):
         ours(fp32_modules=3)
+
+
+# -- what is said at the start of a run ---------------------------------------------------------
+
+
+def launched(tmp_path, monkeypatch, **changes):
+    """Set the environment that ``accelerate launch`` sets for a file of ``accelerate config``."""
+    lines = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "machine_rank": 0,
+        "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2, "use_cpu": "true", **changes,
+    }  # fmt: skip
+    file = tmp_path / "default_config.yaml"
+    file.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    parsed = launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    parsed = launch._validate_launch_command(parsed)[0]
+    _, environment = prepare_simple_launcher_cmd_env(parsed)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    reset()
+
+
+def test_a_launch_with_fewer_processes_than_its_file_names_is_told(tmp_path, monkeypatch):
+    launched(tmp_path, monkeypatch)
+    with pytest.warns(UserWarning, match="several processes .* has started one: .*MULTI_GPU") as told:
+        AmpAccelerator()
+    assert told[0].filename == __file__
+    monkeypatch.delenv("MASTER_ADDR")
+    launched(tmp_path, monkeypatch, distributed_type="'NO'", num_processes=1)
+    AmpAccelerator()
+
+
+def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
+    monkeypatch.setattr(device_speed, "processor_facts", lambda: ("an old one", {"avx2", "avx512_bf16"}))
+    reset()
+    with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
+        AmpAccelerator(mixed_precision="fp16", cpu=True)
+    assert [warning.filename for warning in told] == [__file__]
+    ours(precision="bf16")
+
+
+def test_a_checkpoint_without_a_loss_scale_is_told_at_the_users_line(tmp_path):
+    accelerator = ours(precision="bf16")
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    accelerator = ours()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"no scaler\.pt") as told:
+        accelerator.load_state(tmp_path)
+    assert told[0].filename == __file__

@@ -29,6 +29,7 @@ from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules, matching, require_matches
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 from amp_plugin.scaling.step_result import StepResult
@@ -108,6 +109,9 @@ class AmpAccelerator(Accelerator):
         fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
         self._grad_scaler = engagement.grad_scaler(device, precision, self._settings, fsdp1)
         self.scaler = self._grad_scaler if precision == "fp16" else None
+        if self.is_main_process:
+            warn_of_slow_fp16(precision, device)
+            engagement.warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
         self.register_load_state_pre_hook(self._remember_folder)
         self._region = engagement.region_options(device, precision, self._settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,6 +69,27 @@ def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
     return several and not torch.accelerator.is_available()
 
 
+def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> None:
+    """Warn where ``accelerate launch`` was asked for several processes and has started one.
+
+    Its MULTI_CPU, what ``accelerate config`` writes for a CPU, starts several by mpirun only. Without, it
+    leaves an address to meet at, but neither a rank nor a number of processes.
+
+    Args:
+        running: processes of this run.
+        environment: the launch's.
+    """
+    launched_alone = {"MASTER_ADDR", _VARIABLE, "ACCELERATE_USE_CPU"} <= {*environment} and not (
+        {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & {*environment}
+    )
+    if running == 1 and launched_alone:
+        warn_user(
+            "accelerate launch was asked for several processes (num_processes) and has started one: its "
+            "MULTI_CPU needs mpirun. For several processes on a CPU write distributed_type: MULTI_GPU, "
+            'gpu_ids: "-1,-1" and use_cpu: true; configs/accelerate/cpu_bf16_2_processes.yaml is such a file'
+        )
+
+
 def is_ours(distributed: DistributedType, precision: str, settings: Settings, *, explicit: bool) -> bool:
     """Say whether mixed precision is ours, or another engine's.
 
@@ -92,7 +113,7 @@ def is_ours(distributed: DistributedType, precision: str, settings: Settings, *,
         msg = f"{text}, so AmpKwargs would have no effect; remove AmpKwargs from kwargs_handlers"
         raise ValueError(msg)
     if precision != "no" or settings.values:
-        warnings.warn(f"{text}; amp_plugin's options have no effect", UserWarning, stacklevel=4)
+        warn_user(f"{text}; amp_plugin's options have no effect")
     return False
 
 
