@@ -32,6 +32,8 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "fp32_outputs",
     "cast_cache",
     "exact_schedulers",
+    "fp32_modules",
+    "eval_precision",
 )
 KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS))
 
