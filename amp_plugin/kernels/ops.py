@@ -15,6 +15,8 @@ multiply\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
+adam\_, sgd\_            read B, params and states,   1                0
+                        write params and states
 ======================  ==========================  ===============  ==========
 
 Contract of every kernel, whatever the device:
@@ -32,6 +34,10 @@ Contract of every kernel, whatever the device:
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
+An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
+gradients, divide them by ``grad_scale``, and never write them; see
+:mod:`amp_plugin.kernels.reference_steps`.
+
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
 which nothing faster is registered.
 """
@@ -44,7 +50,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import reference
+from amp_plugin.kernels import reference, reference_steps
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
@@ -67,6 +73,18 @@ SCHEMAS: Final = {
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "adam_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+        "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor(f!)[] remainders, Tensor(g!)[] copies, *, "
+        "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
+        "bool maximize, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
+    "sgd_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] remainders, "
+        "Tensor(d!)[] copies, *, float lr, float momentum, float dampening, float weight_decay, "
+        "bool nesterov, bool maximize, bool first_step, "
+        "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
 }
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -87,7 +105,7 @@ def _factor_fake(norm: torch.Tensor, *_: object) -> torch.Tensor:
     return norm.new_empty((), dtype=torch.float32)
 
 
-def _nothing_fake(*_: object) -> None:
+def _nothing_fake(*_: object, **__: object) -> None:
     return None
 
 
@@ -98,13 +116,17 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "cast": _nothing_fake,
     "update_scale_": _nothing_fake,
     "clip_factor": _factor_fake,
+    "adam_": _nothing_fake,
+    "sgd_": _nothing_fake,
 }
+
+_REFERENCES: Final = {"adam_": reference_steps.adam_, "sgd_": reference_steps.sgd_}
 
 
 def _define() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        LIBRARY.impl(name, _REFERENCES.get(name) or getattr(reference, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
 
 
