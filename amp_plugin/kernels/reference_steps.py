@@ -82,10 +82,11 @@ def adam_(
     """
     taken = _taken(found_inf)
     rate = lr if lr_tensor is None else _wide(lr_tensor).reshape(())
-    for i, (param, grad) in enumerate(_wide_pairs(params, grads, remainders, grad_scale, maximize=maximize)):
+    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
+    for i, (param, unscaled) in enumerate(pairs):
         step = _wide(steps[i]) + 1
-        grad = grad + weight_decay * param if not decoupled_weight_decay else grad
-        param = param * (1 - rate * weight_decay) if decoupled_weight_decay else param
+        grad = unscaled if decoupled_weight_decay else unscaled + weight_decay * param
+        kept = param * (1 - rate * weight_decay) if decoupled_weight_decay else param
         first = _wide(exp_avgs[i]) + (1 - beta1) * (grad - _wide(exp_avgs[i]))
         second = beta2 * _wide(exp_avg_sqs[i]) + (1 - beta2) * grad * grad
         largest = second
@@ -93,10 +94,10 @@ def adam_(
             largest = torch.maximum(_wide(max_exp_avg_sqs[i]), second)
             _write(max_exp_avg_sqs[i], largest, taken)
         denominator = largest.sqrt() / (1 - beta2**step).sqrt() + eps
-        param = param - rate / (1 - beta1**step) * first / denominator
+        stepped = kept - rate / (1 - beta1**step) * first / denominator
         for tensor, value in ((exp_avgs[i], first), (exp_avg_sqs[i], second), (steps[i], step)):
             _write(tensor, value, taken)
-        _write_param(i, param, params, remainders, copies, taken)
+        _write_param(i, stepped, params, remainders, copies, taken)
 
 
 @torch.no_grad()
@@ -145,14 +146,15 @@ def sgd_(
     """
     taken = _taken(found_inf)
     rate = lr if lr_tensor is None else _wide(lr_tensor).reshape(())
-    for i, (param, grad) in enumerate(_wide_pairs(params, grads, remainders, grad_scale, maximize=maximize)):
-        grad = grad + weight_decay * param
+    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
+    for i, (param, unscaled) in enumerate(pairs):
+        grad = direction = unscaled + weight_decay * param
         if momentum:
             buffer = momentum_buffers[i]
             moved = grad if first_step else momentum * _wide(buffer) + (1 - dampening) * grad
             _write(buffer, moved, taken)
-            grad = grad + momentum * moved if nesterov else moved
-        _write_param(i, param - rate * grad, params, remainders, copies, taken)
+            direction = grad + momentum * moved if nesterov else moved
+        _write_param(i, param - rate * direction, params, remainders, copies, taken)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -163,7 +165,7 @@ def _taken(found_inf: Tensor | None) -> Tensor | bool:
     return True if found_inf is None else found_inf.reshape(()) <= 0
 
 
-def _wide_pairs(
+def _unscaled(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     remainders: Sequence[Tensor],
