@@ -40,13 +40,13 @@ def same_bits(theirs, ours, terms=()):
     """Whether two lists have the same bits, but for last elements that do not fill a vector.
 
     The compiler of torch's loop over those fuses other products into sums: a difference of one
-    rounding of the larger of the ``terms`` that were added up, one ulp of the result without them.
+    rounding or two of the larger of the ``terms`` that were added up, two ulps of the result without them.
     """
     for i, pair in enumerate(zip(theirs, ours, strict=True)):
         right, got = (tensor.flatten() for tensor in pair)
         whole = right.numel() // VECTOR * VECTOR
         largest = [abs(term[i].flatten()[whole:]) for term in terms] or [right[whole:].abs()]
-        rounding = torch.stack(largest).amax(0) * 2.0**-23
+        rounding = torch.stack(largest).amax(0) * 2.0**-22
         if not (
             torch.equal(right[:whole], got[:whole]) and (right[whole:] - got[whole:]).abs().le(rounding).all()
         ):
@@ -128,7 +128,7 @@ def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum, first_step):
         OP.sgd_(*ours, [], [], **options)
         assert same_bits(theirs[0], ours[0])
         assert all(map(torch.equal, ours[1], grads)), "gradients are not written"
-        terms = [[abs(g) / (scale or 1.0) + 0.1 for g in grads], buffers]
+        terms = [[abs(g) / (scale or 1.0) + 0.5 for g in grads], buffers]
         assert same_bits(theirs[2], ours[2], terms if momentum else ())
 
 
