@@ -17,6 +17,9 @@ update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 adam\_, sgd\_            read B, params and states,   1                0
                         write params and states
+pack_weights\_          read 4, write 4 a weight    per tensor       0
+unpack_weights\_        read 4, write 4 a weight    per tensor       0
+round_weights\_         read 4, write 2 a weight    per tensor       0
 ======================  ==========================  ===============  ==========
 
 Contract of every kernel, whatever the device:
@@ -31,12 +34,14 @@ Contract of every kernel, whatever the device:
 - ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if
   any element, or what is written for it, is not finite; the square is not tested.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
+- The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes; see
+  :mod:`amp_plugin.kernels.weight_reference`.
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
 An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
 gradients, divide them by ``grad_scale``, and never write them; see
-:mod:`amp_plugin.kernels.reference_steps`.
+:mod:`amp_plugin.kernels.step_reference`.
 
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
 which nothing faster is registered.
@@ -50,7 +55,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import reference, reference_steps
+from amp_plugin.kernels import reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
@@ -85,6 +90,9 @@ SCHEMAS: Final = {
         "bool nesterov, bool maximize, bool first_step, "
         "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),
+    "pack_weights_": "(Tensor[] masters, Tensor(a!)[] high, Tensor(b!)[] low) -> ()",
+    "unpack_weights_": "(Tensor[] high, Tensor[] low, Tensor(a!)[] masters) -> ()",
+    "round_weights_": "(Tensor[] masters, Tensor(a!)[] out, int seed, int step) -> ()",
 }
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -118,15 +126,19 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "clip_factor": _factor_fake,
     "adam_": _nothing_fake,
     "sgd_": _nothing_fake,
+    "pack_weights_": _nothing_fake,
+    "unpack_weights_": _nothing_fake,
+    "round_weights_": _nothing_fake,
 }
 
-_REFERENCES: Final = {"adam_": reference_steps.adam_, "sgd_": reference_steps.sgd_}
+_REFERENCES: Final = (reference, step_reference, weight_reference)
 
 
 def _define() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-        LIBRARY.impl(name, _REFERENCES.get(name) or getattr(reference, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        plain = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
+        LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
 
 

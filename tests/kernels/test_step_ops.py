@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from amp_plugin.kernels import ops, reference_steps
+from amp_plugin.kernels import ops, step_reference
 from amp_plugin.kernels.build import native_core
 
 OP = torch.ops.amp_plugin
@@ -24,7 +24,7 @@ def native():
 
 @pytest.fixture(params=["op", "reference"])
 def kernel(request):
-    return OP if request.param == "op" else reference_steps
+    return OP if request.param == "op" else step_reference
 
 
 def some(shapes, seed, factor=1.0):
@@ -196,16 +196,28 @@ def test_an_overflow_writes_nothing(kernel):
     assert all(map(torch.equal, itertools.chain(*got), [*params, *grads, *buffers]))
 
 
+def parted(value):
+    high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    OP.pack_weights_([value], [high], [low])
+    return high, low
+
+
+def joined(high, low):
+    value = torch.empty_like(high, dtype=torch.float32)
+    OP.unpack_weights_([high], [low], [value])
+    return value
+
+
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
     given = Adam([(size,) for size in SIZES], grad_dtype=grad_dtype)
     whole, paired = given.tensors(), given.tensors()
-    parts = [reference_steps.parted(param) for param in paired[0]]
+    parts = [parted(param) for param in paired[0]]
     paired[0], remainders = [high.clone() for high, _ in parts], [low.clone() for _, low in parts]
     OP.adam_(*whole, [], [], decoupled_weight_decay=True, **ADAM)
     OP.adam_(*paired, remainders, [], decoupled_weight_decay=True, **ADAM)
-    joined = [reference_steps.joined(h, low) for h, low in zip(paired[0], remainders, strict=True)]
-    assert all(map(torch.equal, joined, whole[0]))
+    together = [joined(h, low) for h, low in zip(paired[0], remainders, strict=True)]
+    assert all(map(torch.equal, together, whole[0]))
     assert all(map(torch.equal, itertools.chain(*paired[2:]), itertools.chain(*whole[2:])))
 
 
@@ -213,8 +225,7 @@ def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
 @given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=70))
 def test_every_float32_survives_as_a_pair(patterns):
     value = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    high, low = reference_steps.parted(value)
-    assert torch.equal(reference_steps.joined(high, low).view(torch.int32), value.view(torch.int32))
+    high, low = parted(value)
     params, remainders = [high.clone()], [low.clone()]  # a step of length 0 in the op
     zeros = [torch.zeros_like(value)]
     options = {
@@ -227,7 +238,7 @@ def test_every_float32_survives_as_a_pair(patterns):
     }
     OP.sgd_(params, zeros, [], remainders, [], lr=0.0, **options)
     kept = value.isfinite() & (value != 0)  # -0.0 + 0.0 is 0.0, and a nan may be quieted
-    back = reference_steps.joined(params[0], remainders[0])
+    back = joined(params[0], remainders[0])
     assert torch.equal(back[kept].view(torch.int32), value[kept].view(torch.int32))
 
 

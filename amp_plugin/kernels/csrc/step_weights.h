@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "step_rows.h"
+#include "weight_pair.h"
 
 namespace amp_plugin {
 
@@ -100,8 +101,7 @@ struct CopiedWeight : Fp32Weight {
   }
 };
 
-// A bfloat16 parameter with the 16 bits that make it a float32:
-// high = (bits + 0x8000) >> 16, low = bits - (high << 16).
+// A bfloat16 parameter with the 16 bits that make it a float32.
 struct PairedWeight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at, int64_t count) {
     const auto* high = static_cast<const uint16_t*>(row.param) + at;
@@ -110,9 +110,9 @@ struct PairedWeight {
     fetch_ahead(low);
     alignas(64) uint32_t bits[Block::kSize] = {};
     if (count == Block::kSize) {
-      for (int i = 0; i < Block::kSize; ++i) bits[i] = joined(high[i], low[i]);
+      for (int i = 0; i < Block::kSize; ++i) bits[i] = unpack_weight(high[i], low[i]);
     } else {
-      for (int i = 0; i < count; ++i) bits[i] = joined(high[i], low[i]);
+      for (int i = 0; i < count; ++i) bits[i] = unpack_weight(high[i], low[i]);
     }
     const auto* values = reinterpret_cast<const float*>(bits);
     return {Floats::loadu(values), Floats::loadu(values + Block::kHalf)};
@@ -123,19 +123,16 @@ struct PairedWeight {
     alignas(64) uint32_t bits[Block::kSize];
     store_block(reinterpret_cast<float*>(bits), block, Block::kSize);
     if (count == Block::kSize) {
-      for (int i = 0; i < Block::kSize; ++i) split(bits[i], high[i], low[i]);
+      for (int i = 0; i < Block::kSize; ++i) put(pack_weight(bits[i]), high[i], low[i]);
     } else {
-      for (int i = 0; i < count; ++i) split(bits[i], high[i], low[i]);
+      for (int i = 0; i < count; ++i) put(pack_weight(bits[i]), high[i], low[i]);
     }
   }
 
  private:
-  static uint32_t joined(uint16_t high, int16_t low) {
-    return (static_cast<uint32_t>(high) << 16) + static_cast<uint32_t>(static_cast<int32_t>(low));
-  }
-  static void split(uint32_t bits, uint16_t& high, int16_t& low) {
-    high = static_cast<uint16_t>((bits + 0x8000U) >> 16);
-    low = static_cast<int16_t>(bits & 0xFFFFU);
+  static void put(WeightPair pair, uint16_t& high, int16_t& low) {
+    high = pair.high;
+    low = pair.low;
   }
 };
 

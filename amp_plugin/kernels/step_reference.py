@@ -7,8 +7,8 @@ parameter:
 - ``params``: float32, or bfloat16 with ``remainders`` (below).
 - ``grads``: float32, bfloat16 or float16; read once, never written.
 - the optimizer's states: float32, of the parameter's shape; ``steps`` float32 or float64, one element.
-- ``remainders``: empty, or int16: with its remainder a bfloat16 parameter is a float32 number,
-  ``bits = (high << 16) + low`` where ``high = (bits + 0x8000) >> 16``.
+- ``remainders``: empty, or int16: the low halves of pairs, whose high halves are ``params``; see
+  :mod:`amp_plugin.kernels.weight_reference`.
 - ``copies``: empty, or float16 or bfloat16 tensors, each written with its rounded parameter.
 
 ``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. Where
@@ -25,6 +25,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from amp_plugin.kernels.weight_reference import pack_weights_, unpack_weights_
 
 
 @torch.no_grad()
@@ -175,7 +177,10 @@ def _unscaled(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each parameter and its unscaled gradient, wide."""
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-        whole = joined(param, remainders[i]) if remainders else param
+        whole = param
+        if remainders:
+            whole = torch.empty_like(param, dtype=torch.float32)
+            unpack_weights_([param], [remainders[i]], [whole])
         unscaled = _wide(grad) if grad_scale is None else _wide(grad) / _wide(grad_scale).reshape(())
         yield _wide(whole), -unscaled if maximize else unscaled
 
@@ -193,23 +198,11 @@ def _write_param(
     taken: Tensor | bool,
 ) -> None:
     if remainders:
-        high, low = parted(value.to(torch.float32))
+        high, low = torch.empty_like(params[i]), torch.empty_like(remainders[i])
+        pack_weights_([value.to(torch.float32)], [high], [low])
         _write(params[i], high, taken)
         _write(remainders[i], low, taken)
         return
     _write(params[i], value, taken)
     if copies:
         _write(copies[i], params[i], taken)
-
-
-def joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return the float32 numbers that bfloat16 numbers and their int16 remainders are."""
-    bits = (high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)
-    return bits.view(torch.float32)
-
-
-def parted(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bfloat16 numbers and int16 remainders of float32 numbers."""
-    bits = value.contiguous().view(torch.int32)
-    high = ((bits + 0x8000) >> 16).to(torch.int16)
-    return high.view(torch.bfloat16), bits.to(torch.int16)
