@@ -73,8 +73,11 @@ Number number(const py::object& given) {
 
 class StepTensors {
  public:
-  // `states` are names of tensors like the parameter in its entry of `state`; `counted` adds "step".
-  StepTensors(const py::list& params, const py::dict& state, const py::tuple& states, bool counted) {
+  // `states` are names of tensors like the parameter in its entry of `state`; `counted` adds "step". `rests`
+  // is empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
+  StepTensors(
+      const py::list& params, const py::list& rests, const py::dict& state, const py::tuple& states,
+      bool counted) {
     const py::str step("step");
     std::unordered_set<const void*> seen;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -84,7 +87,7 @@ class StepTensors {
       if (!grad.defined()) continue;
       try {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
-        add(param, grad);
+        add(param, grad, rests.empty() ? nullptr : PyList_GET_ITEM(rests.ptr(), i));
         if (states.empty() && !counted) continue;
         PyObject* entry = PyDict_GetItemWithError(state.ptr(), object);
         if (entry == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -112,8 +115,8 @@ class StepTensors {
     const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op.call(
-        params_, grads_, states_[0], states_[1], states_[2], steps_, {}, {}, lr, beta1, beta2, eps,
-        weight_decay, decoupled, maximize, rate, scale, found);
+        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, copies_, lr, beta1, beta2,
+        eps, weight_decay, decoupled, maximize, rate, scale, found);
   }
 
   void sgd_(
@@ -128,19 +131,28 @@ class StepTensors {
     const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op.call(
-        params_, grads_, states_[0], {}, {}, lr, momentum, dampening, weight_decay, nesterov, maximize, false,
-        rate, scale, found);
+        params_, grads_, states_[0], remainders_, copies_, lr, momentum, dampening, weight_decay, nesterov,
+        maximize, false, rate, scale, found);
   }
 
  private:
-  void add(const at::Tensor& param, const at::Tensor& grad) {
+  void add(const at::Tensor& param, const at::Tensor& grad, PyObject* rest) {
+    refuse_if(!is_plain(param) || !param.device().is_cpu(), "", param);
     const at::ScalarType type = grad.scalar_type();
-    refuse_if(!is_plain(param) || param.scalar_type() != at::kFloat, "", param);
-    refuse_if(!param.device().is_cpu(), "", param);
     const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
     refuse_if(!allowed || !fits(grad, param), "has a gradient that", grad);
-    params_.push_back(param);
     grads_.push_back(grad);
+    if (rest == nullptr) {
+      refuse_if(param.scalar_type() != at::kFloat, "", param);
+      params_.push_back(param);
+      return;
+    }
+    const at::Tensor& beside = THPVariable_Unpack(rest);
+    const bool is_master = beside.scalar_type() == at::kFloat;
+    const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
+    refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that", beside);
+    params_.push_back(is_master ? beside : param);
+    (is_master ? copies_ : remainders_).push_back(is_master ? param : beside);
   }
 
   void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
@@ -162,6 +174,8 @@ class StepTensors {
   Tensors params_;
   Tensors grads_;
   Tensors steps_;
+  Tensors remainders_;
+  Tensors copies_;
   std::array<Tensors, kMostStates> states_;
 };
 
@@ -173,7 +187,7 @@ bool add_step_tensors(PyObject* module) {
   namespace py = pybind11;
   try {
     py::class_<StepTensors>(py::reinterpret_borrow<py::module_>(module), "StepTensors")
-        .def(py::init<const py::list&, const py::dict&, const py::tuple&, bool>())
+        .def(py::init<const py::list&, const py::list&, const py::dict&, const py::tuple&, bool>())
         .def("__len__", &StepTensors::size)
         .def("adam_", &StepTensors::adam_)
         .def("sgd_", &StepTensors::sgd_);
