@@ -92,6 +92,8 @@ class GradScaler(TorchInterface):
         False
     """
 
+    _one_pass = True  # of scalers pickled without it
+
     def __init__(
         self,
         device: str = "cuda",

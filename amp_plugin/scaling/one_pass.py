@@ -40,14 +40,7 @@ def obstacle(optimizer: Optimizer) -> str:
         return f"the native core is not loaded: {native_core().reason}"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
-    if not _has_torchs_step(optimizer):
-        return "its step was replaced"
-    view = view_of(optimizer)
-    if any(not _is_of(view, hook) for hook in _pre_hooks(optimizer)):
-        return "a hook runs before its step"
-    if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
-        return "a hook runs after its step, and may look at gradients"
-    return ""
+    return _replaced_step(optimizer) or _hooks_in_the_way(optimizer)
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
@@ -164,16 +157,24 @@ def _by_storage(
         yield [weight.param for weight in stored], stored
 
 
-def _has_torchs_step(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer.step`` is torch's; a learning rate scheduler may have wrapped it to count."""
+def _replaced_step(optimizer: Optimizer) -> str:
+    """Say if ``optimizer.step`` is not torch's; a learning rate scheduler may have wrapped it to count."""
     on_class: Any = type(optimizer).step
-    on_instance = vars(optimizer).get("step")
-    if on_instance is not None:
-        counted = getattr(on_instance, "_wrapped_by_lr_sched", False)
-        if not (counted and getattr(on_instance, "__wrapped__", None) is on_class):
-            return False
+    on_instance = vars(optimizer).get("step", on_class)
+    if getattr(on_instance, "_wrapped_by_lr_sched", False):
+        on_instance = on_instance.__wrapped__
     inner = on_class.__wrapped__ if getattr(on_class, "hooked", False) else on_class
-    return getattr(inner, "__globals__", {}).get("__name__") == Optimizer.__module__
+    of_torch = getattr(inner, "__globals__", {}).get("__name__") == Optimizer.__module__
+    return "" if of_torch and on_instance is on_class else "its step was replaced"
+
+
+def _hooks_in_the_way(optimizer: Optimizer) -> str:
+    view = view_of(optimizer)
+    if any(not _is_of(view, hook) for hook in _pre_hooks(optimizer)):
+        return "a hook runs before its step"
+    if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
+        return "a hook runs after its step, and may look at gradients"
+    return ""
 
 
 def _pre_hooks(optimizer: Optimizer) -> Iterator[Any]:

@@ -125,7 +125,7 @@ class StepResult:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the step was taken in one pass over gradients and weights, which left ``.grad`` as it was."""
+        """Whether the step was taken in one pass, which leaves ``.grad`` as it was."""
         return not self.not_one_pass_because
 
     @property

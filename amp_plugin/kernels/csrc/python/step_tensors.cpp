@@ -43,7 +43,7 @@ bool is_plain(const at::Tensor& tensor) {
 void refuse_if(bool unfit, const char* what, const at::Tensor& tensor) {
   if (!unfit) return;
   std::ostringstream text;
-  text << what << " is " << tensor.scalar_type() << " of shape " << tensor.sizes() << ", layout "
+  text << what << "is " << tensor.scalar_type() << " of shape " << tensor.sizes() << ", layout "
        << tensor.layout() << ", on " << tensor.device();
   throw Obstacle{text.str()};
 }
@@ -137,20 +137,20 @@ class StepTensors {
 
  private:
   void add(const at::Tensor& param, const at::Tensor& grad, PyObject* rest) {
-    refuse_if(!is_plain(param) || !param.device().is_cpu(), "", param);
+    const bool is_wide = rest != nullptr || param.scalar_type() == at::kFloat;
+    refuse_if(!is_plain(param) || !param.device().is_cpu() || !is_wide, "", param);
     const at::ScalarType type = grad.scalar_type();
     const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-    refuse_if(!allowed || !fits(grad, param), "has a gradient that", grad);
+    refuse_if(!allowed || !fits(grad, param), "has a gradient that ", grad);
     grads_.push_back(grad);
     if (rest == nullptr) {
-      refuse_if(param.scalar_type() != at::kFloat, "", param);
       params_.push_back(param);
       return;
     }
     const at::Tensor& beside = THPVariable_Unpack(rest);
     const bool is_master = beside.scalar_type() == at::kFloat;
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
-    refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that", beside);
+    refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
     params_.push_back(is_master ? beside : param);
     (is_master ? copies_ : remainders_).push_back(is_master ? param : beside);
   }
@@ -158,7 +158,7 @@ class StepTensors {
   void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
     for (size_t i = 0; i < names.size(); ++i) {
       const at::Tensor& tensor = tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i));
-      refuse_if(tensor.scalar_type() != at::kFloat || !fits(tensor, param), "has a state that", tensor);
+      refuse_if(tensor.scalar_type() != at::kFloat || !fits(tensor, param), "has a state that ", tensor);
       states_.at(i).push_back(tensor);
     }
   }
@@ -167,7 +167,7 @@ class StepTensors {
     const bool allowed = step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble;
     refuse_if(
         !allowed || step.numel() != 1 || !is_plain(step) || !step.device().is_cpu(),
-        "has a step counter that", step);
+        "has a step counter that ", step);
     steps_.push_back(step);
   }
 
