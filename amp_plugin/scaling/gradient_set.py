@@ -74,21 +74,25 @@ class ScaledBy:
 
 @dataclass(frozen=True, slots=True)
 class LeftByFusedStep:
-    """A fused optimizer has unscaled the gradients if it stepped, and left them scaled if not.
+    """A kernel that divides gradients had them: which unit they are in depends on whether it stepped.
 
-    Which of the two, only the device knows.
+    torch's fused kernels write them unscaled and clipped if they step; a step in one pass writes none.
+    After a skipped step they are scaled in any case. Only the device knows which it was.
 
     Attributes:
         scale: The scale they had, float32, 0-dim.
         skipped: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        divisor: What unscales and clips them if the step was taken, float32, 0-dim; None for 1.
     """
 
     scale: Tensor
     skipped: Tensor
+    divisor: Tensor | None = None
 
     def factor(self) -> Tensor | None:
         """As :meth:`Unscaled.factor`; worked out only where gradients live on."""
-        return torch.where(self.skipped > 0, self.scale, torch.ones_like(self.scale))
+        carried = torch.ones_like(self.scale) if self.divisor is None else self.divisor
+        return torch.where(self.skipped > 0, self.scale, carried)
 
     def inverse(self, device: torch.device) -> Tensor:
         """As :meth:`Unscaled.inverse`."""
@@ -296,9 +300,9 @@ class GradientSet:
         """Follow a change of the loss scale: multiply the gradients by new/old."""
         self._multiply_(factor)
 
-    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor) -> None:
+    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor, divisor: Tensor | None = None) -> None:
         """Note that a fused optimizer had the gradients, scaled by ``scale``."""
-        self.unit = LeftByFusedStep(scale, skipped)
+        self.unit = LeftByFusedStep(scale, skipped, divisor)
 
     # -- other changes ------------------------------------------------------------------------
 

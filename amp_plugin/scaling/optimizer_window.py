@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
@@ -37,11 +38,13 @@ class Shared:
         scales: The loss scales.
         ranks: The processes that decide together.
         fp16_gradients: Whether float16 gradients may be unscaled.
+        one_pass: Whether steps may be taken in one pass.
     """
 
     scales: LossScales
     ranks: Ranks
     fp16_gradients: bool = False
+    one_pass: bool = True
 
 
 class OptimizerWindow:
@@ -63,6 +66,7 @@ class OptimizerWindow:
         takes_scaler: Whether ``optimizer.step`` has a ``grad_scaler`` parameter; None if not looked up.
         has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
+        obstacle: Why the last step was not taken in one pass; empty if it was.
         result: The last step's; None before the first.
         result_scale: The first loss scale whose gradients that step had.
         skipped: How many of its steps were skipped.
@@ -82,6 +86,7 @@ class OptimizerWindow:
         self.takes_scaler: bool | None = None
         self.has_momentum = False
         self.backwards = 0
+        self.obstacle = ""
         self.result: StepResult | None = None
         self.result_scale = shared.scales.default
         self.skipped = SkippedSteps()
@@ -133,6 +138,13 @@ class OptimizerWindow:
     @stage.setter
     def stage(self, stage: OptState) -> None:
         self._stage = (stage, self._shared.scales.updates_requested)
+
+    def one_pass_obstacle(self) -> str:
+        """Say why steps cannot be taken in one pass, whatever the tensors; empty if they can."""
+        if not self._shared.one_pass:
+            return "one_pass=False"
+        device = self._shared.scales.device
+        return f"the loss scale is on {device}" if device.type != "cpu" else one_pass.obstacle(self.optimizer)
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -350,6 +362,7 @@ class OptimizerWindow:
             scale_after=loss_scale.later,
             flags=partial(_flags_by_name, self.params, flagged, self.names, self._optimizer),
             known=known,
+            obstacle=self.obstacle,
         )
         self.skipped.add(found)
         self.stage = OptState.STEPPED

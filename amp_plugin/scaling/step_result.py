@@ -95,6 +95,7 @@ class StepResult:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
             had no gradients, or nothing was measured because the scaler is disabled.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class StepResult:
         flags: Callable[[], Iterable[tuple[str, int]]],
         scale_after: LaterScale | None = None,
         known: bool | None = None,
+        obstacle: str = "nothing was to be unscaled, clipped or checked",
     ) -> None:
         self.norm = norm
+        self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
         self._scale_after = scale_after or LaterScale()
@@ -120,6 +123,11 @@ class StepResult:
         """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
         never = torch.zeros((), device="cpu")
         return cls(norm=norm, found_inf=never, scale_before=None, flags=tuple, known=False)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the step was taken in one pass, which leaves ``.grad`` as it was."""
+        return not self.not_one_pass_because
 
     @property
     def skipped(self) -> bool:
