@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,29 +26,39 @@ class ModelWeights:
 
     Args:
         weights: How.
-        fp32_modules: Names or classes of modules that stay in float32.
         casts: Whether forwards run under autocast: only then may weights become float32 unasked.
     """
 
-    def __init__(self, weights: WeightsName, fp32_modules: Sequence[str] = (), *, casts: bool) -> None:
+    def __init__(self, weights: WeightsName, *, casts: bool) -> None:
         self._weights = weights
-        self._fp32_modules = tuple(fp32_modules)
         self._casts = casts
+        self._known: WeakSet[nn.Module] = WeakSet()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle what was asked for; a process that is spawned knows no model yet."""
+        return partial(type(self), casts=self._casts), (self._weights,)
 
     @property
     def are_stored(self) -> bool:
         """Whether weights are stored in 16 bits."""
         return self._weights != "fp32"
 
-    def set_up(self, model: nn.Module) -> None:
-        """Store a model's weights as asked, before it is wrapped or moved.
+    def set_up(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> None:
+        """Store a model's weights as asked, before it is wrapped or moved; once for each model.
+
+        Args:
+            model: The model.
+            fp32_modules: Names or classes of its modules that stay in float32.
 
         Raises:
             TypeError: It is sharded, and weights are to be stored in 16 bits.
             ValueError: A pattern of ``fp32_modules`` matches no module.
         """
+        if model in self._known:
+            return
+        self._known.add(model)
         if self.are_stored:
-            store_weights(model, weights=self._weights, fp32_modules=self._fp32_modules)
+            store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
             return
         narrow = [param for param in trainable(model) if param.dtype in HALVES]
         sharded = sharded_by(model) is not None
