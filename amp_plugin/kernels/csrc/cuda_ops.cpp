@@ -188,12 +188,13 @@ void cast(at::TensorList src, at::TensorList out) {
       out[i].copy_(src[i]);
     }
   }
-  if (from.empty()) return;
-  const Rows rows = rows_of(from, to, device->device());
-  const Handle stream = device->stream();
-  const Table table = device->table(rows, stream);
-  if (rows.granules > 0) device->launch(kCast, device->blocks(table), stream, table);
-  increment_versions(to);
+  if (!from.empty()) {
+    const Rows rows = rows_of(from, to, device->device());
+    const Handle stream = device->stream();
+    const Table table = device->table(rows, stream);
+    device->launch(kCast, device->blocks(table), stream, table);
+  }
+  increment_versions(out);
 }
 
 void update_scale_(
