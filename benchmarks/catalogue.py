@@ -16,6 +16,7 @@ CPU = {
     "steps": "gradient_path",
     "tensors": "gradient_path",
     "weights": "weights",
+    "host": "host_time",
     "memory": "memory",
     "lightning": "lightning",
     "accelerate": "accelerate",
