@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
+    from amp_plugin.numerics.diagnosis import diagnose as diagnose
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -41,6 +42,7 @@ _HOME = {
     "autocast_module": "amp_plugin.casting.autocast_module",
     "custom_bwd": "amp_plugin.casting.custom_fwd",
     "custom_fwd": "amp_plugin.casting.custom_fwd",
+    "diagnose": "amp_plugin.numerics.diagnosis",
     "dtype_report": "amp_plugin.casting.dtype_report",
     "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",

@@ -39,10 +39,15 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},
-    "amp_plugin": {"amp_plugin.casting", "amp_plugin.scaling"},  # the public names
+    "amp_plugin": {"amp_plugin.casting", "amp_plugin.numerics", "amp_plugin.scaling"},  # the public names
+    "amp_plugin.terminal": set(),
+    "amp_plugin.script_run": {"amp_plugin.casting"},
+    "amp_plugin.numerics": {"amp_plugin", "amp_plugin.casting", "amp_plugin.script_run"},
+    "amp_plugin.numerics_commands": {"amp_plugin.numerics"},
     "amp_plugin.doctor": CORE,
-    "amp_plugin.script_casts": CORE,
-    "amp_plugin.cli": CORE | {"amp_plugin.doctor", "amp_plugin.script_casts"},
+    "amp_plugin.script_casts": CORE | {"amp_plugin.script_run"},
+    "amp_plugin.cli": CORE
+    | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.script_casts", "amp_plugin.terminal"},
     "amp_plugin.adapters": CORE,
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,
