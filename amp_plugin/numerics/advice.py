@@ -48,13 +48,13 @@ def advice_for(finding: Finding, base: str, exponent: float | None = None) -> st
 
 def _about_what_came_in(finding: Finding) -> str:
     return {
-        "weight": "look at the checkpoint, at how this weight is initialised, and at the last optimizer step: it "
-        "was so before this op read it.",
+        "weight": "look at the checkpoint, at how this weight is initialised, and at the last optimizer "
+        "step: it was so before this op read it.",
         "unwritten": "torch.empty and its kin return whatever the memory held: write every element, or use "
         "torch.zeros.",
         "collective": "read the report of the other ranks: the one that made it names the op.",
-        "input": "look at the data: it was so before the first op read it. isfinite() in the loader finds the "
-        "sample.",
+        "input": "look at the data: it was so before the first op read it. isfinite() in the loader finds "
+        "the sample.",
     }[finding.kind]
 
 
@@ -87,8 +87,8 @@ def _about_infinities(argument: str, base: str) -> str:
             "open, or mask with a large negative number and drop the row afterwards."
         )
     return (
-        f"{argument} holds infinities, and inf - inf, inf / inf and 0 * inf are nan: keep them out of {base}, "
-        "or mask its input rather than its result, so that the gradient is masked too."
+        f"{argument} holds infinities, and inf - inf, inf / inf and 0 * inf are nan: keep them out of "
+        f"{base}, or mask its input rather than its result, so that the gradient is masked too."
     )
 
 
@@ -110,8 +110,8 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
         cause = f"{largest:.5g} is beyond {finding.limit:.5g}, the largest number of {dtype}"
     if finding.direction == "backward" and is_low_precision(finding.dtype):
         return (
-            f"{cause}. In {dtype} a loss scale does so while it is too large, and GradScaler halves it: if steps "
-            f"are skipped again and again, {_in_fp32(finding)}."
+            f"{cause}. In {dtype} a loss scale does so while it is too large, and GradScaler halves it: if "
+            f"steps are skipped again and again, {_in_fp32(finding)}."
         )
     if not is_low_precision(finding.dtype):
         return f"{cause}: the numbers grow. Lower the learning rate, clip gradients, normalise what goes in."

@@ -51,9 +51,9 @@ class CallReport:
         return self.node is not None and not torch.is_grad_enabled()
 
     @property
-    def scalars(self) -> list[float]:
-        """The Python floats among the arguments."""
-        return list(scalars_of(self._args, self._kwargs))
+    def scalars(self) -> dict[str, float]:
+        """The Python numbers among the arguments, by name."""
+        return scalars_of(self.traits, self._args, self._kwargs)
 
     def site(self) -> Site:
         """Return where the op was called; in a backward pass, where its forward op was."""
@@ -94,6 +94,7 @@ class CallReport:
             rule=rule_of(self.traits.name, result.device.type),
             output=summarise(result),
             inputs=tuple(self._summary(argument) for argument in shown),
+            numbers=tuple(self.scalars.items()),
             rank=_rank(),
         )
         return replace(finding, advice=advice_for(finding, self.traits.base, self._exponent()))
@@ -122,8 +123,7 @@ class CallReport:
         return forward.op
 
     def _exponent(self) -> float | None:
-        exponent = self._args[1] if self.traits.base == "pow" and len(self._args) > 1 else None
-        return float(exponent) if isinstance(exponent, (int, float)) else None
+        return self.scalars.get("exponent")
 
 
 def _rank() -> int | None:

@@ -34,7 +34,8 @@ class Finding:
         limit: the largest number of that dtype.
         rule: the rule that autocast has for the op.
         output: the result.
-        inputs: the arguments.
+        inputs: the tensors among the arguments.
+        numbers: the Python numbers among them, by name.
         rank: of this process; None where there is one process.
         reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
         advice: what to do.
@@ -53,6 +54,7 @@ class Finding:
     rule: str
     output: TensorSummary
     inputs: tuple[TensorSummary, ...]
+    numbers: tuple[tuple[str, float], ...]
     rank: int | None
     reached: str = ""
     advice: str = ""
@@ -88,6 +90,8 @@ class Finding:
             yield "called from", f"{self.caller}{': ' if self.caller.text else ''}{self.caller.text}"
         for number, given in enumerate(self.inputs):
             yield "" if number else "inputs", str(given)
+        if self.numbers:
+            yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
         if self.kind == "made":
             yield "output", f"{self.output}{_first(self.output)}"
         yield (

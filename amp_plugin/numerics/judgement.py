@@ -104,7 +104,7 @@ def judge(
         found = _of_finite(result.tensor, own, given, scalars, where=new)
         if found.verdict == "made":
             return found
-    if values.nan and not of_nan and not _has(scalars, nan=True) and not traits.moves:
+    if values.nan and not of_nan and not _has(scalars, nan=True):
         return Judgement(verdict="made", values=NonFinite(nan=True), of=ordered)
     return Judgement(verdict="passed on", values=values, of=ordered)
 

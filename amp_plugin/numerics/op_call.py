@@ -35,6 +35,8 @@ class Argument:
 def arguments_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
     """Return the floating-point and complex tensors among an op's arguments, in order."""
     named = [*zip(traits.arguments, args, strict=False), *kwargs.items()]
+    if kwargs.get("beta") == 0:  # what addmm and its kin add is not read then
+        named = [(name, value) for name, value in named if name != "self"]
     return [argument for name, value in named for argument in _tensors(name, value)]
 
 
@@ -44,13 +46,16 @@ def results_of(output: Any) -> list[Argument]:
     return [result for value in values for result in _tensors("", value)]
 
 
-def scalars_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the Python floats among an op's arguments, those in lists too."""
-    for value in [*args, *kwargs.values()]:
-        if isinstance(value, float):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (entry for entry in value if isinstance(entry, float))
+def scalars_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
+    """Return the Python numbers among an op's arguments by their names, those in lists too."""
+    found = {}
+    for name, value in [*zip(traits.arguments, args, strict=False), *kwargs.items()]:
+        if isinstance(value, (list, tuple)):
+            numbers = [entry for entry in value if isinstance(entry, float)]
+            found |= {f"{name}[{index}]": number for index, number in enumerate(numbers)}
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            found[name] = float(value)
+    return found
 
 
 def _tensors(name: str, value: Any) -> Iterator[Argument]:

@@ -10,6 +10,9 @@ from torch._ops import OpOverload
 
 from amp_plugin.casting.op_names import full_name, written_arguments
 
+# They share memory with an argument, though their schemas do not say so.
+_VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach"})
+
 # Results of these are memory that nobody has written yet.
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
@@ -79,7 +82,7 @@ def traits_of(op: OpOverload) -> OpTraits:
         arguments=tuple(argument.name for argument in op._schema.arguments),
         written=written,
         overwritten=written if packet in _OVERWRITING else written & out,
-        is_view=op.is_view or packet in {"detach", "alias"},
+        is_view=op.is_view or packet in _VIEWS,
         is_unwritten=packet in _UNWRITTEN,
         moves=packet in _MOVING,
         is_pointwise=torch.Tag.pointwise in op.tags or base in {"where", "masked_fill"},

@@ -87,6 +87,8 @@ def real_values(tensor: Tensor) -> Tensor | None:
     """
     if type(tensor) not in {Tensor, nn.Parameter, nn.Buffer} or tensor.is_meta or tensor.is_quantized:
         return None
+    if tensor._is_zerotensor():
+        return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return None
     if tensor.layout is not torch.strided:

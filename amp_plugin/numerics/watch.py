@@ -29,6 +29,7 @@ from amp_plugin.numerics.unwatched import unwatched
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _LOSS = "aten::ones_like.default"  # autograd's first op: the gradient of the loss
+_ORDERS = frozenset({"ord", "p", "norm_type"})
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 
 
@@ -74,7 +75,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with unwatched():
             self._arrive(report)
             before = given_before(report.arguments, traits) if traits.written else []
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            with unwatched():
+                self._refused(report)
+            raise
         if not traits.is_view:
             with unwatched():
                 self._look(report, before, output)
@@ -97,9 +103,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif report.traits.name == _LOSS and _is_called_by_autograd(sys._getframe()):
                 self._report(origin, "the loss, of which a backward pass begins")
             elif report.is_backward and report.node.name().endswith("AccumulateGrad"):
-                name = report.weight(report.node.variable)  # type: ignore[attr-defined]
-                     or "a parameter"
-                self._report(origin, f"the gradient of {name}")
+                leaf = report.node.variable  # type: ignore[attr-defined]
+                self._report(origin, f"the gradient of {report.weight(leaf) or 'a leaf'}")
+
+    def _refused(self, report: CallReport) -> None:
+        """Report what was in the arguments of an op that raised an error."""
+        for argument in report.arguments:
+            origin = self._origins.get(argument.tensor)
+            if origin is not None:
+                self._report(origin, f"an error of {report.here()}")
 
     def _look(self, report: CallReport, before: list[GivenTensor], output: Any) -> None:
         """Look at the results, and at the arguments that were written."""
@@ -131,7 +143,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _trace(self, report: CallReport, result: Argument, given: list[GivenTensor]) -> None:
         """Find the origin of a result that is not finite, note it, and report it if it matters."""
-        judged = judge(result, given, report.traits, report.scalars)
+        judged = judge(result, given, report.traits, _constants(report))
         if judged.verdict in {"on purpose", "masked"}:
             origin, what = ON_PURPOSE, ""
         elif judged.verdict == "made":
@@ -157,7 +169,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if origin is not None and origin.is_accident:
                 return origin, f"{judged.values} in {report.here()}"
         finding = report.finding("made", result.tensor, judged.values)
-        return Origin("made", finding), f"the gradients of {finding.forward_op}" if report.is_backward else ""
+        return Origin("made", finding), self._beside(finding) if report.is_backward else ""
+
+    def _beside(self, finding: Finding) -> str:
+        """Say what a gradient's fault reaches, and what was infinite before it."""
+        reached = f"the gradients of {finding.forward_op}"
+        waiting = [
+            o.finding for o in self._origins.alive() if o.is_accident and not o.is_reported and o.finding
+        ]
+        return f"{reached}; still there from before: {waiting[0].headline}" if waiting else reached
 
     def _passed_on(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:
         """Return the origin of numbers that came in, and what they reached if this op computes with them."""
@@ -190,6 +210,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not origin.is_reported and origin.finding is not None:
             origin.is_reported = True
             self._found(replace(origin.finding, reached=reached))
+
+
+def _constants(report: CallReport) -> list[float]:
+    """Return the numbers the caller gave as values; the inf of a norm's order is none."""
+    return [number for name, number in report.scalars.items() if name not in _ORDERS]
 
 
 def _is_called_by_autograd(frame: FrameType | None) -> bool:
