@@ -30,19 +30,27 @@ SCALING_LAYERS = (
 
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
-NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables"}
+NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
 CORE = {"amp_plugin", "amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
     "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
+    "amp_plugin.user_warnings": set(),
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},
-    "amp_plugin": {"amp_plugin.casting", "amp_plugin.numerics", "amp_plugin.scaling"},  # the public names
+    "amp_plugin": {  # the public names
+        "amp_plugin.adapters.accelerate",
+        "amp_plugin.adapters.lightning",
+        "amp_plugin.casting",
+        "amp_plugin.did_you_mean",
+        "amp_plugin.numerics",
+        "amp_plugin.scaling",
+    },
     "amp_plugin.terminal": set(),
     "amp_plugin.script_run": {"amp_plugin.casting"},
-    "amp_plugin.numerics": {"amp_plugin", "amp_plugin.casting", "amp_plugin.script_run"},
+    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.script_run"},
     "amp_plugin.numerics_commands": {"amp_plugin.numerics"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE | {"amp_plugin.script_run"},

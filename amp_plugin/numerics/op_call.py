@@ -48,7 +48,7 @@ def results_of(output: Any) -> list[Argument]:
 
 def scalars_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
     """Return the Python numbers among an op's arguments by their names, those in lists too."""
-    found = {}
+    found: dict[str, float] = {}
     for name, value in [*zip(traits.arguments, args, strict=False), *kwargs.items()]:
         if isinstance(value, (list, tuple)):
             numbers = [entry for entry in value if isinstance(entry, float)]

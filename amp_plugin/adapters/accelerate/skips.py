@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from amp_plugin.adapters.late_skips import LateSkips
 from amp_plugin.scaling.step_result import StepResult
 
@@ -21,6 +23,10 @@ class SkipLedger:
         self._told: dict[int, bool] = {}
         self._late_skips: dict[int, LateSkips] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the steps: those were of optimizers of this process."""
+        return _empty_ledger, (self._exact,)
+
     def stepped(self, key: int, result: StepResult) -> None:
         """Note a step.
 
@@ -36,3 +42,7 @@ class SkipLedger:
     def skipped(self, key: int) -> bool:
         """Return whether a scheduler of this optimizer is to be held back in this iteration."""
         return self._told.get(key, False)
+
+
+def _empty_ledger(exact: bool) -> SkipLedger:
+    return SkipLedger(exact=exact)

@@ -32,7 +32,7 @@ class Monitor:
         RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
 
     Example:
-        >>> from amp_plugin.adapters.lightning import AmpMonitor
+        >>> from amp_plugin import AmpMonitor
         >>> AmpMonitor(max_skips_in_a_row=10).max_skips_in_a_row
         10
     """
@@ -100,7 +100,7 @@ class Monitor:
             self._read()
         if last.norm is not None:
             pl_module.log("grad_norm", last.norm, prog_bar=True)
-        scale = plugin.scaler and plugin.scaler.current_scale()  # last.scale_after waits for the device
+        scale = plugin.current_scale()  # last.scale_after waits for the device
         if scale is None:
             return
         pl_module.log("loss_scale", scale.clone(), prog_bar=True)
