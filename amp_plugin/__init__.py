@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.numerics.diagnosis import diagnose as diagnose
+    from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
 
 __version__ = "0.1.0"
@@ -55,6 +56,7 @@ _HOME = {
     "log_casts": "amp_plugin.casting.cast_log",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.rule_sets",
+    "shadow_run": "amp_plugin.numerics.shadow_run",
 }
 
 _ADAPTERS = {

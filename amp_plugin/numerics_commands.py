@@ -1,4 +1,4 @@
-"""The commands about numbers: `amp-plugin diagnose`."""
+"""The commands about numbers: `amp-plugin diagnose` and `amp-plugin compare`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,21 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.terminal import fail, show
+
+_WIDE = {"fp32": "float32", "fp64": "float64"}
+_NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+
+
+def _wide_dtype(given: str | None) -> str | None:
+    if given is None or given in _WIDE:
+        return given
+    hint = did_you_mean(given, tuple(_WIDE), aliases=_NAMES, written=repr)
+    msg = f"{given!r} is not one of 'fp32', 'fp64'{hint}"
+    raise typer.BadParameter(msg)
+
 
 Script = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
@@ -26,13 +41,31 @@ def diagnose(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="fp32|fp64", callback=_wide_dtype, help="Measure each op's error instead."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
+    if compare is not None:
+        if keep_going or strict:
+            fail("--compare measures errors and stops nowhere; leave --keep-going and --strict out", code=2)
+        _compare_precision(script, arguments or [], compare, plot, rows, as_json)
+    if plot is not None:
+        fail("--plot draws the errors of --compare fp32; give both", code=2)
+    _find_non_finite(script, arguments or [], keep_going, strict, as_json)
+
+
+def _find_non_finite(
+    script: Path, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
+) -> None:
     from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
 
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        diagnosis, run = diagnosed(script, arguments or [], keep_going=keep_going, strict=strict)
+    with _script_output(as_json):
+        diagnosis, run = diagnosed(script, arguments, keep_going=keep_going, strict=strict)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": str(script), "exit_code": run.code, "findings": findings}))
@@ -44,3 +77,29 @@ def diagnose(
     elif not run.failed:
         print(diagnosis.report())
     raise typer.Exit(1 if diagnosis.findings else run.code)
+
+
+def _compare_precision(
+    script: Path, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
+) -> None:
+    from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
+
+    with _script_output(as_json):
+        errors, run = compared(script, arguments, dtype=_WIDE[dtype])
+    if plot is not None:
+        try:
+            errors.plot(plot, rows=rows)
+        except (ImportError, OSError, ValueError) as error:
+            fail(str(error), code=1)
+    if as_json:
+        print(json.dumps({"script": str(script), "exit_code": run.code, **errors.to_dict()}))
+    elif errors.errors() or not run.failed:
+        show(errors.table(rows))
+        for op, calls in errors.not_compared().items():
+            print(f"{op} could not run in {dtype}: {calls} calls were taken as exact")
+    raise typer.Exit(run.code)
+
+
+def _script_output(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Send what the script prints to standard error where standard output is one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

@@ -51,7 +51,7 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.terminal": set(),
     "amp_plugin.script_run": {"amp_plugin.casting"},
     "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.script_run"},
-    "amp_plugin.numerics_commands": {"amp_plugin.numerics"},
+    "amp_plugin.numerics_commands": {"amp_plugin.did_you_mean", "amp_plugin.numerics", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE | {"amp_plugin.script_run"},
     "amp_plugin.cli": CORE

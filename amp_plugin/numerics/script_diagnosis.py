@@ -1,12 +1,15 @@
-"""Run a script under ``diagnose``."""
+"""Run a script under ``diagnose`` or as a shadow run."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from amp_plugin.numerics.diagnosis import Diagnosis
 from amp_plugin.numerics.finding import NonFiniteError
+from amp_plugin.numerics.shadow_run import ShadowRun
 from amp_plugin.script_run import ScriptRun, run_script
 
 
@@ -27,3 +30,18 @@ def diagnosed(
     diagnosis = Diagnosis(keep_going=keep_going, strict=strict)
     run = run_script(script, arguments, around=diagnosis, expected=NonFiniteError)
     return diagnosis, run
+
+
+def compared(script: Path, arguments: Sequence[str], *, dtype: str) -> tuple[ShadowRun, ScriptRun]:
+    """Run ``script`` as the main program beside itself in a wide dtype.
+
+    Args:
+        script: a Python file.
+        arguments: its arguments.
+        dtype: ``"float32"`` or ``"float64"``.
+
+    Returns:
+        The closed shadow run, and how the script ended.
+    """
+    errors = ShadowRun(dtype=getattr(torch, dtype))
+    return errors, run_script(script, arguments, around=errors)

@@ -83,3 +83,39 @@ def test_an_infinity_left_by_a_script_that_exits(script: Path) -> None:
     result = amp(str(script))
     assert result.exit_code == 1
     assert "still there at the end of the region" in result.stdout
+
+
+MIXED = """\
+import torch
+model = torch.nn.Linear(8, 8)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    model(torch.randn(4, 8)).sum().backward()
+print("trained")
+"""
+
+
+def test_compare_lists_errors_and_draws_them(script: Path, tmp_path: Path) -> None:
+    script.write_text(MIXED)
+    picture = tmp_path / "error.png"
+    result = amp("--compare", "fp32", "--plot", str(picture), str(script))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("trained\n")
+    assert "own/eps" in result.stdout
+    assert "Linear " in result.stdout
+    assert picture.stat().st_size > 1000
+    answer = json.loads(amp("--compare", "fp64", "--json", str(script)).stdout)
+    assert {"aten::addmm.default", "aten::_to_copy.default"} <= {row["op"] for row in answer["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64'; did you mean 'fp32'?"),
+        (["--plot", "error.png"], "--plot draws the errors of --compare fp32; give both"),
+        (["--compare", "fp32", "--strict"], "leave --keep-going and --strict out"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], answer: str, script: Path) -> None:
+    result = amp(*words, str(script))
+    assert result.exit_code == 2
+    assert answer in " ".join(result.output.replace("│", " ").split())
