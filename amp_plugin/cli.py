@@ -193,6 +193,7 @@ def casts(
 
 
 app.command(context_settings={"allow_interspersed_args": False})(numerics_commands.diagnose)
+app.command()(numerics_commands.compare)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -46,14 +46,25 @@ def diagnose(
         typer.Option(metavar="fp32|fp64", callback=_wide_dtype, help="Measure each op's error instead."),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
     if compare is not None:
-        if keep_going or strict:
-            fail("--compare measures errors and stops nowhere; leave --keep-going and --strict out", code=2)
+        if keep_going or strict or save:
+            fail(
+                "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
+                code=2,
+            )
         _compare_precision(script, arguments or [], compare, plot, rows, as_json)
+    if save is not None:
+        if keep_going or strict or plot:
+            fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
+        _record(script, arguments or [], save, steps)
     if plot is not None:
         fail("--plot draws the errors of --compare fp32; give both", code=2)
     _find_non_finite(script, arguments or [], keep_going, strict, as_json)
@@ -98,6 +109,33 @@ def _compare_precision(
         for op, calls in errors.not_compared().items():
             print(f"{op} could not run in {dtype}: {calls} calls were taken as exact")
     raise typer.Exit(run.code)
+
+
+def _record(script: Path, arguments: list[str], path: Path, steps: int) -> None:
+    from amp_plugin.numerics.script_diagnosis import recorded  # noqa: PLC0415 - loads torch
+
+    recorder, run = recorded(script, arguments, path=path, steps=steps)
+    if recorder.records:
+        print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
+    else:
+        print(f"no op made a floating-point number; {path} is empty")
+    raise typer.Exit(run.code)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A run by diagnose --save.")],
+    second: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Name the first result in which two recorded runs differ; exit code 1 if it is more than rounding."""
+    from amp_plugin.numerics.run_comparison import compare_runs  # noqa: PLC0415 - loads torch
+
+    try:
+        comparison = compare_runs(first, second)
+    except (ImportError, OSError, ValueError) as error:
+        fail(str(error), code=2)
+    print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
+    raise typer.Exit(1 if comparison.unexplained else 0)
 
 
 def _script_output(as_json: bool) -> contextlib.AbstractContextManager[object]:

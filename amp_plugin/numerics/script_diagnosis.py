@@ -1,4 +1,4 @@
-"""Run a script under ``diagnose`` or as a shadow run."""
+"""Run a script under ``diagnose``, as a shadow run, or recorded."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from amp_plugin.numerics.diagnosis import Diagnosis
 from amp_plugin.numerics.finding import NonFiniteError
+from amp_plugin.numerics.recorder import RunRecorder
 from amp_plugin.numerics.shadow_run import ShadowRun
 from amp_plugin.script_run import ScriptRun, run_script
 
@@ -45,3 +46,21 @@ def compared(script: Path, arguments: Sequence[str], *, dtype: str) -> tuple[Sha
     """
     errors = ShadowRun(dtype=getattr(torch, dtype))
     return errors, run_script(script, arguments, around=errors)
+
+
+def recorded(
+    script: Path, arguments: Sequence[str], *, path: Path, steps: int
+) -> tuple[RunRecorder, ScriptRun]:
+    """Run ``script`` as the main program and record what its ops make.
+
+    Args:
+        script: a Python file.
+        arguments: its arguments.
+        path: of the file to write.
+        steps: optimizer steps to record.
+
+    Returns:
+        The closed recorder, and how the script ended.
+    """
+    recorder = RunRecorder(path, steps=steps)
+    return recorder, run_script(script, arguments, around=recorder)

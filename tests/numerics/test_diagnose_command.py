@@ -112,7 +112,7 @@ def test_compare_lists_errors_and_draws_them(script: Path, tmp_path: Path) -> No
     [
         (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64'; did you mean 'fp32'?"),
         (["--plot", "error.png"], "--plot draws the errors of --compare fp32; give both"),
-        (["--compare", "fp32", "--strict"], "leave --keep-going and --strict out"),
+        (["--compare", "fp32", "--strict"], "leave --keep-going, --strict and --save out"),
     ],
 )
 def test_options_that_do_not_go_together(words: list[str], answer: str, script: Path) -> None:
