@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.diagnosis import diagnose as diagnose
     from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_plugin.weights.store_weights import store_weights as store_weights
 
 __version__ = "0.1.0"
 
@@ -57,6 +58,7 @@ _HOME = {
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.rule_sets",
     "shadow_run": "amp_plugin.numerics.shadow_run",
+    "store_weights": "amp_plugin.weights.store_weights",
 }
 
 _ADAPTERS = {

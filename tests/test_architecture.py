@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
+    {"moves", "loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
     {"loss_scales", "skipped_steps", "gradients"},
     {"collectives", "overflow_history"},
     {"gradient_set"},
@@ -31,7 +31,8 @@ SCALING_LAYERS = (
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
-CORE = {"amp_plugin", "amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", *NAMES}
+ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
+CORE = {"amp_plugin", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
@@ -39,7 +40,8 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.user_warnings": set(),
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
-    "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},
+    "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},
+    "amp_plugin.scaling": {"amp_plugin.kernels", "amp_plugin.weights", *NAMES},
     "amp_plugin": {  # the public names
         "amp_plugin.adapters.accelerate",
         "amp_plugin.adapters.lightning",
@@ -47,6 +49,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.did_you_mean",
         "amp_plugin.numerics",
         "amp_plugin.scaling",
+        "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
     "amp_plugin.script_run": {"amp_plugin.casting"},

@@ -9,7 +9,7 @@ import torch
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.op_call import is_low_precision
-from amp_plugin.numerics.region_rules import autocast_name
+from amp_plugin.numerics.region_rules import callers_of
 from amp_plugin.numerics.tensor_summary import TensorSummary
 
 _PRODUCTS = frozenset(
@@ -100,7 +100,7 @@ def _of_a_root(finding: Finding) -> str:
 
 
 def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
-    name, dtype = autocast_name(finding.op), short_name(finding.dtype)
+    dtype = short_name(finding.dtype)
     limit = input_limit(base, finding.limit, exponent)
     largest = max((g.largest for g in finding.inputs if not math.isnan(g.largest)), default=math.nan)
     cause = (
@@ -123,13 +123,14 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
         return f"{cause}: divide before the sum, or {_in_fp32(finding)}."
     if base == "_to_copy":
         return f"{cause}: keep it in fp32, or {_in_fp32(finding, rule=False)}."
-    return f"{cause}; {_in_fp32(finding, name=name)}."
+    return f"{cause}; {_in_fp32(finding)}."
 
 
-def _in_fp32(finding: Finding, *, name: str = "", rule: bool = True) -> str:
+def _in_fp32(finding: Finding, *, rule: bool = True) -> str:
     """Say how the op comes to run in fp32."""
-    op = name or autocast_name(finding.forward_op or finding.op)
-    give = f'give {op} the rule fp32 (rules.with_rule("{op}", "fp32"))' if rule else ""
+    names = callers_of(finding.forward_op or finding.op)
+    listed, given = " and ".join(names), f'"{names[0]}"' if len(names) == 1 else "name"
+    give = f'give {listed} the rule fp32 (rules.with_rule({given}, "fp32"))' if rule else ""
     module = finding.module or "module"
     return " or ".join(filter(None, (give, f"run_in(torch.float32)({module})")))
 

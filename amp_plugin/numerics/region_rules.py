@@ -6,7 +6,16 @@ from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.rule_sets import rules_of
 from amp_plugin.casting.rules import TABLES, OpRules
 
-# The op that autocast sees -> what it is made of, where the names differ by more than an underscore.
+# What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
+_CALLED_AS = {
+    "addmm": ("linear", "addmm"),
+    "baddbmm": ("baddbmm",),
+    "bmm": ("matmul", "bmm"),
+    "convolution": ("conv1d", "conv2d", "conv3d"),
+    "mm": ("linear", "matmul", "mm"),
+}
+
+# The same where there is one other name.
 _MADE_OF = {
     "_log_softmax": "log_softmax",
     "_softmax": "softmax",
@@ -35,6 +44,20 @@ def autocast_name(op: str) -> str:
     namespace, _, rest = op.partition("::")
     packet = rest.split(".")[0]
     return f"{namespace}::{_MADE_OF.get(packet, packet.rstrip('_'))}"
+
+
+def callers_of(op: str) -> tuple[str, ...]:
+    """Return the names to give a rule to, so that it reaches an op however the program called it.
+
+    Args:
+        op: full name of what ran, ``"aten::bmm.default"``.
+
+    Returns:
+        ``("aten::matmul", "aten::bmm")``; the op's own name without overload for most.
+    """
+    namespace, _, rest = op.partition("::")
+    names = _CALLED_AS.get(rest.split(".")[0].rstrip("_"))
+    return tuple(f"{namespace}::{name}" for name in names) if names else (autocast_name(op),)
 
 
 def rule_of(op: str, device_type: str) -> str:

@@ -98,8 +98,8 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
     """Compare two files of ``record_run``.
 
     Results are matched by step, direction, module, op and how often that came before; so a run in bf16 may be
-    compared with one in fp32, whose casts are missing. Rounding errors add up from the first difference on: the
-    nth result that differs may differ by n times eps of the coarsest dtype that either run has used until then.
+    compared with one in fp32, whose casts are missing. Rounding errors add up from the first difference on:
+    the nth result that differs may differ by n times eps of the coarsest dtype that either run has used so far.
 
     Args:
         first: a file.

@@ -77,7 +77,7 @@ def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     assert finding.output.inf
     assert finding.reached.startswith("nan in aten::_softmax.default at ")
     assert "divides q by sqrt(d)" in finding.advice
-    assert 'with_rule("aten::bmm", "fp32")' in finding.advice
+    assert "give aten::matmul and aten::bmm the rule fp32" in finding.advice
 
 
 def test_a_rule_that_cures_it_is_one_the_advice_gives():
