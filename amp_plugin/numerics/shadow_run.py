@@ -120,10 +120,10 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         ValueError: another dtype.
 
     Example:
-        >>> with shadow_run() as run, autocast("cpu", dtype=torch.bfloat16):
-        ...     y = torch.randn(8, 8) @ torch.randn(8, 8)
-        >>> next(op for _, op, _ in run.errors())
-        'aten::_to_copy.default'
+        >>> with shadow_run() as run:
+        ...     y = torch.tensor([1.0, 1e-9]).half()
+        >>> [(op, errors.underflowed) for (_, op, _), errors in run.errors().items()]
+        [('aten::_to_copy.default', 1)]
     """
     return ShadowRun(model, dtype=dtype)
 
