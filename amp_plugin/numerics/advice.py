@@ -9,7 +9,6 @@ import torch
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.op_call import is_low_precision
-from amp_plugin.numerics.region_rules import callers_of
 from amp_plugin.numerics.tensor_summary import TensorSummary
 
 _PRODUCTS = frozenset(
@@ -128,7 +127,7 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
 
 def _in_fp32(finding: Finding, *, rule: bool = True) -> str:
     """Say how the op comes to run in fp32."""
-    names = callers_of(finding.forward_op or finding.op)
+    names = finding.rule_names
     listed, given = " and ".join(names), f'"{names[0]}"' if len(names) == 1 else "name"
     give = f'give {listed} the rule fp32 (rules.with_rule({given}, "fp32"))' if rule else ""
     module = finding.module or "module"

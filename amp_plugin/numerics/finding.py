@@ -10,6 +10,7 @@ import torch
 
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.places import Place
+from amp_plugin.numerics.region_rules import callers_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective"]
@@ -75,6 +76,11 @@ class Finding:
         if self.kind == "collective":
             return f"{self.op} brought {held}: another rank made it"
         return f"the input {self._culprit} of {self.op} held {held} already"
+
+    @property
+    def rule_names(self) -> tuple[str, ...]:
+        """The ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes them."""
+        return callers_of(self.forward_op or self.op)
 
     @property
     def _culprit(self) -> str:

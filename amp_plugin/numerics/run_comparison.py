@@ -99,7 +99,7 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
 
     Results are matched by step, direction, module, op and how often that came before; so a run in bf16 may be
     compared with one in fp32, whose casts are missing. Rounding errors add up from the first difference on:
-    the nth result that differs may differ by n times eps of the coarsest dtype that either run has had so far.
+    the nth result that differs may differ by n times eps of the coarsest dtype that either run has used.
 
     Args:
         first: a file.
