@@ -12,7 +12,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,6 +22,7 @@ from rich.markup import escape
 import amp_plugin
 from amp_plugin import numerics_commands
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import program_named
 from amp_plugin.terminal import fail, show
 
 app = typer.Typer(
@@ -161,8 +161,9 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")],
+    script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     by: Annotated[
         str,
         typer.Option(
@@ -178,13 +179,17 @@ def casts(
     from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
 
     try:
+        program = program_named(script, as_module=as_module, command="casts")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        log, run = run_logged(script, arguments or [])
+        log, run = run_logged(program, arguments or [])
     if as_json:
-        print(json.dumps({"script": str(script), "by": by, "rows": rows(log, by)}))
+        print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))
     elif len(log) or not run.failed:
         table = log.table(by=by)  # type: ignore[arg-type]
         table.caption = table.caption and _NO_CASTS

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import Program, program_named
 from amp_plugin.terminal import fail, show
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
@@ -27,7 +28,8 @@ def _wide_dtype(given: str | None) -> str | None:
     raise typer.BadParameter(msg)
 
 
-Script = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")]
+Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
+AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -35,6 +37,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def diagnose(
     script: Script,
     arguments: Arguments = None,
+    as_module: AsModule = False,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="List every origin, not the first alone.")
     ] = False,
@@ -54,32 +57,36 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
+    try:
+        program = program_named(script, as_module=as_module, command="diagnose")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
     if compare is not None:
         if keep_going or strict or save:
             fail(
                 "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
                 code=2,
             )
-        _compare_precision(script, arguments or [], compare, plot, rows, as_json)
+        _compare_precision(program, arguments or [], compare, plot, rows, as_json)
     if save is not None:
         if keep_going or strict or plot:
             fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
-        _record(script, arguments or [], save, steps)
+        _record(program, arguments or [], save, steps)
     if plot is not None:
         fail("--plot draws the errors of --compare fp32; give both", code=2)
-    _find_non_finite(script, arguments or [], keep_going, strict, as_json)
+    _find_non_finite(program, arguments or [], keep_going, strict, as_json)
 
 
 def _find_non_finite(
-    script: Path, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
+    program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
     from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
 
     with _script_output(as_json):
-        diagnosis, run = diagnosed(script, arguments, keep_going=keep_going, strict=strict)
+        diagnosis, run = diagnosed(program, arguments, keep_going=keep_going, strict=strict)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
-        print(json.dumps({"script": str(script), "exit_code": run.code, "findings": findings}))
+        print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
     elif diagnosis.findings:
         console = Console(highlight=False, soft_wrap=True)
         for finding in diagnosis.findings:
@@ -91,19 +98,19 @@ def _find_non_finite(
 
 
 def _compare_precision(
-    script: Path, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
+    program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
 ) -> None:
     from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
 
     with _script_output(as_json):
-        errors, run = compared(script, arguments, dtype=_WIDE[dtype])
+        errors, run = compared(program, arguments, dtype=_WIDE[dtype])
     if plot is not None:
         try:
             errors.plot(plot, rows=rows)
         except (ImportError, OSError, ValueError) as error:
             fail(str(error), code=1)
     if as_json:
-        print(json.dumps({"script": str(script), "exit_code": run.code, **errors.to_dict()}))
+        print(json.dumps({"script": program.name, "exit_code": run.code, **errors.to_dict()}))
     elif errors.errors() or not run.failed:
         show(errors.table(rows))
         for op, calls in errors.not_compared().items():
@@ -111,10 +118,10 @@ def _compare_precision(
     raise typer.Exit(run.code)
 
 
-def _record(script: Path, arguments: list[str], path: Path, steps: int) -> None:
+def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
     from amp_plugin.numerics.script_diagnosis import recorded  # noqa: PLC0415 - loads torch
 
-    recorder, run = recorded(script, arguments, path=path, steps=steps)
+    recorder, run = recorded(program, arguments, path=path, steps=steps)
     if recorder.records:
         print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
     else:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from amp_plugin.casting.cast_log import CastLog, log_casts
 from amp_plugin.casting.casts import Cast, CastTotals
-from amp_plugin.script_run import ScriptRun, run_script
+from amp_plugin.program import Program
+from amp_plugin.program_run import ProgramRun, run_program
 
 _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
     "cast": lambda cast: {
@@ -25,21 +25,21 @@ _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
 }
 
 
-def run_logged(script: Path, arguments: Sequence[str]) -> tuple[CastLog, ScriptRun]:
-    """Run ``script`` as the main program with a cast log open.
+def run_logged(program: Program, arguments: Sequence[str]) -> tuple[CastLog, ProgramRun]:
+    """Run a program with a cast log open.
 
     Args:
-        script: A Python file.
+        program: A file or a module.
         arguments: Its arguments.
 
     Returns:
-        The closed log of its casts, and how the script ended.
+        The closed log of its casts, and how the program ended.
 
     Raises:
         RuntimeError: The native core is not loaded.
     """
     log = log_casts()
-    return log, run_script(script, arguments, around=log)
+    return log, run_program(program, arguments, around=log)
 
 
 def rows(log: CastLog, by: str) -> list[dict[str, Any]]:

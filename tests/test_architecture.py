@@ -15,7 +15,16 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"moves", "loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
+    {
+        "moves",
+        "loss_scale",
+        "shard_layout",
+        "folded_clip",
+        "parameter_names",
+        "outputs",
+        "step_result",
+        "one_pass",
+    },
     {"loss_scales", "skipped_steps", "gradients"},
     {"collectives", "overflow_history"},
     {"gradient_set"},
@@ -32,12 +41,13 @@ SCALING_LAYERS = (
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
 ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
-CORE = {"amp_plugin", *ROOMS, *NAMES}
+CORE = {"amp_plugin", "amp_plugin.device_speed", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
     "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
     "amp_plugin.user_warnings": set(),
+    "amp_plugin.device_speed": {"amp_plugin.user_warnings"},
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},
@@ -52,13 +62,20 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
-    "amp_plugin.script_run": {"amp_plugin.casting"},
-    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.script_run"},
-    "amp_plugin.numerics_commands": {"amp_plugin.did_you_mean", "amp_plugin.numerics", "amp_plugin.terminal"},
+    "amp_plugin.program": set(),
+    "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
+    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.program", "amp_plugin.program_run"},
+    "amp_plugin.numerics_commands": {
+        "amp_plugin.did_you_mean",
+        "amp_plugin.numerics",
+        "amp_plugin.program",
+        "amp_plugin.terminal",
+    },
     "amp_plugin.doctor": CORE,
-    "amp_plugin.script_casts": CORE | {"amp_plugin.script_run"},
+    "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
-    | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.script_casts", "amp_plugin.terminal"},
+    | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.program"}
+    | {"amp_plugin.script_casts", "amp_plugin.terminal"},
     "amp_plugin.adapters": CORE,
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,

@@ -119,3 +119,13 @@ def test_options_that_do_not_go_together(words: list[str], answer: str, script: 
     result = amp(*words, str(script))
     assert result.exit_code == 2
     assert answer in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_module_is_run_as_python_does(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(script.parent)
+    result = amp("-m", "train", "0")
+    assert result.exit_code == 1
+    assert "train.py:4 in loss_of" in result.stdout
+    result = amp("json.tool")
+    assert result.exit_code == 2
+    assert "for a module write: diagnose -m json.tool" in " ".join(result.output.replace("│", " ").split())

@@ -1,4 +1,4 @@
-"""Run a script unchanged as the main program, with something open around it."""
+"""Run a program unchanged, with something open around it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.program import Program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ScriptRun:
-    """A script that has run.
+class ProgramRun:
+    """A program that has run.
 
     Attributes:
         code: its exit code.
@@ -28,42 +29,46 @@ class ScriptRun:
     failed: bool
 
 
-def run_script(
-    script: Path,
+def run_program(
+    program: Program,
     arguments: Sequence[str],
     around: AbstractContextManager[object],
     *,
     expected: type[BaseException] | tuple[()] = (),
-) -> ScriptRun:
-    """Run ``script`` as the main program.
+) -> ProgramRun:
+    """Run a file or a module as the main program.
 
     While it runs, ``torch.autocast`` blocks follow this package's default rules, which equal torch's. An
     error of the script is printed as Python prints it.
 
     Args:
-        script: a Python file.
+        program: a file or a module.
         arguments: its arguments.
         around: entered before the script, left after it.
         expected: errors that need no printing; the exit code is 1 all the same.
     """
     code, failed, argv, path = 0, False, sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
+    folder = program.file.resolve().parent if program.module is None else Path.cwd()
+    sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
     for device_type in TABLES:
         if torch.amp.is_autocast_available(device_type):
             set_default_rules(OpRules.default(device_type))
     try:
         with around:
-            runpy.run_path(str(script.absolute()), run_name="__main__")
+            if program.module is None:
+                runpy.run_path(str(program.file.absolute()), run_name="__main__")
+            else:
+                runpy.run_module(program.module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
         code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
         if not isinstance(error, expected):
-            _print_error(error, script.absolute())
+            _print_error(error, program.file.absolute())
     finally:
         set_default_rules(None)
         sys.argv, sys.path[:] = argv, path
-    return ScriptRun(code=code, failed=failed)
+    return ProgramRun(code=code, failed=failed)
 
 
 def _print_error(error: BaseException, script: Path) -> None:
