@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 from collections.abc import Callable, Sequence
@@ -45,32 +46,93 @@ class LoggedRun:
     failed: bool
 
 
-def run_logged(script: Path, arguments: Sequence[str]) -> LoggedRun:
-    """Run ``script`` as the main program with a cast log open.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What is to run as the main program.
+
+    Attributes:
+        name: How the user named it.
+        file: Its file; of a package its ``__main__.py``.
+        module: Its module's name, where it was named so.
+    """
+
+    name: str
+    file: Path
+    module: str | None = None
+
+    @classmethod
+    def of_file(cls, name: str) -> Program:
+        """Take a Python file.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        if Path(name).is_file():
+            return cls(name=name, file=Path(name))
+        kind = "is a folder" if Path(name).is_dir() else "does not exist"
+        hint = "; for a module write: casts -m " + name if _place_of(name) else ""
+        msg = f"file {name!r} {kind}{hint}"
+        raise ValueError(msg)
+
+    @classmethod
+    def of_module(cls, name: str) -> Program:
+        """Take a module or a package, found as by ``python -m`` from the present folder.
+
+        Raises:
+            ValueError: There is none of this name.
+        """
+        place = _place_of(name)
+        if place is None:
+            msg = f"module {name!r} is not found from {Path.cwd()} or among the installed packages"
+            raise ValueError(msg)
+        return cls(name=name, file=Path(place), module=name)
+
+
+def _place_of(module: str) -> str | None:
+    """Return the file that ``python -m module`` would run; None if there is none."""
+    path = list(sys.path)
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+    except (ImportError, ValueError):
+        return None
+    finally:
+        sys.path[:] = path
+    return None if spec is None else spec.origin
+
+
+def run_logged(program: Program, arguments: Sequence[str]) -> LoggedRun:
+    """Run a program with a cast log open.
 
     The casts of ``torch.autocast`` blocks are listed too: while the script runs, those blocks follow this
     package's default rules, which equal torch's. An error of the script is printed as Python prints it.
 
     Args:
-        script: A Python file.
+        program: A file or a module.
         arguments: Its arguments.
 
     Raises:
         RuntimeError: The native core is not loaded.
     """
     log, code, failed, argv, path = log_casts(), 0, False, sys.argv, list(sys.path)
-    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.resolve().parent)]
+    folder = program.file.resolve().parent if program.module is None else Path.cwd()
+    sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
     for device_type in TABLES:
         if torch.amp.is_autocast_available(device_type):
             set_default_rules(OpRules.default(device_type))
     try:
         with log:
-            runpy.run_path(str(script.absolute()), run_name="__main__")
+            if program.module is None:
+                runpy.run_path(str(program.file.absolute()), run_name="__main__")
+            else:
+                runpy.run_module(program.module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
         code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
-        _print_error(error, script.absolute())
+        _print_error(error, program.file.absolute())
     finally:
         set_default_rules(None)
         sys.argv, sys.path[:] = argv, path

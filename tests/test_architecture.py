@@ -15,7 +15,16 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result", "one_pass"},
+    {
+        "moves",
+        "loss_scale",
+        "shard_layout",
+        "folded_clip",
+        "parameter_names",
+        "outputs",
+        "step_result",
+        "one_pass",
+    },
     {"loss_scales", "skipped_steps", "gradients"},
     {"collectives", "overflow_history"},
     {"gradient_set"},
@@ -32,12 +41,13 @@ SCALING_LAYERS = (
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
 ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
-CORE = {"amp_plugin", *ROOMS, *NAMES}
+CORE = {"amp_plugin", "amp_plugin.device_speed", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
     "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
     "amp_plugin.user_warnings": set(),
+    "amp_plugin.device_speed": {"amp_plugin.user_warnings"},
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},

@@ -21,6 +21,7 @@ from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.user_warnings import warn_user
 
 
@@ -102,7 +103,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
     factor = given if loss_scale is None else _divisor(loss_scale, clip, given)
-    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
+    _give_to_kernel(optimizer, factor, found)
     try:
         value = optimizer.step(*args, **kwargs)
     finally:
@@ -117,10 +118,14 @@ def _checked(window: OptimizerWindow) -> tuple[LossScale | None, FoldedClip | No
     for gradients in window.sets:
         window.assume_scaled(gradients)
     loss_scale = foldable(window)
-    _refuse_changed_after_clip(window)
-    clip = window.clip_again()
-    norm_type = 2.0 if clip is None else clip.norm_type
+    norm_type = 2.0
+    if window.clip is not None:
+        norm_type = window.clip.norm_type
+        _refuse_changed_after_clip(window)
+        if loss_scale is None:
+            window.clip_again()  # which is written now
     norm, found = window.check(write=loss_scale is None, norm_type=norm_type)
+    clip = None if window.clip is None else window.clip_again(norm)
     return loss_scale, clip, norm, found
 
 
@@ -140,7 +145,7 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
 
 
 def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
-    if window.clip is not None and any(gradients.is_changed() for gradients in window.sets):
+    if any(gradients.is_changed() for gradients in window.sets):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
             "scaled then. Call it with fold=False, or change them before."
@@ -163,6 +168,16 @@ def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | Non
     """What the kernel divides by: scale, clipping, and what the user has set."""
     divisor = loss_scale.require() if clip is None else clip.divisor(loss_scale.require())
     return divisor if given is None else divisor * given
+
+
+def _give_to_kernel(optimizer: Optimizer, factor: Tensor | None, found: Tensor) -> None:
+    """Set what the optimizer's kernel reads; for parameters on the host it must have arrived there.
+
+    torch itself would copy it there without waiting.
+    """
+    if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
+        factor, found = None if factor is None else factor.cpu(), found.cpu()
+    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:

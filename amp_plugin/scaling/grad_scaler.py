@@ -213,8 +213,9 @@ class GradScaler(TorchInterface):
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
-            scaled = tensor * loss_scale.snapshot_on(tensor.device)
-            self._backwards.watch(scaled, loss_scale)
+            reading = loss_scale.read()
+            scaled = tensor * reading.on(tensor.device)
+            self._backwards.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -397,7 +398,7 @@ class GradScaler(TorchInterface):
         else:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
-            self._updates.note_step(window.result, window.result_scale)
+            self._updates.note_step(window.result)
         return value
 
     def _step_once(

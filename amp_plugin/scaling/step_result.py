@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
-from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.loss_scale import LaterScale, capturing
 
 
 class HostFlag:
@@ -105,6 +105,7 @@ class StepResult:
         found_inf: Tensor,
         scale_before: Tensor | None,
         flags: Callable[[], Iterable[tuple[str, int]]],
+        scale_after: LaterScale | None = None,
         known: bool | None = None,
         obstacle: str = "nothing was to be unscaled, clipped or checked",
     ) -> None:
@@ -112,7 +113,7 @@ class StepResult:
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
-        self._scale_after = scale_before
+        self._scale_after = scale_after or LaterScale()
         self._flags = flags
         self._skipped = known
         self._flag = None if known is not None else HostFlag(found_inf)
@@ -152,11 +153,8 @@ class StepResult:
     @property
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
-        return 1.0 if self._scale_after is None else float(self._scale_after.item())
-
-    def close(self, scale_after: Tensor) -> None:
-        """Note the scale after the update; called by the scaler."""
-        self._scale_after = scale_after
+        after = self._scale_after.value
+        return self.scale_before if after is None else float(after.item())
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite."""

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from amp_plugin.casting.rules import OpRules
-
-PrecisionName = Literal["fp16", "bf16", "fp32"]
-DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,8 +35,8 @@ class PrecisionSettings:
         fp16_gradients: whether parameters may be in float16.
     """
 
-    precision: str
-    eval_precision: str | None = None
+    precision: PrecisionName
+    eval_precision: PrecisionName | None = None
     device: str | None = None
     rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
@@ -52,9 +46,6 @@ class PrecisionSettings:
     fp16_gradients: bool = False
 
     def __post_init__(self) -> None:
-        _check_precision("precision", self.precision)
-        if self.eval_precision is not None:
-            _check_precision("eval_precision", self.eval_precision)
         if self.device is not None:
             _check_device(self.device)
         _check_names("fp32_modules", self.fp32_modules)
@@ -94,20 +85,6 @@ def checked_loss_scale(**options: Any) -> LossScaleOptions:
         elif not isinstance(default, str):
             number(name, value, none=default is None)
     return LossScaleOptions(**options)
-
-
-def _check_precision(name: str, given: str) -> None:
-    if given in DTYPES:
-        return
-    ours = {theirs: mine for mine, theirs in STOCK_NAMES.items()} | {
-        "16": "fp16",
-        "32": "fp32",
-        "float16": "fp16",
-    }
-    ours |= {"bfloat16": "bf16", "float32": "fp32", "half": "fp16"}
-    hint = did_you_mean(given, DTYPES, aliases=ours, written=lambda near: f"{name}={near!r}")
-    msg = f"{name}={given!r} is unknown; allowed are {', '.join(map(repr, DTYPES))}{hint}"
-    raise ValueError(msg)
 
 
 def _check_names(option: str, given: object) -> None:

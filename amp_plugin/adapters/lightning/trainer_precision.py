@@ -37,7 +37,8 @@ class TrainerPrecision(TrainerCheckpoints):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
     Args:
-        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``.
+        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``; Lightning's names
+            (``"16-mixed"``) and dtypes are understood.
         device: device type, an error where training runs on another; None: the one it runs on.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
