@@ -60,6 +60,11 @@ def in_one_pass(
     window.obstacle = "step() was given arguments" if args or kwargs else window.one_pass_obstacle()
     if window.obstacle:
         return None
+    for gradients in window.sets:
+        window.assume_scaled(gradients)
+    if foldable(window) is None:
+        window.obstacle = "its gradients are unscaled already, shared, or of several scales"
+        return None
     try:
         return collect(optimizer)
     except NotInOnePassError as error:
