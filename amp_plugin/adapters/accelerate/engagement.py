@@ -164,6 +164,9 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
     """
     weights = settings.adapter().weights
     settings.build(lambda: refuse_other_precision(weights, precision, named="mixed_precision"))
+    in_eval = settings.adapter().eval_precision
+    if in_eval is not None:
+        settings.build(lambda: refuse_other_precision(weights, in_eval, named="eval_precision"))
     if weights != "fp32" and distributed == DistributedType.FSDP:
         msg = (
             f"weights={weights!r} does not work under FSDP: it stores shards in float32 and gathers them in "
