@@ -55,7 +55,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
     clip = window.clip_again()
     norm, found = window.check(write=loss_scale is None, norm_type=2.0 if clip is None else clip.norm_type)
     if not window.has_momentum:
-        without = _without_momentum(optimizer)
+        without = without_momentum(optimizer)
         window.has_momentum = not without
         if any(param.grad is not None for param in without) and found.item() > 0:
             _leave(window, loss_scale, found)
@@ -115,7 +115,7 @@ def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | Non
     return divisor if given is None else divisor * given
 
 
-def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+def without_momentum(optimizer: Optimizer) -> list[Tensor]:
     """The parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
 
     torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.

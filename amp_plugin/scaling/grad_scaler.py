@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -15,18 +16,20 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, fused, plain
+from amp_plugin.scaling import clipping, closures, fused, guarded_steps, plain
 from amp_plugin.scaling.backward import Backwards
 from amp_plugin.scaling.collectives import Groups, Ranks
+from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.torch_interface import TorchInterface
-from amp_plugin.scaling.unscaled_steps import UnscaledSteps
 from amp_plugin.scaling.updates import Updates
 
 if TYPE_CHECKING:
@@ -57,7 +60,8 @@ class GradScaler(TorchInterface):
         growth_factor: Factor of a growth, more than 1.
         backoff_factor: Factor of a backoff, between 0 and 1.
         growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False makes every method pass through; :meth:`last_step` tells of steps all the same.
+        enabled: False scales nothing, for bfloat16 and float32; :meth:`step` skips as ever, and
+            :meth:`last_step` tells of it.
         min_scale: Floor of the scale; None only keeps it above 0.
         max_scale: Ceiling of the scale; None means float32's largest number.
         hysteresis: Overflows tolerated before a backoff, the last included.
@@ -73,6 +77,10 @@ class GradScaler(TorchInterface):
         fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
         sync_free: True skips steps of optimizers without AMP support on the device, without
             waiting for it; see :mod:`amp_plugin.scaling.sync_free`.
+        on_nonfinite: A step with a gradient that is not finite changes nothing: ``"skip"``. ``"raise"``: it
+            also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
+            ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
+            skipped all the same.
 
     Raises:
         ValueError: A number is out of range, or an option unknown.
@@ -111,6 +119,7 @@ class GradScaler(TorchInterface):
         sharded_groups: Sequence[ProcessGroup] = (),
         fp16_gradients: bool = False,
         sync_free: bool = False,
+        on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
@@ -130,6 +139,7 @@ class GradScaler(TorchInterface):
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
         self._skipped_before = 0
         self._start()
 
@@ -147,7 +157,15 @@ class GradScaler(TorchInterface):
         self._registry = Registry(shared)
         self._updates = Updates(self._scales, self._registry)
         self._backwards = Backwards(self._registry)
-        self._unscaled_steps = UnscaledSteps()
+        self._guard = Guard(
+            ranks=shared.ranks,
+            skipped=SkipsByDevice(),
+            sync_free=self._sync_free,
+            checks=self._on_nonfinite != "ignore",
+        )
+        options = self._scales.default.options
+        blameless = max(1.0, options.floor) if options.dynamic else math.inf
+        self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
         if self._enabled:
             native_core()
 
@@ -306,7 +324,7 @@ class GradScaler(TorchInterface):
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         known = [target] if isinstance(target, Optimizer) else self._registry.optimizers_of_exactly(params)
         for optimizer in known:
-            self._unscaled_steps.note_norm(optimizer, norm)
+            self._registry.window(optimizer).unscaled.note_clip(norm, norm_type)
         return norm
 
     def clip_grad_value_(
@@ -331,7 +349,7 @@ class GradScaler(TorchInterface):
     # -- the step -----------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, and call ``optimizer.step`` unless a gradient is not finite.
+        """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
         Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
         ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
@@ -347,10 +365,14 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
                 parameters took scaled gradients away.
+            FloatingPointError: With ``on_nonfinite="raise"``: the step was skipped, and no lower loss scale
+                would help; of a fused optimizer on CUDA as soon as the host knows.
         """
         if not self._enabled:
-            value = optimizer.step(*args, **kwargs)
-            self.note_step(optimizer)
+            if not hasattr(optimizer, "param_groups"):
+                return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
+            value = guarded_steps.step(self._guard, self._registry.window(optimizer), optimizer, args, kwargs)
+            self._nonfinite.note(optimizer, self.last_step(optimizer))
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is None:
@@ -362,6 +384,7 @@ class GradScaler(TorchInterface):
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
             self._updates.note_step(window.result, window.result_scale)
+            self._nonfinite.note(optimizer, window.result)
         return value
 
     def _step_once(
@@ -391,7 +414,6 @@ class GradScaler(TorchInterface):
         """
         window = self._registry.find(optimizer)
         result = None if window is None else window.result
-        result = result or self._unscaled_steps.last(optimizer)
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
@@ -404,7 +426,7 @@ class GradScaler(TorchInterface):
             optimizer: The optimizer; None for all.
         """
         if optimizer is None:
-            return self._skipped_before + self._updates.skipped.item()
+            return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
         window = self._registry.find(optimizer)
         return 0 if window is None else window.skipped.item()
 
@@ -419,8 +441,9 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: Called before ``scale()``.
             FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
-                one update later.
+                one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
         """
+        self._nonfinite.raise_if_known()
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
@@ -476,8 +499,11 @@ class GradScaler(TorchInterface):
 
         The next call then does not read them again. For who knows that no user code has run in between.
         """
+        window = self._registry.window(optimizer)
         if self._enabled:
-            self._registry.window(optimizer).assume_unchanged()
+            window.assume_unchanged()
+        else:
+            window.unscaled.assume_unchanged()
 
     def measure(self, optimizer: Optimizer) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
@@ -488,19 +514,21 @@ class GradScaler(TorchInterface):
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
-        return self._unscaled_steps.measure(optimizer, self._shared.ranks)
+        window = self._registry.window(optimizer)
+        found = window.unscaled.measure(window.params, window.layouts, self._shared.ranks)
+        if found is None:
+            return None
+        window.unscaled.note_norm(found[1])
+        return found[1]
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._unscaled_steps.note_norm(optimizer, norm)
+        self._registry.window(optimizer).unscaled.note_norm(norm)
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Note a step taken without :meth:`step`, and return what there is to tell of it."""
-        result = self._unscaled_steps.note_step(optimizer)
-        window = self._registry.find(optimizer)
-        if window is not None:
-            window.result = result
-        return result
+        self._guard.note_taken(self._registry.window(optimizer))
+        return self.last_step(optimizer)
 
     # -- saving and copying -------------------------------------------------------------------
 
@@ -585,7 +613,7 @@ class GradScaler(TorchInterface):
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        made_anew = {"_shared", "_registry", "_updates", "_backwards", "_unscaled_steps", "_groups"}
+        made_anew = {"_shared", "_registry", "_updates", "_backwards", "_guard", "_nonfinite", "_groups"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
         return {**state, "_skipped_before": self.skipped_steps()}
 
