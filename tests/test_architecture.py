@@ -15,13 +15,22 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
-    {"loss_scales", "skipped_steps", "gradients"},
-    {"collectives", "overflow_history"},
-    {"gradient_set"},
-    {"optimizer_window", "unscaled_steps"},
+    {
+        "loss_scale",
+        "shard_layout",
+        "folded_clip",
+        "parameter_names",
+        "outputs",
+        "step_result",
+        "overflow_report",
+    },
+    {"loss_scales", "skipped_steps", "gradients", "nonfinite"},
+    {"collectives", "overflow_history", "attribution"},
+    {"gradient_set", "unscaled_gradients"},
+    {"optimizer_window"},
     {"registry"},
-    {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"},
+    {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
+    | {"guard", "guarded_steps", "guarded_closures"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},
@@ -30,12 +39,13 @@ SCALING_LAYERS = (
 
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
-NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables"}
+NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
 CORE = {"amp_plugin", "amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
     "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
+    "amp_plugin.user_warnings": set(),
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},

@@ -20,7 +20,6 @@ import os
 import sys
 import sysconfig
 import threading
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -31,6 +30,7 @@ from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.compiler import SharedObject, python_headers
 from amp_plugin.kernels.shared_object import Built, obtain
 from amp_plugin.kernels.torch_flags import compile_flags, include_dirs, link_flags
+from amp_plugin.user_warnings import warn_user
 
 SOURCES = Path(__file__).parent / "csrc"
 LIBRARY = "libamp_plugin.so"
@@ -85,7 +85,7 @@ def native_core() -> NativeCore:
                 core, warn = _load()
                 _core = core
                 if warn:
-                    warnings.warn(_fallback_text(core), RuntimeWarning, stacklevel=_stack_level())
+                    warn_user(_fallback_text(core), RuntimeWarning)
     return _core
 
 
@@ -114,15 +114,6 @@ def _way_out() -> str:
 def _fallback_text(core: NativeCore) -> str:
     instead = "torch's own autocast" if core.loaded else "torch's own autocast and plain torch ops"
     return f"amp_plugin's native core is not complete, {instead} will do instead: {core.reason}"
-
-
-def _stack_level() -> int:
-    """Return the level, for a warning by our caller, of the first caller outside this package."""
-    package = f"{__name__.partition('.')[0]}."
-    frame, level = sys._getframe(2), 2
-    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith(package):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _switched_off() -> bool:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_plugin.scaling.gradient_set import ScaledBy
-from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scale import LossScale, ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
-from amp_plugin.scaling.registry import Registry, ScaledBackward
+from amp_plugin.scaling.registry import Registry
 
 
 class Backwards:
@@ -42,8 +42,7 @@ class Backwards:
             return
         if torch._C._functorch.maybe_current_level() is not None:
             return
-        scaled = ScaledBackward(loss_scale, loss_scale.generation, loss_scale.snapshot())
-        output.register_hook(partial(_begin, weakref.ref(self), scaled))  # type: ignore[no-untyped-call]
+        output.register_hook(partial(_begin, weakref.ref(self), loss_scale.read()))  # type: ignore[no-untyped-call]
 
     def begin(self, loss_scale: LossScale) -> None:
         """Get all gradients ready for a backward from an output scaled by ``loss_scale``."""
@@ -59,8 +58,7 @@ class Backwards:
             return
         self._task = task
         self._registry.refresh_joined()
-        scaled = ScaledBackward(loss_scale, loss_scale.generation, loss_scale.snapshot())
-        self._registry.begin_backward(scaled)
+        self._registry.note_backward(loss_scale.read())
         # First who unscales again, before units change; clips before more is added; marks after converting.
         windows = list(self._registry)
         several_ranks = any(window.spans_ranks() for window in windows)
@@ -68,9 +66,9 @@ class Backwards:
         for window in windows:
             window.write_clip()
         for gradients in self._registry.sets():
-            gradients.begin_backward(loss_scale, several_ranks=several_ranks)
+            gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
         for window in windows:
-            window.begin_backward()
+            window.note_backward()
         if again:
             _after_backward(partial(_unscale_again, again))
 
@@ -81,15 +79,13 @@ def is_watched(output: object) -> bool:
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
 
-def _begin(backwards: weakref.ref[Backwards], scaled: ScaledBackward, grad: Tensor) -> Tensor | None:
+def _begin(backwards: weakref.ref[Backwards], reading: ScaleReading, grad: Tensor) -> Tensor | None:
     """Begin the backward; if the scale has changed since ``scale()``, correct what comes in."""
     owner = backwards()
     if owner is not None:
-        owner.begin(scaled.loss_scale)
-    if scaled.loss_scale.generation == scaled.generation:
-        return None
-    change = scaled.loss_scale.require() / scaled.value
-    return grad * change.to(device=grad.device, dtype=grad.dtype)
+        owner.begin(reading.loss_scale)
+    change = reading.change()
+    return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
 
 
 def _holds_unscaled(window: OptimizerWindow) -> bool:

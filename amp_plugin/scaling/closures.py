@@ -58,7 +58,7 @@ def step(
             or no loss has been scaled at all.
     """
     calls = _CheckedCalls(window, closure)
-    if uses_gradients_before_closure(optimizer) and calls.overflowed_before():
+    if uses_gradients_before_closure(optimizer) and _has_earlier(window) and calls.overflowed():
         calls.close()
         return None
     saved = Snapshot(optimizer) if _may_change_weights_before_closure(optimizer) else None
@@ -81,16 +81,9 @@ class _CheckedCalls:
         self._found: tuple[Tensor, Tensor] | None = None
         self._skipped = False
 
-    def overflowed_before(self) -> bool:
-        """Unscale gradients that were made before the step, as for SAM's first half."""
-        if not (self._window.is_awaited() and self._window.has_gradients()):
-            return False
-        return self._overflowed()
-
-    def _overflowed(self) -> bool:
-        self._window.begin_call()
-        self._found = self._window.unscale_()
-        self._window.note_unscaled()
+    def overflowed(self) -> bool:
+        """Unscale the gradients; whether one is not finite."""
+        self._found = _unscaled(self._window)
         self._skipped = bool(self._found[1].item() > 0)
         return self._skipped
 
@@ -103,7 +96,7 @@ class _CheckedCalls:
             self._refuse_unscaled()
         _refuse_scaled(loss)
         with torch.no_grad():
-            if self._overflowed():
+            if self.overflowed():
                 raise _OverflowError
         return loss
 
@@ -123,6 +116,23 @@ class _CheckedCalls:
             self._found = (zero, zero)
         norm, found = self._found
         self._window.close(norm, found, known=self._skipped)
+
+
+def overflowed_before(window: OptimizerWindow) -> bool:
+    """Unscale what backward passes before the closure have left; whether it is not finite: a host sync."""
+    return _has_earlier(window) and bool(_unscaled(window)[1].item() > 0)
+
+
+def _has_earlier(window: OptimizerWindow) -> bool:
+    """Whether there are gradients that were made before the closure, as for SAM's first half."""
+    return window.is_awaited() and window.has_gradients()
+
+
+def _unscaled(window: OptimizerWindow) -> tuple[Tensor, Tensor]:
+    window.begin_call()
+    measured = window.unscale_()
+    window.note_unscaled()
+    return measured
 
 
 def _refuse_scaled(loss: Any) -> None:

@@ -9,7 +9,6 @@ device knows.
 from __future__ import annotations
 
 import inspect
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +19,7 @@ from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.user_warnings import warn_user
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -75,11 +75,10 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
 
 def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     """Step an optimizer of the older contract; ``kwargs`` holds ``grad_scaler``."""
-    warnings.warn(
+    warn_user(
         f"{type(optimizer).__name__}.step takes grad_scaler, which is deprecated; let it read "
         "self.grad_scale and self.found_inf instead.",
         FutureWarning,
-        stacklevel=3,
     )
     norm, found = window.check(write=False)
     value = optimizer.step(*args, **kwargs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
@@ -31,6 +30,7 @@ from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.torch_interface import TorchInterface
 from amp_plugin.scaling.updates import Updates
+from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -152,6 +152,7 @@ class GradScaler(TorchInterface):
 
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
+        kept = vars(self).keys() - {"_groups"}
         shared = Shared(scales=self._scales, ranks=Ranks(self._groups), fp16_gradients=self._fp16_gradients)
         self._shared = shared
         self._registry = Registry(shared)
@@ -166,6 +167,7 @@ class GradScaler(TorchInterface):
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
         self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
+        self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
 
@@ -184,6 +186,7 @@ class GradScaler(TorchInterface):
             The same structure, scaled; float16 becomes float32, so that it cannot overflow here.
 
         Raises:
+            FloatingPointError: As :meth:`update`.
             ValueError: ``outputs`` is something else, or ``name`` unknown.
         """
         if not self._enabled:
@@ -456,6 +459,9 @@ class GradScaler(TorchInterface):
 
         For who knows where an iteration ends (adapters). Gradients that are still pending are
         multiplied by new/old; float16 ones are not, the update waits for their step.
+
+        Raises:
+            FloatingPointError: As :meth:`update`.
         """
         if self._enabled:
             self._updates.settle(force=True)
@@ -486,13 +492,7 @@ class GradScaler(TorchInterface):
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
-        window = self._registry.window(optimizer)
-        if not (window.is_awaited() and window.has_gradients()):
-            return False
-        window.begin_call()
-        overflowed = bool(window.unscale_()[1].item() > 0)
-        window.note_unscaled()
-        return overflowed
+        return closures.overflowed_before(self._registry.window(optimizer))
 
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
@@ -541,6 +541,9 @@ class GradScaler(TorchInterface):
             ``{}`` if disabled; else ``scale``, ``growth_factor``, ``backoff_factor``, ``growth_interval``,
             ``_growth_tracker`` as torch's, and ``amp_plugin`` with ``hysteresis_tracker``,
             ``skipped_steps`` and the states of named ``losses``.
+
+        Raises:
+            FloatingPointError: As :meth:`update`.
         """
         if not self._enabled:
             return {}
@@ -567,7 +570,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return
         if not isinstance(state_dict, dict) or "scale" not in state_dict:
-            warnings.warn(_foreign_text(state_dict), UserWarning, stacklevel=2)
+            warn_user(_foreign_text(state_dict))
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
@@ -613,19 +616,16 @@ class GradScaler(TorchInterface):
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        made_anew = {"_shared", "_registry", "_updates", "_backwards", "_guard", "_nonfinite", "_groups"}
-        state = {name: value for name, value in self.__dict__.items() if name not in made_anew}
+        state = {name: value for name, value in vars(self).items() if name not in self._made_anew}
         return {**state, "_skipped_before": self.skipped_steps()}
 
 
 def _usable(device: str) -> bool:
     torch.device(device)  # raises for a device that there is not
     if device.startswith("cuda") and not torch.cuda.is_available():
-        warnings.warn(
+        warn_user(
             "GradScaler(device='cuda') is disabled: CUDA is not available. "
-            "Pass device='cpu' to scale on the CPU.",
-            UserWarning,
-            stacklevel=3,
+            "Pass device='cpu' to scale on the CPU."
         )
         return False
     return True

@@ -3,6 +3,14 @@
 Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one set of
 parameters; parameters shared by several optimizers form sets of their own, so that what one
 owner does to a shared gradient is known to the others. docs/design.md draws the states.
+
+What is asked of a set, always for one of its owners:
+
+- *awaited*: a scaled backward has begun since the owner last stepped or called ``unscale_``, whether it
+  reached the set or not; alike on all ranks.
+- *pending*: the gradients carry a loss scale, and have changed since the owner last stepped.
+- *renewed*: they are others than those last unscaled, or that the owner stepped with.
+- *used*: the owner has stepped with them since their unit last changed.
 """
 
 from __future__ import annotations
@@ -101,9 +109,8 @@ class GradientSet:
 
     Attributes:
         unit: As given; changed by the methods below only.
-        awaiting: Owners that have neither stepped nor called ``unscale_`` since the last scaled backward
-            began, whether it reached them or not.
-        used_after_update: Number of the update after which an owner last unscaled or stepped with them.
+        awaited_owners: Owners for whom the gradients are awaited.
+        updates_at_last_use: How many updates had been requested when an owner last unscaled or stepped.
     """
 
     def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
@@ -113,8 +120,8 @@ class GradientSet:
         self._contributions: list[tuple[LossScale, Tensor]] = []
         # Overflows seen before the last measurement, for each owner: what one has used may wait for another.
         self._histories = {owner: OverflowHistory() for owner in owners or (0,)}
-        self.awaiting: frozenset[int] = frozenset()
-        self.used_after_update = -1
+        self.awaited_owners: frozenset[int] = frozenset()
+        self.updates_at_last_use = -1
         self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -223,7 +230,7 @@ class GradientSet:
         self._remember(measurements, norm_type)
         return measurements
 
-    def begin_backward(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
+    def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
         """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that unit.
 
         Args:
@@ -231,7 +238,7 @@ class GradientSet:
             several_ranks: Note which scale was left for this one also without gradients here: other ranks
                 may have some.
         """
-        waited, self.awaiting = bool(self.awaiting), self.owners
+        waited, self.awaited_owners = bool(self.awaited_owners), self.owners
         present = self.has_gradients()
         if not present:
             self.doubt_measurement()
@@ -347,7 +354,7 @@ class GradientSet:
 
     def note_unscaled(self, owner: int) -> None:
         """Note that ``owner`` has had the gradients of the last backward."""
-        self.awaiting = self.awaiting - {owner}
+        self.awaited_owners = self.awaited_owners - {owner}
 
     def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientSet:
         """Return a set of the parameters at ``positions``, with all that is known of their gradients."""
@@ -361,9 +368,9 @@ class GradientSet:
         part._taken = [param for param in self._taken if any(param is own for own in part.params)]
         self._unwatch_hooks()
         joined = owners - self.owners if part.has_gradients() else frozenset()
-        part.awaiting = (self.awaiting & owners) | joined  # who joins has not used what is there
+        part.awaited_owners = (self.awaited_owners & owners) | joined  # who joins has not used what is there
         part._used_by = self._used_by & owners
-        part.used_after_update = self.used_after_update
+        part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
         return part

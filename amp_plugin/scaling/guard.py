@@ -6,7 +6,6 @@ followed, its norm tells, and nothing is read.
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.skipped_steps import RUN, SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.user_warnings import warn_user
 
 
 class Check(NamedTuple):
@@ -88,7 +88,7 @@ class Guard:
             window.skipped.add(check.found)
             self.skipped.add(check.found)
             if window.skipped.all_in_a_row():
-                warnings.warn(_all_skipped_text(window.optimizer, result), UserWarning, stacklevel=2)
+                warn_user(_all_skipped_text(window.optimizer, result))
 
     def note_taken(self, window: OptimizerWindow) -> None:
         """End the window with a step that was taken without a look at its gradients."""

@@ -119,7 +119,7 @@ class _GuardedCalls:
 def _not_put_back_text(optimizer: Optimizer) -> str:
     kind = type(optimizer).__name__
     return (
-        f"{kind}: a closure's gradients are not finite after the step has changed weights, which its earlier "
-        f"steps did not do before their last call of the closure, so that no copy was kept to put them back. Load "
-        f"the last checkpoint; a {kind} made anew keeps copies if its first step is such a one."
+        f"{kind}: a closure's gradients are not finite after the step has changed weights. Earlier steps did not "
+        "do that before their last call of the closure, so no copy was kept to put them back. Load the last "
+        f"checkpoint; a {kind} made anew keeps copies if its first step is such a one."
     )

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from amp_plugin.scaling.closures import take_closure
 from amp_plugin.scaling.guard import Check, Guard, given_found_inf, skips_by_itself
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.user_warnings import warn_user
 
 
 def step(
@@ -78,9 +78,7 @@ def _step_checked(
 
 
 def _warn_of_capture(optimizer: Optimizer) -> None:
-    warnings.warn(
-        f"a step of {type(optimizer).__name__} is captured in a CUDA graph before its state exists: its replays "
-        "do not skip gradients that are not finite. Step once before the capture, or use fused=True.",
-        UserWarning,
-        stacklevel=4,
+    warn_user(
+        f"a step of {type(optimizer).__name__} is captured in a CUDA graph before its state exists: its "
+        "replays do not skip gradients that are not finite. Step once before the capture, or use fused=True."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,6 +84,25 @@ class LossScaleOptions:
         if self.max_scale is None:
             return float(torch.finfo(torch.float32).max)
         return positive("max_scale", self.max_scale)
+
+
+class ScaleReading(NamedTuple):
+    """A loss scale as it was when a loss was multiplied by it.
+
+    Attributes:
+        loss_scale: The loss scale.
+        generation: Its generation then.
+        value: Its value then, float32, 0-dim.
+    """
+
+    loss_scale: LossScale
+    generation: int
+    value: Tensor
+
+    def change(self) -> Tensor | None:
+        """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
+        unchanged = self.loss_scale.generation == self.generation
+        return None if unchanged else self.loss_scale.require() / self.value
 
 
 class LossScale:
@@ -171,6 +190,10 @@ class LossScale:
         if kept is None:
             kept = self._derived["snapshot"] = self.require().clone()
         return kept
+
+    def read(self) -> ScaleReading:
+        """Return what the scale is now, to tell later whether it has changed; no host sync."""
+        return ScaleReading(self, self.generation, self.snapshot())
 
     def inverse(self, device: torch.device) -> Tensor:
         """Return 1/scale on ``device`` (float32, 0-dim).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +23,7 @@ from amp_plugin.scaling.shard_layout import ShardLayout
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.unscaled_gradients import UnscaledGradients
+from amp_plugin.user_warnings import warn_user
 
 # A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
 _STEPS_WITHOUT_UPDATE = 200
@@ -147,13 +147,13 @@ class OptimizerWindow:
         """Whether several ranks decide together."""
         return bool(self._shared.ranks.groups or self.layouts)
 
-    def must_be_waited_for(self) -> bool:
-        """Whether an update has to wait for its step; the same on all ranks, whatever gradients they have."""
+    def delays_update(self) -> bool:
+        """Whether the loss scale must not change before its step; alike on all ranks, whatever gradients."""
         return self.is_awaited() if self.spans_ranks() else self.is_pending()
 
     def is_awaited(self) -> bool:
         """Whether it has neither stepped nor unscaled since a scaled backward began."""
-        return any(self.number in gradients.awaiting for gradients in self.sets)
+        return any(self.number in gradients.awaited_owners for gradients in self.sets)
 
     def is_pending(self) -> bool:
         """Whether scaled gradients wait for the next step."""
@@ -176,11 +176,6 @@ class OptimizerWindow:
         if key in {"stage", "found_inf_per_device"}:
             return getattr(self, key)
         raise KeyError(key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        """Write as torch's per-optimizer dict."""
-        self[key]
-        setattr(self, key, value)
 
     # -- measuring ----------------------------------------------------------------------------
 
@@ -252,8 +247,8 @@ class OptimizerWindow:
         scales = self._shared.scales
         unseen = (
             not isinstance(gradients.unit, ScaledBy)
-            and self.number not in gradients.awaiting
-            and gradients.used_after_update != scales.updates_requested
+            and self.number not in gradients.awaited_owners
+            and gradients.updates_at_last_use != scales.updates_requested
             and scales.default.value is not None
         )
         if unseen and gradients.is_renewed(self.number):
@@ -274,11 +269,11 @@ class OptimizerWindow:
         measured = self.check(write=True, norm_type=norm_type)
         self.stage = OptState.UNSCALED
         for gradients in self.sets:
-            gradients.used_after_update = self._shared.scales.updates_requested
+            gradients.updates_at_last_use = self._shared.scales.updates_requested
         return measured
 
-    def begin_backward(self) -> None:
-        """Note that a scaled backward begins, once its gradients are in one unit."""
+    def note_backward(self) -> None:
+        """Note that a scaled backward begins, once the gradients are in its unit."""
         self.backwards += 1
         if self.norm is not None:
             for gradients in self.sets:
@@ -357,11 +352,11 @@ class OptimizerWindow:
         self.stage = OptState.STEPPED
         for gradients in self.sets:
             gradients.note_step(self.number)
-            gradients.used_after_update = self._shared.scales.updates_requested
+            gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
         self._warn_without_update(loss_scale)
         if self.skipped.all_in_a_row():
-            warnings.warn(self._all_skipped_text(), UserWarning, stacklevel=2)
+            warn_user(self._all_skipped_text())
 
     def _warn_without_update(self, loss_scale: LossScale) -> None:
         updates = self._shared.scales.updates_requested
@@ -374,7 +369,7 @@ class OptimizerWindow:
                 "scale stays where it is, and if it is too high every step is skipped. Call update() once "
                 "per iteration, or make the scaler with dynamic=False."
             )
-            warnings.warn(msg, UserWarning, stacklevel=2)
+            warn_user(msg)
 
     def _all_skipped_text(self) -> str:
         report = "" if self.result is None else f" ({self.result.overflow_report().summary()})"

@@ -6,30 +6,15 @@ import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from operator import is_
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
-from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scale import ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.shard_layout import parameter_layouts
-
-
-class ScaledBackward(NamedTuple):
-    """A backward from a scaled loss.
-
-    Attributes:
-        loss_scale: What the loss was multiplied by.
-        generation: That scale's generation then.
-        value: Its value then, float32, 0-dim.
-    """
-
-    loss_scale: LossScale
-    generation: int
-    value: Tensor
 
 
 class Registry:
@@ -39,16 +24,17 @@ class Registry:
         shared: What the windows share.
 
     Attributes:
-        last_backward: The last scaled backward; None before the first.
+        last_backward: The loss scale of the last scaled backward, as it was when that began; None before the
+            first.
     """
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
         self._windows: dict[int, OptimizerWindow] = {}
         self._numbers = itertools.count(1)
-        self._may_wait: list[int] = []
+        self._may_delay_update: list[int] = []
         self._gone: list[OptimizerWindow | None] = []  # whose optimizers died since the sets were made
-        self.last_backward: ScaledBackward | None = None
+        self.last_backward: ScaleReading | None = None
 
     def __iter__(self) -> Iterator[OptimizerWindow]:
         """Iterate over the windows of the optimizers that still exist."""
@@ -122,29 +108,29 @@ class Registry:
             for window in self:
                 window.write_clip()  # it is of the parameters that the optimizer had
             self._partition()
-            self._may_wait = list(self._windows)
+            self._may_delay_update = list(self._windows)
         return changed
 
     def refresh_joined(self) -> bool:
         """Look again at the parameters of optimizers that have more or fewer of them than before."""
         return self.refresh([window for window in self if window.has_other_count()])
 
-    def begin_backward(self, backward: ScaledBackward) -> None:
-        """Note that a scaled backward begins: every optimizer may wait for its step after it."""
-        self.last_backward = backward
-        self._may_wait = list(self._windows)
+    def note_backward(self, reading: ScaleReading) -> None:
+        """Note that a scaled backward begins: any optimizer may delay the next update after it."""
+        self.last_backward = reading
+        self._may_delay_update = list(self._windows)
 
-    def awaits_steps(self) -> bool:
-        """Whether an optimizer has scaled gradients to use.
+    def delays_update(self) -> bool:
+        """Whether the loss scale cannot change yet, because an optimizer has yet to step.
 
-        One that had none is not asked again before the next backward, so that an ``update()`` after each
-        of many optimizers stays cheap.
+        One that does not delay it is not asked again before the next backward, so that an ``update()``
+        after each of many optimizers stays cheap.
         """
-        while self._may_wait:
-            window = self._windows.get(self._may_wait[-1])
-            if window is not None and window.must_be_waited_for():
+        while self._may_delay_update:
+            window = self._windows.get(self._may_delay_update[-1])
+            if window is not None and window.delays_update():
                 return True
-            self._may_wait.pop()
+            self._may_delay_update.pop()
         return False
 
     def _partition(self) -> None:
@@ -188,16 +174,16 @@ class Registry:
         Gradients that they already have are taken to come from the last scaled backward; if there was none,
         to carry the default scale, as torch does.
         """
-        backward = self.last_backward
-        if backward is None:
+        reading = self.last_backward
+        if reading is None:
             return GradientSet(params, owners, ScaledBy(self._shared.scales.default))
-        loss_scale = backward.loss_scale
-        gradients = GradientSet(params, owners, ScaledBy(loss_scale))
+        gradients = GradientSet(params, owners, ScaledBy(reading.loss_scale))
         gradients.assume_reached()
         if gradients.has_gradients():
-            gradients.awaiting = owners
-            if loss_scale.generation != backward.generation:
-                gradients.rescale_(loss_scale.require() / backward.value)
+            gradients.awaited_owners = owners
+            change = reading.change()
+            if change is not None:
+                gradients.rescale_(change)
         return gradients
 
     def optimizers_of_exactly(self, params: Iterable[Tensor]) -> list[Optimizer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 
@@ -13,6 +12,7 @@ from amp_plugin.scaling.loss_scales import LossScales
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.skipped_steps import SkippedSteps
 from amp_plugin.scaling.step_result import HostFlag, StepResult
+from amp_plugin.user_warnings import warn_user
 
 _NO_STEP = (
     "update(): a scaled loss ran backward(), but this scaler knows no optimizer. Call scaler.step(optimizer) "
@@ -54,7 +54,7 @@ class Updates:
         self._raise_at_floor()
         self._scales.updates_requested += 1
         if self._registry.last_backward is not None and not self._registry and self.skipped.count is None:
-            warnings.warn(_NO_STEP, UserWarning, stacklevel=3)
+            warn_user(_NO_STEP)
         self._requested = True
         self.settle(force=False)
 
@@ -98,10 +98,10 @@ class Updates:
         """
         if not self._requested:
             return
-        if not force and self._registry.awaits_steps():
+        if not force and self._registry.delays_update():
             return
         joined = self._registry.refresh_joined()
-        if (joined and not force and self._registry.awaits_steps()) or (
+        if (joined and not force and self._registry.delays_update()) or (
             force and self._half_gradients_wait()
         ):
             return
