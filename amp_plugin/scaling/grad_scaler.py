@@ -363,7 +363,8 @@ class GradScaler(TorchInterface):
             **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
 
         Returns:
-            What ``optimizer.step`` returns, None if it was skipped; :meth:`last_step` tells more.
+            What ``optimizer.step`` returns; None if it was skipped, the closure's loss if nothing is scaled.
+            :meth:`last_step` tells more.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
@@ -415,12 +416,16 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: It has not stepped yet.
         """
-        window = self._registry.find(optimizer)
-        result = None if window is None else window.result
+        result = self.result_of(optimizer)
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
         return result
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
+        window = self._registry.find(optimizer)
+        return None if window is None else window.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or of all: a host sync.

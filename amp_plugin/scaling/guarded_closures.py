@@ -34,7 +34,7 @@ def step(
     """Step an optimizer with a closure.
 
     Returns:
-        What ``optimizer.step`` returns; None if the step was given up.
+        What ``optimizer.step`` returns; the loss of the last call if the step was given up.
 
     Raises:
         RuntimeError: It was given up, and what it had changed by then cannot be put back.
@@ -45,7 +45,7 @@ def step(
         try:
             value = optimizer.step(calls.run, *args, **kwargs)
         except _NonfiniteError:
-            value = None
+            value = calls.loss
             if saved is not None:
                 saved.restore()
             elif calls.changed_early:
@@ -63,6 +63,7 @@ class _GuardedCalls:
         check: That of the last call.
         skipped: Whether the step is given up; None if only the device knows.
         changed_early: Whether the optimizer has changed a weight before a call.
+        loss: What the last call returned.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class _GuardedCalls:
         self.check = Check()
         self.skipped: bool | None = False
         self.changed_early = False
+        self.loss: Any = None
 
     def may_change_early(self) -> bool:
         """Whether the optimizer may change anything before the last call of its closure."""
@@ -94,10 +96,10 @@ class _GuardedCalls:
         self.changed_early |= self._called or self._versions != self._versions_now()
         self._called = True
         with torch.enable_grad():
-            loss = self._closure()
+            self.loss = self._closure()
         with torch.no_grad():
             self._look()
-        return loss
+        return self.loss
 
     def _look(self) -> None:
         self.check = self._guard.check(self._window)
@@ -119,7 +121,7 @@ class _GuardedCalls:
 def _not_put_back_text(optimizer: Optimizer) -> str:
     kind = type(optimizer).__name__
     return (
-        f"{kind}: a closure's gradients are not finite after the step has changed weights. Earlier steps did not "
-        "do that before their last call of the closure, so no copy was kept to put them back. Load the last "
-        f"checkpoint; a {kind} made anew keeps copies if its first step is such a one."
+        f"{kind}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
+        "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
+        f"last checkpoint; a {kind} made anew keeps copies if its first step is such a one."
     )

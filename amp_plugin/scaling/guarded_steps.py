@@ -34,7 +34,7 @@ def step(
         kwargs: For ``optimizer.step``.
 
     Returns:
-        What ``optimizer.step`` returns, None if the host knows that it was skipped.
+        What ``optimizer.step`` returns; if the host knows that it was skipped, the closure's loss or None.
     """
     if not guard.checks or torch.compiler.is_compiling():
         value = optimizer.step(*args, **kwargs)

@@ -59,7 +59,7 @@ class OverflowReport:
             ]
         if self.unattributed:
             return [
-                "Which gradients made it so was not noted; on_nonfinite='skip' looks at each, and skips the step."
+                "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
             ]
         overflowed = {*self.inf, *self.nan}
         if not overflowed:
@@ -72,13 +72,19 @@ class OverflowReport:
     def _place(self, overflowed: int) -> str:
         """Say where in the step to look: all at once means that the loss or its first gradient was bad."""
         if overflowed < self.checked:
-            return "Others are finite: look at the backward pass near the first one named, or compute its module in fp32."
+            return (
+                "Others are finite: look at the backward pass near the first one named, "
+                "or compute its module in fp32."
+            )
         if self.scaled:
             return (
                 "All gradients at once: the loss scale is still too high, which a few more skips mend; "
                 "or else the loss or the forward pass is not finite: amp_plugin.diagnose() finds the op."
             )
-        return "All gradients at once: the loss or the forward pass is not finite: amp_plugin.diagnose() finds the op."
+        return (
+            "All gradients at once: the loss or the forward pass is not finite: "
+            "amp_plugin.diagnose() finds the op."
+        )
 
 
 def _first(names: Sequence[str], count: int = 5) -> str:

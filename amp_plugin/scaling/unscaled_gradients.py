@@ -64,8 +64,8 @@ class UnscaledGradients:
             ranks: The processes that decide together.
 
         Returns:
-            Measurements of this rank's, norm and found_inf over all ranks (float32, 0-dim); None if nobody has
-            gradients.
+            Measurements of this rank's, norm and found_inf over all ranks (float32, 0-dim); None if nobody
+            has gradients.
         """
         plain = native_batch(self._ledger, params)
         batches = batch_gradients(params) if plain is None else [plain]

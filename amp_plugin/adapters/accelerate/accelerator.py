@@ -23,6 +23,7 @@ from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.accelerate.transformers_logs import log_in_transformers
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
@@ -84,7 +85,11 @@ class AmpAccelerator(Accelerator):
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
-        self._skips = SkipLedger(exact=self._options.exact_schedulers)
+        self._skips = SkipLedger(
+            exact=self._options.exact_schedulers, max_in_a_row=self._options.max_skips_in_a_row
+        )
+        self._logged: dict[int, StepResult | None] = {}
+        log_in_transformers()
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
@@ -288,8 +293,8 @@ class AmpAccelerator(Accelerator):
             optimizer: prepared or not.
 
         Returns:
-            The result; where nothing is scaled (bf16, no mixed precision) no step is skipped, both
-            scales are 1 and ``norm`` is that of :meth:`clip_grad_norm_`, if its parameters were clipped.
+            The result; where nothing is scaled (bf16, no mixed precision) both scales are 1. ``norm`` is that
+            of :meth:`clip_grad_norm_` if its parameters were clipped, else that of the gradients.
 
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
@@ -311,6 +316,35 @@ class AmpAccelerator(Accelerator):
             return {}
         scaler = self._grad_scaler
         return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Log to all trackers as Accelerator does, after optimizer steps the loss scale, skips and norms too.
+
+        Args:
+            values: what to log; its own ``loss_scale``, ``skipped_steps`` and ``grad_norm`` are kept.
+            *args: Accelerator's.
+            **kwargs: Accelerator's.
+        """
+        return super().log({**self.metrics_since_log(), **values}, *args, **kwargs)
+
+    def metrics_since_log(self) -> dict[str, float | int]:
+        """Return :meth:`amp_metrics` and ``grad_norm`` after new optimizer steps, else nothing: a host sync.
+
+        With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
+        the order they were prepared in. Before clipping, unscaled.
+        """
+        if not self._engaged:
+            return {}
+        results = [self._grad_scaler.result_of(torch_optimizer(optimizer)) for optimizer in self._optimizers]
+        stepped = {i: result for i, result in enumerate(results) if result is not self._logged.get(i)}
+        self._logged = dict(enumerate(results))
+        names = ["grad_norm"] if len(results) == 1 else [f"grad_norm/{i}" for i in range(len(results))]
+        norms = {
+            names[i]: result.norm.item()
+            for i, result in stepped.items()
+            if result is not None and result.norm is not None
+        }
+        return {**self.amp_metrics(), **norms} if stepped else {}
 
     # -- checkpoints and the end -----------------------------------------------------------------
 

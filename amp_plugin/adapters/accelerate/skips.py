@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections import deque
+
+from amp_plugin.adapters.endless_skips import EndlessSkips
 from amp_plugin.adapters.late_skips import LateSkips
 from amp_plugin.scaling.step_result import StepResult
+
+_REMEDIES = "use mixed_precision='bf16', or raise AmpKwargs(max_skips_in_a_row=...)"
 
 
 class SkipLedger:
@@ -14,10 +19,12 @@ class SkipLedger:
 
     Args:
         exact: wait for the device instead, at each step.
+        max_in_a_row: so many skipped steps of one optimizer in a row end the run; 0: never.
     """
 
-    def __init__(self, *, exact: bool) -> None:
+    def __init__(self, *, exact: bool, max_in_a_row: int = 0) -> None:
         self._exact = exact
+        self._endless = EndlessSkips(max_in_a_row, _REMEDIES)
         self._told: dict[int, bool] = {}
         self._late_skips: dict[int, LateSkips] = {}
 
@@ -27,11 +34,16 @@ class SkipLedger:
         Args:
             key: identity of the optimizer.
             result: what became of its step.
+
+        Raises:
+            RuntimeError: too many in a row were skipped.
         """
         if key in self._told:
             self._told.clear()
         late_skips = self._late_skips.setdefault(key, LateSkips())
         self._told[key] = late_skips.after_step(result, wait=self._exact)
+        self._endless.note(key, result)
+        deque(self._endless.read(wait=self._exact), maxlen=0)
 
     def skipped(self, key: int) -> bool:
         """Return whether a scheduler of this optimizer is to be held back in this iteration."""

@@ -25,6 +25,7 @@ from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.loss_scale import HysteresisMode
+from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
 
 Observer = Callable[[Optimizer, StepResult], None]
@@ -69,6 +70,7 @@ class PrecisionCore:
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
         fp16_gradients: bool = False,
+        on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
             precision=precision,
@@ -91,6 +93,7 @@ class PrecisionCore:
                 dynamic=dynamic,
             ),
             fp16_gradients=fp16_gradients,
+            on_nonfinite=on_nonfinite,
         )
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
@@ -98,7 +101,8 @@ class PrecisionCore:
         self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
-        self._scaler = GradScaler("cpu", enabled=False)  # passes through until training starts
+        self._scaler = GradScaler("cpu", enabled=False)  # until training starts
+        self._has_scaler = False
         self._attempted_steps = 0
         self._loaded_state: dict[str, Any] = {}
         self._begin()
@@ -139,12 +143,14 @@ class PrecisionCore:
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)
-        if not self._scaler.is_enabled():
+        if not self._has_scaler:
+            self._has_scaler = True
             self._scaler = GradScaler.from_options(
                 self.device,
                 self.settings.loss_scale,
                 enabled=self.settings.scales_loss,
                 fp16_gradients=self.settings.fp16_gradients,
+                on_nonfinite=self.settings.on_nonfinite,
                 **scaler_options,
             )
             if self._loaded_state:
@@ -227,8 +233,8 @@ class PrecisionCore:
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of an optimizer's last step, in any precision.
 
-        Without a loss scale no step is skipped and both scales are 1. ``norm`` is None there unless
-        somebody has measured it: AmpMonitor, or ``plugin.clip_grad_norm_`` in Fabric.
+        Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
+        ``on_nonfinite="ignore"`` unless somebody has measured it: AmpMonitor, or a clip.
 
         Args:
             optimizer: the framework's or torch's.

@@ -46,7 +46,7 @@ class TrainerPrecision(TrainerCheckpoints):
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
-        init_scale: first loss scale. This and the options that follow have an effect in fp16 only.
+        init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
         growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
         backoff_factor: factor of the scale after an overflow.
         growth_interval: optimizer steps without overflow before the scale grows.
@@ -57,6 +57,9 @@ class TrainerPrecision(TrainerCheckpoints):
         on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
         fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
+        on_nonfinite: in every precision, a step with a gradient that is not finite is ``"skip"``-ped: it
+            changes nothing, and schedulers wait. ``"raise"`` ends the run, in fp16 once the scale is no
+            longer the cause; ``"ignore"`` checks nothing in bf16 and fp32.
 
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
@@ -118,13 +121,13 @@ class TrainerPrecision(TrainerCheckpoints):
         self._stepped_after.clear()
         self._looked_at = self._user_clips = None
         self._holds.clear()
-        if self._scaler.is_enabled():
-            named = names_in([model])
-            for optimizer in optimizers:
-                self._scaler.register(optimizer, names=names_of(optimizer, named))
+        named = names_in([model])
+        for optimizer in optimizers:
+            self._scaler.register(optimizer, names=names_of(optimizer, named))
+        if self._may_skip:
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
-            if self._manual:
-                self._strays.watch(optimizers)
+        if self._scaler.is_enabled() and self._manual:
+            self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -239,12 +242,22 @@ class TrainerPrecision(TrainerCheckpoints):
         result = closure()
         if self._scaler.is_enabled():
             self._unscale(optimizer, model)
-        elif self.observers:
+        elif self.observers and self._norm_is_lost(model):
             self._scaler.measure(optimizer)  # before they are clipped
         self._plain._after_closure(self, model, optimizer)
-        if self._scaler.has_scaled and self._is_clipped_last(model):
+        if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
             self._scaler.assume_unchanged(optimizer)
         return result
+
+    @property
+    def _may_skip(self) -> bool:
+        return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
+
+    def _norm_is_lost(self, model: Any) -> bool:
+        """Whether nothing else takes the norm of unscaled gradients, or only once they were changed."""
+        trainer = model.trainer
+        by_value = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm == "value"
+        return not self._may_skip or (not self._manual and (by_value or self._gradients_are_looked_at(model)))
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
         """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
@@ -301,9 +314,11 @@ class TrainerPrecision(TrainerCheckpoints):
         if self._scaler.has_scaled:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
         elif self._sharded_root is not None:
-            self._sharded_root.clip_grad_norm_(clip_val)
-        else:
+            self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
+        elif self._scaler.is_enabled():
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
+        else:
+            self._scaler.clip_grad_norm_(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
