@@ -1,7 +1,8 @@
 """Automatic mixed precision for PyTorch, Lightning and Accelerate.
 
 The public names are loaded when first used: importing this package compiles
-nothing, imports no framework and does not touch a GPU.
+nothing, imports no framework and does not touch a GPU. The names of the adapters
+need their framework; ``from amp_plugin import *`` leaves them out.
 
 Example:
     >>> import amp_plugin
@@ -15,6 +16,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_plugin.adapters.accelerate import AmpAccelerator as AmpAccelerator
+    from amp_plugin.adapters.accelerate import AmpKwargs as AmpKwargs
+    from amp_plugin.adapters.lightning import AmpMonitor as AmpMonitor
+    from amp_plugin.adapters.lightning import AmpPrecision as AmpPrecision
+    from amp_plugin.adapters.lightning import FabricAmpPrecision as FabricAmpPrecision
     from amp_plugin.casting.autocast_module import autocast_module as autocast_module
     from amp_plugin.casting.cast_cache import CastCache as CastCache
     from amp_plugin.casting.cast_log import log_casts as log_casts
@@ -49,18 +55,52 @@ _HOME = {
     "set_default_rules": "amp_plugin.casting.rule_sets",
 }
 
+_ADAPTERS = {
+    "AmpAccelerator": "accelerate",
+    "AmpKwargs": "accelerate",
+    "AmpMonitor": "lightning",
+    "AmpPrecision": "lightning",
+    "FabricAmpPrecision": "lightning",
+}
+_FRAMEWORKS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - names, computed
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name from the module it lives in."""
+    if name in _ADAPTERS:
+        return _from_adapter(name)  # not kept: which Lightning it is for may change
     if name not in _HOME:
-        msg = f"module 'amp_plugin' has no attribute {name!r}; it has {', '.join(__all__)}"
+        from amp_plugin.did_you_mean import did_you_mean  # noqa: PLC0415 - the package imports nothing
+
+        known = __dir__()
+        hint = did_you_mean(name, known)
+        msg = f"module 'amp_plugin' has no attribute {name!r}; it has {', '.join(known)}{hint}"
         raise AttributeError(msg)
     value = getattr(importlib.import_module(_HOME[name]), name)
     globals()[name] = value
     return value
 
 
+def _from_adapter(name: str) -> Any:
+    """Load a name of an adapter.
+
+    Raises:
+        ImportError: its framework is not installed.
+    """
+    framework = _ADAPTERS[name]
+    try:
+        return getattr(importlib.import_module(f"amp_plugin.adapters.{framework}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _FRAMEWORKS:
+            raise
+        msg = (
+            f"amp_plugin.{name} is for {framework.capitalize()}, which is not installed; "
+            f"run: pip install 'amp-plugin[{framework}]'"
+        )
+        raise ImportError(msg) from error
+
+
 def __dir__() -> list[str]:
-    return __all__
+    return sorted([*__all__, *_ADAPTERS])

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from amp_plugin.adapters.lightning import AmpPrecision
+from amp_plugin import AmpPrecision
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_loaders
 from recipes.gradient_penalty import PENALTY, Config

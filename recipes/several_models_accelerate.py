@@ -14,7 +14,7 @@ from dataclasses import asdict
 import torch
 from rich.progress import track
 
-from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin import AmpAccelerator, AmpKwargs
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
 from recipes.several_models import DISAGREEMENT, Config, joint_loss

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
-from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from amp_plugin import AmpMonitor, AmpPrecision
 from amp_plugin.kernels.build import native_core
 from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import CLASSES, DigitsNet, digits_loaders

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.kernels.build import native_core
 from recipes.config import ConfigError, config_errors, config_from_command_line, make_folder
 from recipes.digits import DigitsNet, digits_loaders

@@ -16,7 +16,7 @@ import torch
 from rich.progress import track
 from torch.optim import Adam
 
-from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin import AmpAccelerator, AmpKwargs
 from recipes.catalogue import run
 from recipes.digits import digits_batches, digits_loaders
 from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import RichProgressBar
 from torch import Tensor
 from torch.optim import Adam
 
-from amp_plugin.adapters.lightning import AmpPrecision
+from amp_plugin import AmpPrecision
 from recipes.catalogue import run
 from recipes.digits import digits_loaders
 from recipes.digits_gan import Critic, Generator, average_of, between, draw_samples

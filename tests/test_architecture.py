@@ -49,7 +49,13 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},
-    "amp_plugin": {"amp_plugin.casting", "amp_plugin.scaling"},  # the public names
+    "amp_plugin": {  # the public names
+        "amp_plugin.adapters.accelerate",
+        "amp_plugin.adapters.lightning",
+        "amp_plugin.casting",
+        "amp_plugin.did_you_mean",
+        "amp_plugin.scaling",
+    },
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE,
     "amp_plugin.cli": CORE | {"amp_plugin.doctor", "amp_plugin.script_casts"},

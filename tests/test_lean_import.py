@@ -61,7 +61,7 @@ def test_the_command_line_starts_without_torch(tmp_path: Path) -> None:
     assert "torch" not in found["modules"]
 
 
-@pytest.mark.parametrize("name", amp_plugin.__all__)
+@pytest.mark.parametrize("name", dir(amp_plugin))
 def test_every_public_name_is_there_and_documented(name: str) -> None:
     value = getattr(amp_plugin, name)
     assert name in dir(amp_plugin)
@@ -71,6 +71,43 @@ def test_every_public_name_is_there_and_documented(name: str) -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     with pytest.raises(
-        AttributeError, match=r"module 'amp_plugin' has no attribute 'GradScalar'.*GradScaler"
+        AttributeError,
+        match=r"module 'amp_plugin' has no attribute 'GradScalar'.*AmpPrecision.*; did you mean GradScaler\?",
     ):
         amp_plugin.GradScalar  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["AmpPrecision", "AmpAccelerator"])
+def test_a_name_of_an_adapter_loads_its_framework_alone(tmp_path: Path, name: str) -> None:
+    found = loaded_by(f"from amp_plugin import {name}", tmp_path / "cache")
+    adapters = {
+        "AmpPrecision": "amp_plugin.adapters.lightning",
+        "AmpAccelerator": "amp_plugin.adapters.accelerate",
+    }
+    assert [module for module in adapters.values() if module in found["ours"]] == [adapters[name]]
+    others = {"accelerate", "lightning", "pytorch_lightning"} - {adapters[name].rpartition(".")[2]}
+    assert not others & {*found["modules"]}
+
+
+def test_the_lightning_names_are_for_the_package_of_the_program(tmp_path: Path) -> None:
+    found = loaded_by(
+        "import pytorch_lightning\nfrom amp_plugin import AmpPrecision\n"
+        "assert issubclass(AmpPrecision, pytorch_lightning.plugins.MixedPrecision)",
+        tmp_path / "cache",
+    )
+    assert "lightning" not in found["modules"]
+
+
+def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith(("amp_plugin.adapters", "accelerate"))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    with pytest.raises(
+        ImportError, match=r"AmpAccelerator is for Accelerate.*pip install 'amp-plugin\[accelerate\]'"
+    ):
+        amp_plugin.AmpAccelerator  # noqa: B018
+
+
+def test_a_star_import_leaves_the_adapters_out(tmp_path: Path) -> None:
+    found = loaded_by("from amp_plugin import *\nGradScaler", tmp_path / "cache")
+    assert not {"accelerate", "lightning"} & {*found["modules"]}

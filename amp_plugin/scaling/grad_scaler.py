@@ -152,7 +152,7 @@ class GradScaler(TorchInterface):
 
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
-        kept = vars(self).keys() - {"_groups"}
+        kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(scales=self._scales, ranks=Ranks(self._groups), fp16_gradients=self._fp16_gradients)
         self._shared = shared
         self._registry = Registry(shared)
@@ -170,6 +170,29 @@ class GradScaler(TorchInterface):
         self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
+
+    def place(
+        self,
+        device: str,
+        *,
+        process_groups: Sequence[ProcessGroup] = (),
+        sharded_groups: Sequence[ProcessGroup] = (),
+    ) -> None:
+        """Tell the scaler where it trains, once that is known: for adapters that make it earlier.
+
+        Other groups than before make it forget its optimizers; scale and counts stay.
+
+        Args:
+            device: As the constructor's.
+            process_groups: As the constructor's.
+            sharded_groups: As the constructor's.
+        """
+        self._device = str(device)
+        groups = Groups(tuple(process_groups), tuple(sharded_groups))
+        if groups != self._groups:
+            self._skipped_before = self.skipped_steps()
+            self._groups = groups
+            self._start()
 
     # -- the loss -----------------------------------------------------------------------------
 
@@ -373,7 +396,7 @@ class GradScaler(TorchInterface):
                 would help; of a fused optimizer on CUDA as soon as the host knows.
         """
         if not self._enabled:
-            if not hasattr(optimizer, "param_groups"):
+            if not _is_optimizer(optimizer):
                 return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
             value = guarded_steps.step(self._guard, self._registry.window(optimizer), optimizer, args, kwargs)
             self._nonfinite.note(optimizer, self.last_step(optimizer))
@@ -417,6 +440,8 @@ class GradScaler(TorchInterface):
             RuntimeError: It has not stepped yet.
         """
         result = self.result_of(optimizer)
+        if result is None and not (self._enabled or _is_optimizer(optimizer)):
+            return StepResult.unscaled()
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
@@ -532,6 +557,8 @@ class GradScaler(TorchInterface):
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Note a step taken without :meth:`step`, and return what there is to tell of it."""
+        if not _is_optimizer(optimizer):
+            return StepResult.unscaled()
         self._guard.note_taken(self._registry.window(optimizer))
         return self.last_step(optimizer)
 
@@ -623,6 +650,11 @@ class GradScaler(TorchInterface):
         self.end_iteration()
         state = {name: value for name, value in vars(self).items() if name not in self._made_anew}
         return {**state, "_skipped_before": self.skipped_steps()}
+
+
+def _is_optimizer(given: Any) -> bool:
+    """Whether something has parameters that can be looked at: a mock or another engine has none."""
+    return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _usable(device: str) -> bool:

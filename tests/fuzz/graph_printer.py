@@ -32,7 +32,8 @@ class Printer:
 
     What torch.autocast cannot be asked is left out: a leaf cast to two dtypes in one region (torch
     keeps the first), and uses of a leaf on both sides of a write of a weight (to make torch see the
-    write, all its casts are dropped).
+    write, all its casts are dropped). So is what docs/autocast.md says to differ: regions in the function
+    of a reentrant checkpoint.
     """
 
     def __init__(self) -> None:
@@ -43,6 +44,7 @@ class Printer:
         self._dtypes: list[str | None] = [None]  # of the open regions; None where autocast is off
         self._outermost = _Outermost()
         self._in_function = self._in_checkpoint = self._in_inference = self._has_checkpoint = False
+        self._in_reentrant = False
 
     def print(self, nodes: tuple[Node, ...]) -> str:
         """Return the program."""
@@ -115,6 +117,9 @@ class Printer:
     def _region(
         self, dtype: str, enabled: bool, cached: bool, window: bool, form: str, body: Any = ()
     ) -> None:
+        if self._in_reentrant:
+            self._all(body)
+            return
         options = "".join(
             f", {name}={value}"
             for name, value, default in (
@@ -157,8 +162,9 @@ class Printer:
             return
         given, name, argument = self._values[number % len(self._values)], self._new("f"), self._new("a")
         self._in_checkpoint = self._has_checkpoint = True
+        self._in_reentrant = reentrant
         self._nested(name, argument, body)
-        self._in_checkpoint = False
+        self._in_checkpoint = self._in_reentrant = False
         value = self._new()
         self._line(f"{value} = checkpoint({name}, {given} + x0, use_reentrant={reentrant})")
         self._values.append(value)

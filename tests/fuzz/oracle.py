@@ -229,6 +229,7 @@ class Oracle(Model):
 
     def join(self, o: int, index: int) -> None:
         """``add_param_group``."""
+        self.seen.join(o, index, self.owners(index))
         self.members[o].append(index)
         self.optimizers[o].add_param_group({"params": [self.params[index]]})
         self.joined.add((o, index))

@@ -22,6 +22,12 @@ class SeenOverflows:
         self._levels[o, index] = YES if YES in (level, self._levels.get((o, index))) else MAYBE
         self._told.discard((o, index))
 
+    def join(self, o: int, index: int, owners: Iterable[int]) -> None:
+        """A parameter joins an optimizer: what its owners must skip for, the new one must too."""
+        levels = {self._levels.get((owner, index), NO) for owner in owners}
+        if levels - {NO}:
+            self.see(o, index, YES if levels == {YES} else MAYBE)
+
     def skips(self, o: int, indices: Iterable[int]) -> set[bool]:
         """The answers allowed: whether the optimizer's step must be skipped."""
         levels = {self._levels.get((o, index)) for index in indices}

@@ -368,6 +368,10 @@ class AmpAccelerator(Accelerator):
         """Note which folder ``load_state`` has settled on; a hook of Accelerate's."""
         self._loaded_folder = Path(folder)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy and pickle without the cast weights of the accumulation window."""
+        return {**self.__dict__, "_cast_cache": None}
+
     def free_memory(self, *objects: Any) -> Any:
         """Free what Accelerator frees, and the cast weights of the accumulation window."""
         self._cast_cache = None

@@ -84,8 +84,23 @@ class _InstalledInChildren:
 def _class_for(kind: type[Accelerator]) -> type[AmpAccelerator]:
     """Return the class that puts our methods between a subclass's and Accelerator's."""
     if kind not in _classes:
-        _classes[kind] = type(kind.__name__, (kind, AmpAccelerator), {"__module__": kind.__module__})
+        names = {"__module__": kind.__module__, "__reduce__": _pickled_as(kind)}
+        _classes[kind] = type(kind.__name__, (kind, AmpAccelerator), names)
     return _classes[kind]
+
+
+def _pickled_as(kind: type[Accelerator]) -> Callable[[AmpAccelerator], tuple[Any, ...]]:
+    """Return a ``__reduce__``: a class made here is found by no name, that of the program is."""
+
+    def __reduce__(self: AmpAccelerator) -> tuple[Any, ...]:  # noqa: N807 -- the class made here has it
+        return _of_class_for, (kind,), self.__getstate__()
+
+    return __reduce__
+
+
+def _of_class_for(kind: type[Accelerator]) -> AmpAccelerator:
+    cls = _class_for(kind)
+    return cls.__new__(cls)
 
 
 def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:

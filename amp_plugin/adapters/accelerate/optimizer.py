@@ -64,6 +64,7 @@ class AmpOptimizer(AcceleratedOptimizer):
             refuse_before_backward(self._grad_scaler, "optimizer.step()")
         value = self._grad_scaler.step(self.optimizer, *([] if closure is None else [closure]))
         self._grad_scaler.update()
+        self._is_overflow = False
         self._skips.stepped(id(self), self._grad_scaler.last_step(self.optimizer))
         return value
 
@@ -71,9 +72,10 @@ class AmpOptimizer(AcceleratedOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether this optimizer's step was skipped in the present iteration.
 
-        Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``.
+        Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``. As in
+        Accelerate, who sets ``_is_overflow`` says of a step that was taken elsewhere that it was skipped.
         """
-        return self._skips.skipped(id(self))
+        return self._skips.skipped(id(self)) or bool(self._is_overflow)
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
@@ -86,14 +88,9 @@ class AmpOptimizer(AcceleratedOptimizer):
         finally:
             self._grad_scaler, self._skips = own
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave behind what was told about past steps."""
-        return {**super().__getstate__(), "_skips": None}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no steps taken, the optimizer known to the scaler."""
         self.__dict__.update(state)
-        self._skips = SkipLedger(exact=False)
         self._grad_scaler.register(self.optimizer)
 
 

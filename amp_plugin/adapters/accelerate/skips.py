@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 from amp_plugin.adapters.endless_skips import EndlessSkips
 from amp_plugin.adapters.late_skips import LateSkips
@@ -28,6 +29,10 @@ class SkipLedger:
         self._told: dict[int, bool] = {}
         self._late_skips: dict[int, LateSkips] = {}
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the steps: those were of optimizers of this process."""
+        return _empty_ledger, (self._exact, self._endless.limit)
+
     def stepped(self, key: int, result: StepResult) -> None:
         """Note a step.
 
@@ -48,3 +53,7 @@ class SkipLedger:
     def skipped(self, key: int) -> bool:
         """Return whether a scheduler of this optimizer is to be held back in this iteration."""
         return self._told.get(key, False)
+
+
+def _empty_ledger(exact: bool, max_in_a_row: int) -> SkipLedger:
+    return SkipLedger(exact=exact, max_in_a_row=max_in_a_row)

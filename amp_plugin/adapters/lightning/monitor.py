@@ -34,7 +34,7 @@ class Monitor:
         RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
 
     Example:
-        >>> from amp_plugin.adapters.lightning import AmpMonitor
+        >>> from amp_plugin import AmpMonitor
         >>> AmpMonitor(max_skips_in_a_row=10).max_skips_in_a_row
         10
     """
@@ -113,7 +113,7 @@ class Monitor:
             if result is not None and result.norm is not None:
                 name = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{place}"
                 pl_module.log(name, result.norm, prog_bar=True)
-        scale = plugin.scaler and plugin.scaler.current_scale()  # a result's scale_after waits for the device
+        scale = plugin.current_scale()  # a result's scale_after waits for the device
         if scale is not None:
             pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         if scale is not None or self.skipped_steps:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
-from amp_plugin import GradScaler
 from amp_plugin.scaling.closures import uses_gradients_before_closure
+from amp_plugin.scaling.grad_scaler import GradScaler
 
 
 def calls_closure_again(optimizer: Optimizer) -> bool:

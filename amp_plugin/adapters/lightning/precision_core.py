@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin import GradScaler, OpRules, autocast, set_default_rules
+from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
 from amp_plugin.adapters.lightning.settings import (
     DTYPES,
     PrecisionName,
@@ -22,8 +23,12 @@ from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
+from amp_plugin.casting.region import autocast
+from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
+from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
@@ -101,10 +106,7 @@ class PrecisionCore:
         self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
-        self._scaler = GradScaler("cpu", enabled=False)  # until training starts
-        self._has_scaler = False
         self._attempted_steps = 0
-        self._loaded_state: dict[str, Any] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -119,9 +121,45 @@ class PrecisionCore:
         return format(f"{self!r} ({self.advice})", spec)
 
     @property
-    def scaler(self) -> GradScaler | None:
-        """The loss scale's owner; None where nothing is scaled, or before training starts."""
-        return self._scaler if self._scaler.is_enabled() else None
+    def scaler(self) -> Any:
+        """The ``amp_plugin.GradScaler`` of this plugin; None unless fp16.
+
+        It may be replaced before or between runs: by another GradScaler, torch's own too, or by what wraps
+        one. Such a scaler is driven as the stock plugins drive theirs: ``scale``, ``unscale_``, ``step`` and
+        ``update``.
+
+        Raises:
+            TypeError: what replaces it is no scaler, or nothing is scaled in this precision.
+        """
+        return scaler_shown(self._scaler)
+
+    @scaler.setter
+    def scaler(self, given: Any) -> None:
+        if given is not None and not self.settings.scales_loss:
+            msg = (
+                f"{self!r}.scaler = ...: no loss is scaled in {self.settings.precision}; "
+                f"use {type(self).__name__}('fp16'), or leave the scaler out"
+            )
+            raise TypeError(msg)
+        self._scaler = scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+
+    @cached_property
+    def _scaler(self) -> GradScaler:
+        """The scaler that is asked; made when first used, since the native core is loaded for it."""
+        return GradScaler.from_options(
+            "cpu",  # until it is placed
+            self.settings.loss_scale,
+            enabled=self.settings.scales_loss,
+            fp16_gradients=self.settings.fp16_gradients,
+            on_nonfinite=self.settings.on_nonfinite,
+        )
+
+    def current_scale(self) -> Tensor | None:
+        """Return the loss scale on its device, float32, 0-dim, without a host sync.
+
+        None before the first loss, and where nothing is scaled.
+        """
+        return self._scaler.current_scale()
 
     # -- starting and ending ------------------------------------------------------------------
 
@@ -143,18 +181,7 @@ class PrecisionCore:
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)
-        if not self._has_scaler:
-            self._has_scaler = True
-            self._scaler = GradScaler.from_options(
-                self.device,
-                self.settings.loss_scale,
-                enabled=self.settings.scales_loss,
-                fp16_gradients=self.settings.fp16_gradients,
-                on_nonfinite=self.settings.on_nonfinite,
-                **scaler_options,
-            )
-            if self._loaded_state:
-                self.load_state_dict(self._loaded_state)
+        self._scaler.place(self.device, **scaler_options)
 
     def _keep_casts(self, *, window: int) -> None:
         """Keep cast weights from micro-batch to micro-batch where that saves casts."""
@@ -272,13 +299,12 @@ class PrecisionCore:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scale, torch's keys among it; empty where nothing is scaled."""
         if not self._scaler.is_enabled():
-            return dict(self._loaded_state)
+            return {}
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of a loss scale: ours, torch's or a stock plugin's."""
         if not self.settings.scales_loss:
             return
-        self._loaded_state = dict(state_dict)
-        self._scaler.load_state_dict(self._loaded_state)
+        self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps

@@ -68,7 +68,7 @@ class TrainerPrecision(TrainerCheckpoints):
             precision of its own (DeepSpeed, XLA).
 
     Example:
-        >>> from amp_plugin.adapters.lightning import AmpPrecision
+        >>> from amp_plugin import AmpPrecision
         >>> plugin = AmpPrecision("fp16", fp32_modules=["LayerNorm"])  # for Trainer(plugins=[plugin])
         >>> plugin.precision
         '16-mixed'
