@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_plugin.weights.store_weights import store_weights as store_weights
 
 __version__ = "0.1.0"
 
@@ -53,6 +54,7 @@ _HOME = {
     "log_casts": "amp_plugin.casting.cast_log",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.rule_sets",
+    "store_weights": "amp_plugin.weights.store_weights",
 }
 
 _ADAPTERS = {

@@ -40,7 +40,8 @@ SCALING_LAYERS = (
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
-CORE = {"amp_plugin", "amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", *NAMES}
+ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
+CORE = {"amp_plugin", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
@@ -48,13 +49,15 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.user_warnings": set(),
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
-    "amp_plugin.scaling": {"amp_plugin.kernels", *NAMES},
+    "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},
+    "amp_plugin.scaling": {"amp_plugin.kernels", "amp_plugin.weights", *NAMES},
     "amp_plugin": {  # the public names
         "amp_plugin.adapters.accelerate",
         "amp_plugin.adapters.lightning",
         "amp_plugin.casting",
         "amp_plugin.did_you_mean",
         "amp_plugin.scaling",
+        "amp_plugin.weights",
     },
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE,

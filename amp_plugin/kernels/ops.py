@@ -15,6 +15,9 @@ multiply\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
+pack_weights\_          read 4, write 4 a weight    per tensor       0
+unpack_weights\_        read 4, write 4 a weight    per tensor       0
+round_weights\_         read 4, write 2 a weight    per tensor       0
 ======================  ==========================  ===============  ==========
 
 Contract of every kernel, whatever the device:
@@ -29,6 +32,8 @@ Contract of every kernel, whatever the device:
 - ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if
   any element, or what is written for it, is not finite; the square is not tested.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
+- The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes; see
+  :mod:`amp_plugin.kernels.weight_reference`.
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
@@ -44,7 +49,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import reference
+from amp_plugin.kernels import reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
@@ -67,6 +72,9 @@ SCHEMAS: Final = {
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "pack_weights_": "(Tensor[] masters, Tensor(a!)[] high, Tensor(b!)[] low) -> ()",
+    "unpack_weights_": "(Tensor[] high, Tensor[] low, Tensor(a!)[] masters) -> ()",
+    "round_weights_": "(Tensor[] masters, Tensor(a!)[] out, int seed, int step) -> ()",
 }
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -98,13 +106,17 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "cast": _nothing_fake,
     "update_scale_": _nothing_fake,
     "clip_factor": _factor_fake,
+    "pack_weights_": _nothing_fake,
+    "unpack_weights_": _nothing_fake,
+    "round_weights_": _nothing_fake,
 }
 
 
 def _define() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-        LIBRARY.impl(name, getattr(reference, name), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        plain = getattr(reference, name, None) or getattr(weight_reference, name)
+        LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
 
 

@@ -27,6 +27,7 @@ from torch.optim import LBFGS, Optimizer
 
 from amp_plugin.scaling.backward import is_watched
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.weights.optimizer_view import stored_weights
 
 Closure = Callable[[], Any]
 
@@ -164,6 +165,8 @@ class Snapshot:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        stored = stored_weights(optimizer, [param for param, _ in self._params])
+        self._rests = [(weight, weight.rest.clone()) for weight in stored]
         self._state = {param: _copied(value) for param, value in optimizer.state.items()}
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
@@ -172,6 +175,9 @@ class Snapshot:
         """Put everything back."""
         for param, value in self._params:
             param.copy_(value)
+        for weight, rest in self._rests:
+            weight.rest.copy_(rest)
+            weight.note_written()
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):

@@ -36,11 +36,12 @@ def foldable(window: OptimizerWindow) -> LossScale | None:
     """Return the one loss scale all gradients carry, if the optimizer's kernel may divide by it.
 
     Not if another optimizer steps some of the parameters too: it would not know whether they
-    have been unscaled. Not if a hook runs before the step: it may look at the gradients.
+    have been unscaled. Not if a hook runs before the step: it may look at the gradients, unless it says not.
     """
     if window.is_shared or not is_fused(window.optimizer):
         return None
-    if getattr(window.optimizer, "_optimizer_step_pre_hooks", None) or _global_optimizer_pre_hooks:
+    hooks = {**getattr(window.optimizer, "_optimizer_step_pre_hooks", {}), **_global_optimizer_pre_hooks}
+    if not all(getattr(hook, "leaves_gradients", False) for hook in hooks.values()):
         return None
     scales = {gradients.scaled_by for gradients in window.sets}
     return scales.pop() if len(scales) == 1 else None
