@@ -1,68 +1,61 @@
-"""Skipped steps in a row: a run that only skips trains nothing, and is to end with the cause."""
+"""End a run that only skips, with its cause: it trains nothing."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from amp_plugin.scaling.replay import Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep, SkipsInARow
 from amp_plugin.scaling.step_result import StepResult
 
 
-class EndlessSkips:
-    """Counts skipped steps, of each optimizer, and raises where too many come in a row.
+class EndlessSkips(SkipsInARow):
+    """Counts skipped steps, and raises where too many of one optimizer come in a row.
 
     Args:
         limit: So many in a row are too many; 0: never.
         remedies: What else to try, the end of the error's text.
-
-    Attributes:
-        count: Skipped steps read so far, of all optimizers.
-        unread: Results noted and not read yet.
     """
 
     def __init__(self, limit: int, remedies: str) -> None:
+        super().__init__()
         self.limit = limit
-        self.count = 0
-        self.unread: deque[tuple[int, StepResult]] = deque()
         self._remedies = remedies
-        self._in_a_row: dict[int, int] = {}
 
-    def note(self, key: int, result: StepResult) -> None:
-        """Note a step.
-
-        Args:
-            key: identity of the optimizer.
-            result: what became of its step.
-        """
-        self.unread.append((key, result))
-
-    def begin_anew(self, count: int = 0) -> None:
-        """Forget what was noted; go on from a count."""
-        self.count = count
-        self.unread.clear()
-        self._in_a_row.clear()
-
-    def read(self, *, wait: bool) -> Iterator[StepResult]:
+    def results(self, *, wait: bool, explain: Callable[[ReadStep], str]) -> Iterator[StepResult]:
         """Read the results in order, and yield them.
 
         Args:
-            wait: wait for the device; else read up to the first that the host does not know yet.
+            wait: wait for the device; else read up to the first result that the host does not know yet.
+            explain: runs the step once more that ends the run, and returns what it has found.
 
         Raises:
             RuntimeError: the limit is reached; the text names the parameters.
         """
-        while self.unread and (wait or self.unread[0][1].skipped_if_known() is not None):
-            key, result = self.unread.popleft()
-            in_a_row = self._in_a_row[key] = self._in_a_row.get(key, 0) + 1 if result.skipped else 0
-            self.count += result.skipped
-            if result.skipped and in_a_row == self.limit:
-                raise RuntimeError(self._text(result, in_a_row))
-            yield result
+        for step in self.read(wait=wait):
+            if step.in_a_row and step.in_a_row == self.limit:
+                raise RuntimeError("\n\n".join(filter(None, [self._text(step), explain(step)])))
+            yield step.result
 
-    def _text(self, result: StepResult, in_a_row: int) -> str:
-        report = result.overflow_report()
+    def _text(self, step: ReadStep) -> str:
+        report = step.result.overflow_report()
         return (
-            f"{in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss scale "
-            f"{result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the loss or "
+            f"{step.in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss scale "
+            f"{step.result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the loss or "
             f"the data, {self._remedies}"
         )
+
+
+def explanation(replay: Replay, model: Any) -> str:
+    """Run a skipped step once more under ``diagnose``, and return what was found; empty if nobody noted it.
+
+    Args:
+        replay: the step.
+        model: gives the names of modules; None: whatever module is called.
+    """
+    if not replay.calls:
+        return ""
+    from amp_plugin.numerics.replayed import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+
+    return f"The last of them was run once more:\n{diagnose_skip(replay, model)}"

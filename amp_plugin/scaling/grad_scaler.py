@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -26,6 +27,8 @@ from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.replay import Explainer
+from amp_plugin.scaling.skip_explanations import SkipExplanations
 from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.torch_interface import TorchInterface
@@ -167,6 +170,7 @@ class GradScaler(TorchInterface):
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
         self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
+        self._explanations = SkipExplanations()
         self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
@@ -215,17 +219,53 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        self._updates.settle(force=True)
+        again = self._explanations.replaying  # its gradients are nobody's
+        if not again:
+            self._updates.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
             scaled = tensor * loss_scale.snapshot_on(tensor.device)
-            self._backwards.watch(scaled, loss_scale)
+            if not again:
+                self._backwards.watch(scaled, loss_scale)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
+
+    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run forward and backward passes so that they can be run again: see :meth:`explain_skips`.
+
+        Nothing is kept but while steps are being skipped: then the call, with its arguments, and the
+        state of torch's random number generators.
+
+        Args:
+            call: Computes the loss, and calls backward on ``scale(loss)``; takes no step.
+            *args: For ``call``.
+            **kwargs: For ``call``.
+
+        Returns:
+            What ``call`` returns.
+        """
+        return cast("T", self._explanations.run(partial(call, *args, **kwargs)))
+
+    def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
+        """Have the failing step of a run that only skips run again, once, and warn of what was found.
+
+        Args:
+            explainer: Gets the :class:`Replay` of the calls that went through :meth:`recorded`, calls its
+                ``run()``, and returns a text; ``amp_plugin.diagnose_skip`` is one.
+            after: Skipped steps in a row of one optimizer.
+
+        Raises:
+            ValueError: ``after`` is below 2.
+
+        Example:
+            >>> scaler = GradScaler("cpu")
+            >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
+        """
+        self._explanations.begin(explainer, after)
 
     # -- its gradients ------------------------------------------------------------------------
 
@@ -399,7 +439,7 @@ class GradScaler(TorchInterface):
             if not _is_optimizer(optimizer):
                 return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
             value = guarded_steps.step(self._guard, self._registry.window(optimizer), optimizer, args, kwargs)
-            self._nonfinite.note(optimizer, self.last_step(optimizer))
+            self._note_step(optimizer, self.last_step(optimizer))
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is None:
@@ -411,8 +451,14 @@ class GradScaler(TorchInterface):
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
             self._updates.note_step(window.result, window.result_scale)
-            self._nonfinite.note(optimizer, window.result)
+            self._note_step(optimizer, window.result)
         return value
+
+    def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
+        self._explanations.note(
+            optimizer, result, lambda: [param for window in self._registry for param in window.params]
+        )
+        self._nonfinite.note(optimizer, result)
 
     def _step_once(
         self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]

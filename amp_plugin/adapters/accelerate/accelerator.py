@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +24,8 @@ from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
-from amp_plugin.adapters.accelerate.transformers_logs import log_in_transformers
+from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
+from amp_plugin.adapters.endless_skips import explanation
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
@@ -31,8 +33,11 @@ from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
+from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 
+T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
@@ -86,10 +91,13 @@ class AmpAccelerator(Accelerator):
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
         self._skips = SkipLedger(
-            exact=self._options.exact_schedulers, max_in_a_row=self._options.max_skips_in_a_row
+            exact=self._options.exact_schedulers,
+            max_in_a_row=self._options.max_skips_in_a_row,
+            explain=self._explain,
         )
+        self._recorder = Recorder()
         self._logged: dict[int, StepResult | None] = {}
-        log_in_transformers()
+        ask_in_transformers()
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
@@ -211,6 +219,39 @@ class AmpAccelerator(Accelerator):
             self._grad_scaler.end_iteration()
             if self._cast_cache is not None:
                 self._cast_cache.end_window()
+
+    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run forward and backward passes so that they can be run again, should every step be skipped.
+
+        The error that ends such a run (``max_skips_in_a_row``) then names the op that made the first number
+        which is not finite. Nothing is kept but while steps are being skipped.
+
+        Args:
+            call: computes the loss and calls :meth:`backward`; takes no step.
+            *args: for ``call``.
+            **kwargs: for ``call``.
+
+        Returns:
+            What ``call`` returns.
+        """
+        again = partial(call, *args, **kwargs)
+        self._recorder.remember(again, wanted=self._skips.going_on())
+        value = again()
+        if self.sync_gradients:
+            self._recorder.end_window()
+        return value
+
+    def _explain(self, step: ReadStep) -> str:
+        optimizers = [given for given in self._optimizers if id(given) == step.key]
+        models = [self.unwrap_model(model) for model in self._models]
+        replay = Replay(
+            optimizer=torch_optimizer(optimizers[0]),
+            result=step.result,
+            in_a_row=step.in_a_row,
+            calls=tuple(self._recorder.calls),
+            params=[param for model in models for param in model.parameters()],
+        )
+        return explanation(replay, models[0] if len(models) == 1 else None)
 
     # -- gradients -------------------------------------------------------------------------------
 

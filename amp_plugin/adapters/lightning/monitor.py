@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amp_plugin.adapters.endless_skips import EndlessSkips
+from amp_plugin.adapters.endless_skips import EndlessSkips, explanation
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked, number
+from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -21,6 +24,8 @@ class Monitor:
     the unscaled gradients before clipping; with several optimizers one each: ``grad_norm/0``,
     ``grad_norm/1``, in the order of ``configure_optimizers``. In bf16 and fp32, where nothing is scaled, they
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
+    A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
+    under :func:`amp_plugin.diagnose`; the error holds its report.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
@@ -57,6 +62,7 @@ class Monitor:
             "AmpMonitor(max_skips_in_a_row=...)"
         )
         self._skips = EndlessSkips(max_skips_in_a_row, remedies)
+        self._recorder = Recorder()
         self._stepped_in_batch: dict[int, StepResult] = {}
         self._warned = False
 
@@ -89,6 +95,7 @@ class Monitor:
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
         self._skips.note(id(optimizer), result)
         self._stepped_in_batch[id(optimizer)] = result
+        self._recorder.end_window()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on counting where a resumed run has stopped."""
@@ -97,7 +104,12 @@ class Monitor:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
-        self._read()
+        self._read(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """While steps are being skipped, note how to run this one again."""
+        again = partial(trainer.precision_plugin.run_again, pl_module, batch, batch_idx)
+        self._recorder.remember(again, wanted=self._skips.going_on())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
@@ -106,8 +118,8 @@ class Monitor:
             return
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
-        if len(self._skips.unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
-            self._read()
+        if self._skips.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+            self._read(trainer, pl_module)
         for place, optimizer in enumerate(trainer.optimizers):
             result = stepped.get(id(optimizer))
             if result is not None and result.norm is not None:
@@ -119,10 +131,22 @@ class Monitor:
         if scale is not None or self.skipped_steps:
             pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
 
-    def _read(self) -> None:
-        for result in self._skips.read(wait=True):
+    def _read(self, trainer: Any, pl_module: Any) -> None:
+        explain = partial(self._explain, trainer, pl_module)
+        for result in self._skips.results(wait=True, explain=explain):
             if result.skipped and not self._warned and result.scale_after < 1.0:
                 self._warn_below_one(result)
+
+    def _explain(self, trainer: Any, pl_module: Any, step: ReadStep) -> str:
+        optimizer = next(optimizer for optimizer in trainer.optimizers if id(optimizer) == step.key)
+        replay = Replay(
+            optimizer=optimizer,
+            result=step.result,
+            in_a_row=step.in_a_row,
+            calls=tuple(self._recorder.calls),
+            params=list(pl_module.parameters()),
+        )
+        return explanation(replay, pl_module)
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True

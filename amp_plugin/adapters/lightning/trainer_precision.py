@@ -11,7 +11,8 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -205,6 +206,20 @@ class TrainerPrecision(TrainerCheckpoints):
         with self._outside_region():
             loss: Tensor = self._plain.post_backward(self, tensor, module)
             return loss
+
+    def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
+        """Run the forward and backward pass of a batch, without hooks and without a step.
+
+        In manual optimization a ``training_step`` steps by itself, or is skipped again.
+        """
+        names = inspect.signature(module.training_step).parameters
+        args = (batch, batch_idx) if "batch_idx" in names or len(names) > 1 else (batch,)
+        with self.train_step_context():
+            output = module.trainer.strategy.training_step(*args)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not self._manual:
+            with self._no_region():
+                self._scaler.scale(loss).backward()
 
     # -- step ---------------------------------------------------------------------------------
 
