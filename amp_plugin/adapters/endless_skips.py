@@ -41,9 +41,9 @@ class EndlessSkips(SkipsInARow):
     def _text(self, step: ReadStep) -> str:
         report = step.result.overflow_report()
         return (
-            f"{step.in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss scale "
-            f"{step.result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the loss or "
-            f"the data, {self._remedies}"
+            f"{step.in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss "
+            f"scale {step.result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the "
+            f"loss or the data, {self._remedies}"
         )
 
 

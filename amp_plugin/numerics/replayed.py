@@ -22,8 +22,8 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         model: gives the module names; default: whatever module is called.
 
     Returns:
-        The first op that made a number which is not finite, and what to do. An error of the step itself is
-        part of the text.
+        The ops that made the first numbers which are not finite, and what to do. An error of the step itself
+        is part of the text.
 
     Example:
         >>> import torch
@@ -37,7 +37,7 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         >>> for batch in torch.ones(3, 4, 2):
         ...     optimizer.zero_grad()
         ...     scaler.recorded(forward_and_backward, batch)
-        ...     scaler.step(optimizer)
+        ...     value = scaler.step(optimizer)
         ...     scaler.update()
     """
     failed = ""

@@ -27,9 +27,8 @@ class RandomState(NamedTuple):
     @classmethod
     def now(cls) -> RandomState:
         """Copy the present states: no host sync."""
-        return cls(
-            torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
-        )
+        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ())
 
     def restore(self) -> None:
         """Go on from these states."""

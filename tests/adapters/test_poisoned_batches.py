@@ -223,3 +223,51 @@ def test_accelerate_stops_a_run_that_only_skips(precision):
         RuntimeError, match=r"3 optimizer steps in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
     ):
         optimizer.step()
+
+
+class LogOfZero(Learner):
+    """Overflows at one known line."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).mul(0).log().mean()  # the fault
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+
+@pytest.mark.parametrize("manual_steps", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_monitor_names_the_op(precision, manual_steps):
+    loader = torch.utils.data.DataLoader(batches(poison=1.0), batch_size=None)
+    module = LogOfZero(torch.optim.AdamW, fused=False, manual=manual_steps)
+    run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
+    with pytest.raises(
+        RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them was run once more"
+    ) as error:
+        run.fit(module, loader)
+    assert "aten::log.default" in str(error.value)
+    assert "loss = self.net(batch).mul(0).log().mean()" in str(error.value)
+
+
+def test_accelerate_names_the_op():
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
+    )
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def forward_and_backward(batch):
+        accelerator.backward(model(batch).mul(0).log().mean())
+
+    def steps():
+        for batch in batches(poison=1.0):
+            optimizer.zero_grad()
+            accelerator.recorded(forward_and_backward, batch)
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them") as error:
+        steps()
+    assert "aten::log.default" in str(error.value)

@@ -18,6 +18,7 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -82,6 +83,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def _begin(self) -> None:
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
+        self._runs_again = False
         self._evaluated = False
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
@@ -208,18 +210,19 @@ class TrainerPrecision(TrainerCheckpoints):
             return loss
 
     def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
-        """Run the forward and backward pass of a batch, without hooks and without a step.
-
-        In manual optimization a ``training_step`` steps by itself, or is skipped again.
-        """
+        """Run the forward and backward pass of a batch, without hooks and without a step."""
         names = inspect.signature(module.training_step).parameters
         args = (batch, batch_idx) if "batch_idx" in names or len(names) > 1 else (batch,)
-        with self.train_step_context():
-            output = module.trainer.strategy.training_step(*args)
+        self._runs_again = True
+        try:
+            with self.train_step_context():
+                output = module.trainer.strategy.training_step(*args)
+        finally:
+            self._runs_again = False
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and not self._manual:
             with self._no_region():
-                self._scaler.scale(loss).backward()
+                torch.autograd.backward(self._scaler.scale(loss))
 
     # -- step ---------------------------------------------------------------------------------
 
@@ -227,6 +230,8 @@ class TrainerPrecision(TrainerCheckpoints):
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
+        if self._runs_again:  # a manual training_step
+            return closure()
         closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
