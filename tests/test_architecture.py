@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
     {
+        "moves",
         "loss_scale",
         "shard_layout",
         "folded_clip",

@@ -19,6 +19,7 @@ from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.user_warnings import warn_user
 
 
@@ -64,7 +65,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
     factor = given if loss_scale is None else _divisor(loss_scale, clip, given)
-    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
+    _give_to_kernel(optimizer, factor, found)
     try:
         value = optimizer.step(*args, **kwargs)
     finally:
@@ -113,6 +114,16 @@ def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | Non
     """What the kernel divides by: scale, clipping, and what the user has set."""
     divisor = loss_scale.require() if clip is None else clip.divisor(loss_scale.require())
     return divisor if given is None else divisor * given
+
+
+def _give_to_kernel(optimizer: Optimizer, factor: Tensor | None, found: Tensor) -> None:
+    """Set what the optimizer's kernel reads; for parameters on the host it must have arrived there.
+
+    torch itself would copy it there without waiting.
+    """
+    if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
+        factor, found = None if factor is None else factor.cpu(), found.cpu()
+    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
 
 
 def without_momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -35,6 +35,7 @@ from amp_plugin.scaling.gradients import (
     native_batch,
 )
 from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.overflow_history import OverflowHistory
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
@@ -92,7 +93,7 @@ class LeftByFusedStep:
 
     def inverse(self, device: torch.device) -> Tensor:
         """As :meth:`Unscaled.inverse`."""
-        return self.factor().reciprocal().to(device, non_blocking=True)  # type: ignore[union-attr]
+        return moved(self.factor().reciprocal(), device)  # type: ignore[union-attr]
 
 
 UNSCALED = Unscaled()
@@ -269,10 +270,7 @@ class GradientSet:
 
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
-        return [
-            batch.unscale_(factor.to(batch.device, non_blocking=True), math.inf)[1]
-            for batch in self.batches()
-        ]
+        return [batch.unscale_(moved(factor, batch.device), math.inf)[1] for batch in self.batches()]
 
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
@@ -309,10 +307,10 @@ class GradientSet:
         """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""
         measurements = self.measure(norm_type)
         for batch in self.batches():
-            batch.multiply_(factor.to(batch.device, non_blocking=True))
+            batch.multiply_(moved(factor, batch.device))
         if norm_type != 0:
             measurements = [
-                measured._replace(norm=measured.norm * factor.to(measured.norm.device, non_blocking=True))
+                measured._replace(norm=measured.norm * moved(factor, measured.norm.device))
                 for measured in measurements
             ]
         self._remember(measurements, norm_type)
@@ -325,7 +323,7 @@ class GradientSet:
         """Multiply by a device-side factor; what users change is still told from it."""
         unchanged = [slot for slot in (_MEASURED, _CONVERTED) if not self._changed_since(slot)]
         for batch in self.batches():
-            batch.multiply_(factor.to(batch.device, non_blocking=True))
+            batch.multiply_(moved(factor, batch.device))
         self.doubt_measurement()
         for slot in unchanged:
             self._ledger.remember(self.params, slot)

@@ -21,6 +21,7 @@ from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.fused import is_fused, takes_scaler, without_momentum
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.skipped_steps import RUN, SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.user_warnings import warn_user
@@ -99,9 +100,10 @@ class Guard:
 
 def skips_by_itself(optimizer: Optimizer, found: Tensor) -> bool:
     """Whether an optimizer's kernel skips by ``found``, where the host would have to wait for it."""
-    if found.device.type == "cpu" or not is_fused(optimizer) or takes_scaler(optimizer):
+    if found.is_cpu or not is_fused(optimizer) or takes_scaler(optimizer):
         return False
-    return not any(param.grad is not None for param in without_momentum(optimizer))
+    on_host = any(param.is_cpu for param in params_of(optimizer))  # its kernel reads the flag at once
+    return not (on_host or any(param.grad is not None for param in without_momentum(optimizer)))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
+from amp_plugin.scaling.moves import moved, stream_number
 
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 
@@ -174,7 +175,7 @@ class LossScale:
         """Look up what was computed from this value; forget it if the value has changed.
 
         A replayed graph reads the live scale and changes it unseen: from the first capture on
-        nothing is kept.
+        nothing is kept. The key names the stream too: another one may run before the number is there.
         """
         value = self.require()
         version = 0 if value.is_inference() else value._version
@@ -186,9 +187,11 @@ class LossScale:
 
     def snapshot(self) -> Tensor:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
-        kept = self._derive("snapshot")
+        value = self.require()
+        key = ("snapshot", value.device, stream_number(value.device))
+        kept = self._derive(key)
         if kept is None:
-            kept = self._derived["snapshot"] = self.require().clone()
+            kept = self._derived[key] = value.clone()
         return kept
 
     def read(self) -> ScaleReading:
@@ -200,10 +203,11 @@ class LossScale:
 
         One division in float32: the bits of torch's detour over float64, in one launch for three.
         """
-        kept = self._derive(("inverse", device))
+        value = self.require()
+        key = ("inverse", device, stream_number(value.device))
+        kept = self._derive(key)
         if kept is None:
-            kept = self.require().reciprocal().to(device, non_blocking=True)
-            self._derived["inverse", device] = kept
+            kept = self._derived[key] = moved(value.reciprocal(), device)
         return kept
 
     def snapshot_on(self, device: torch.device) -> Tensor:
@@ -214,14 +218,15 @@ class LossScale:
         snapshot = self.snapshot()
         if snapshot.device == device:
             return snapshot
-        kept = self._derive(("snapshot", device))
+        key = ("snapshot", device, stream_number(snapshot.device))
+        kept = self._derive(key)
         if kept is None:
-            kept = self._derived["snapshot", device] = snapshot.to(device, non_blocking=True)
+            kept = self._derived[key] = moved(snapshot, device)
         return kept
 
     def record(self, found_inf: Tensor) -> None:
         """Take note of one optimizer's check, for the next update."""
-        found_inf = found_inf.to(self.require().device, non_blocking=True)
+        found_inf = moved(found_inf, self.require().device)
         if self.found_inf is None:
             self.found_inf = found_inf
         elif self.found_inf is not found_inf:  # clip and step hand over the same check
