@@ -236,6 +236,53 @@ def test_whatever_has_a_step_passes():
     assert guarded().step(Engine(), 1, 2) == (1, 2)
 
 
+# -- on a device ---------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_fused_step_skips_on_the_device(clip, with_closure):
+    params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(params, lr=1.0, fused=True)
+    scaler = GradScaler("cuda", enabled=False)
+
+    def backward(poison):
+        optimizer.zero_grad()
+        loss = sum((param * poison).sum() for param in params)
+        loss.backward()
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+            scaler.assume_unchanged(optimizer)
+        return loss
+
+    def step(poison):
+        poison = torch.tensor(poison, device="cuda")
+        if not with_closure:
+            backward(poison)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer, *([lambda: backward(poison)] if with_closure else []))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return scaler.last_step(optimizer)
+
+    assert not step(1.0).skipped
+    before = [param.detach().clone() for param in params]
+    first = step(math.nan)
+    assert first.skipped
+    assert all(map(torch.equal, before, params))
+    second = step(math.inf)
+    assert second.skipped
+    assert second.overflow_report().named is False
+    assert len(second.overflow_report().inf + second.overflow_report().nan) >= 2, (
+        "after a skip names are read"
+    )
+    assert not step(1.0).skipped
+    assert scaler.skipped_steps() == 2
+    assert not hasattr(optimizer, "found_inf")
+
+
 # -- closures ------------------------------------------------------------------------------------
 
 
