@@ -68,7 +68,8 @@ _ADAPTERS = {
     "AmpPrecision": "lightning",
     "FabricAmpPrecision": "lightning",
 }
-_FRAMEWORKS = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
+_REQUIREMENTS = {"accelerate": "accelerate>=1.15", "lightning": "lightning>=2.6.4"}
+_PACKAGES = {"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"}
 
 __all__ = ["__version__", *sorted(_HOME)]  # noqa: PLE0604 - names, computed
 
@@ -99,11 +100,11 @@ def _from_adapter(name: str) -> Any:
     try:
         return getattr(importlib.import_module(f"amp_plugin.adapters.{framework}"), name)
     except ModuleNotFoundError as error:
-        if error.name not in _FRAMEWORKS:
+        if error.name not in _PACKAGES:
             raise
         msg = (
             f"amp_plugin.{name} is for {framework.capitalize()}, which is not installed; "
-            f"run: pip install 'amp-plugin[{framework}]'"
+            f"run: pip install '{_REQUIREMENTS[framework]}'"
         )
         raise ImportError(msg) from error
 

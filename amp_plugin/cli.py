@@ -12,7 +12,6 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -161,8 +160,9 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
-    script: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A Python file to run.")],
+    script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
     by: Annotated[
         str,
         typer.Option(
@@ -175,18 +175,22 @@ def casts(
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
+    from amp_plugin.script_casts import Program, rows, run_logged  # noqa: PLC0415
 
+    try:
+        program = Program.of_module(script) if as_module else Program.of_file(script)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        log, run = run_logged(script, arguments or [])
+        run = run_logged(program, arguments or [])
     if as_json:
-        print(json.dumps({"script": str(script), "by": by, "rows": rows(log, by)}))
-    elif len(log) or not run.failed:
-        table = log.table(by=by)  # type: ignore[arg-type]
+        print(json.dumps({"script": script, "by": by, "rows": rows(run.log, by)}))
+    elif len(run.log) or not run.failed:
+        table = run.log.table(by=by)  # type: ignore[arg-type]
         table.caption = table.caption and _NO_CASTS
         show(table)
     raise typer.Exit(run.code)

@@ -12,13 +12,13 @@ import platform
 import warnings
 from collections import Counter
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.device_speed import is_fast, processor_facts, speed_advice
 from amp_plugin.environment_variables import KNOWN, read_variables, unknown_variables
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
@@ -92,17 +92,13 @@ def devices() -> list[Part]:
 
 
 def _cpu() -> Part:
-    model = platform.processor() or platform.machine()
-    facts = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    flags = next((line.split(":")[1].split() for line in facts.splitlines() if line.startswith("flags")), [])
-    names = (line.split(":")[1].strip() for line in facts.splitlines() if line.startswith("model name"))
     return {
         "device": "cpu",
-        "name": next(names, model),
+        "name": processor_facts()[0],
         "vectors": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "fast_bf16": bool({"avx512_bf16", "amx_bf16"} & {*flags}),
-        "fast_fp16": bool({"avx512_fp16", "amx_fp16"} & {*flags}),
+        "fast_bf16": bool(is_fast("bf16", "cpu")),
+        "fast_fp16": bool(is_fast("fp16", "cpu")),
     }
 
 
@@ -113,8 +109,8 @@ def _cuda(index: int) -> Part:
         "name": properties.name,
         "architecture": f"sm_{properties.major}{properties.minor}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
-        "fast_bf16": properties.major >= 8,
-        "fast_fp16": properties.major >= 7,
+        "fast_bf16": is_fast("bf16", "cuda", index),
+        "fast_fp16": is_fast("fp16", "cuda", index),
     }
 
 
@@ -181,7 +177,7 @@ def plan(precision: str, device_type: str) -> Part:
         "kernels": None if problem else kernels,
         "loss_scale": _loss_scale() if precision == "fp16" else None,
         "problem": problem,
-        "advice": "" if problem else _advice(precision, device_type),
+        "advice": "" if problem else speed_advice(precision, device_type),
     }
 
 
@@ -196,14 +192,3 @@ def _problem(device_type: str) -> str:
         return ""
     found = f"torch {torch.__version__} finds no {device_type} device on this machine"
     return f"{found}; plan for another with --device, or ask on a machine that has one"
-
-
-def _advice(precision: str, device_type: str) -> str:
-    if precision == "fp32":
-        return ""
-    here = next((device for device in devices() if device["device"].startswith(device_type)), None)
-    if here is not None and not here[f"fast_{precision}"]:
-        other = "bf16" if precision == "fp16" else "fp16"
-        better = f"; {other} is" if here[f"fast_{other}"] else ", expect no speed-up"
-        return f"{precision} is not fast on this {device_type}{better}"
-    return ""

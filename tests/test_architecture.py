@@ -24,6 +24,7 @@ SCALING_LAYERS = (
         "outputs",
         "step_result",
         "overflow_report",
+        "one_pass",
     },
     {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"},
     {"collectives", "overflow_history", "attribution", "skip_explanations"},
@@ -42,12 +43,13 @@ SCALING_LAYERS = (
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
 ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
-CORE = {"amp_plugin", *ROOMS, *NAMES}
+CORE = {"amp_plugin", "amp_plugin.device_speed", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
     "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
     "amp_plugin.user_warnings": set(),
+    "amp_plugin.device_speed": {"amp_plugin.user_warnings"},
     "amp_plugin.kernels": NAMES,
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},

@@ -325,6 +325,44 @@ def test_casts_as_json(by: str, expected: list[dict[str, Any]], script: Path) ->
 
 
 @pytest.mark.native
+def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = script.parent / "trainers"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "digits.py").write_text("import trainers\n" + script.read_text())
+    (package / "__main__.py").write_text("import sys\nraise SystemExit(len(sys.argv))\n")
+    monkeypatch.chdir(script.parent)
+    path = list(sys.path)
+    as_file, as_module = (
+        amp("casts", "--json", *words) for words in ([str(script)], ["-m", "trainers.digits", "one"])
+    )
+    assert as_module.exit_code == as_file.exit_code, as_module.output
+    assert json.loads(as_module.stdout) == {**json.loads(as_file.stdout), "script": "trainers.digits"}
+    assert amp("casts", "-m", "trainers", "one", "--two").exit_code == 3
+    assert sys.path == path
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (
+            ["casts", "-m", "no_such.module"],
+            r"module 'no_such\.module' is not found from .* installed packages",
+        ),
+        (
+            ["casts", "json.tool"],
+            r"file 'json\.tool' does not exist; for a module write: casts -m json\.tool",
+        ),
+        (["casts", "."], "file '.' is a folder"),
+    ],
+)
+def test_casts_of_nothing(words: list[str], answer: str) -> None:
+    result = amp(*words)
+    assert result.exit_code == 2
+    assert re.search(answer, re.sub(r"[\s│]+", " ", result.output)), result.output
+
+
+@pytest.mark.native
 def test_casts_leaves_the_process_as_it_was(script: Path) -> None:
     before = (sys.argv, list(sys.path))
     amp("casts", str(script))

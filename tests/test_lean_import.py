@@ -103,9 +103,15 @@ def test_a_missing_framework_is_named_with_what_to_install(monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "accelerate", None)
     with pytest.raises(
-        ImportError, match=r"AmpAccelerator is for Accelerate.*pip install 'amp-plugin\[accelerate\]'"
+        ImportError, match=r"AmpAccelerator is for Accelerate.*pip install 'accelerate>=1.15'"
     ):
         amp_plugin.AmpAccelerator  # noqa: B018
+
+
+def test_what_to_install_is_what_the_extras_say() -> None:
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    for extra, requirement in amp_plugin._REQUIREMENTS.items():
+        assert f'{extra} = ["{requirement}"]' in project
 
 
 def test_a_star_import_leaves_the_adapters_out(tmp_path: Path) -> None:

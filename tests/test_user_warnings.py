@@ -45,3 +45,24 @@ def test_each_warning_of_a_scaler_shows_the_users_line(recwarn):
     texts = ["in a row were skipped", "without scaler.update()", "not a GradScaler's"]
     assert [sum(text in str(seen.message) for seen in recwarn) for text in texts] == [1, 1, 1]
     assert {seen.filename for seen in recwarn} == {__file__}
+
+
+def test_torchs_warning_of_a_region_shows_the_users_line(recwarn):
+    with amp_plugin.autocast("cpu", dtype=torch.float64):
+        pass
+    (seen,) = recwarn
+    assert (seen.filename, "dtype is not supported" in str(seen.message)) == (__file__, True)
+
+
+def test_lines_of_frameworks_are_passed_over(recwarn):
+    source = "def outer(warn):\n    warn('deep')\n"
+    for package in (
+        "lightning.pytorch.strategies.strategy",
+        "accelerate.accelerator",
+        "torch.optim",
+        "contextlib",
+    ):
+        inside = {"__name__": package}
+        exec(compile(source, "framework.py", "exec"), inside)
+        inside["outer"](warn_user)
+    assert {seen.filename for seen in recwarn} == {__file__}

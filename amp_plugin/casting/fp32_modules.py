@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -31,23 +31,55 @@ def apply_fp32_modules(
         ValueError: a pattern matches nothing; the text names the nearest.
         TypeError: a match can never be called (``ModuleList``); match its children instead.
     """
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    kinds = {name: _kinds(module) for name, module in modules.items()}
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    require_matches([model], patterns)
+    modules = _named(model)
     in_fp32 = run_in(torch.float32, keep=keep, cast_back=cast_back)
-    matched: set[str] = set()
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        found = {name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]}
-        if not found:
-            near = (
-                nearest(pattern, [*modules, *set().union(*kinds.values())])
-                or "; model.named_modules() lists them"
-            )
-            msg = f"fp32_modules: {pattern!r} is no name or class of a module in {type(model).__name__}{near}"
-            raise ValueError(msg)
-        matched.update(found)
-    for name in matched:
+    names = [name for name in modules if any(_is_meant(name, modules[name], pattern) for pattern in patterns)]
+    for name in names:
         in_fp32(modules[name])
-    return [name for name in modules if name in matched]
+    return names
+
+
+def require_matches(models: Sequence[nn.Module], patterns: Iterable[str]) -> None:
+    """Raise unless each pattern matches a submodule of one of the models.
+
+    Args:
+        models: the models that are trained together.
+        patterns: as for :func:`apply_fp32_modules`.
+
+    Raises:
+        ValueError: a pattern matches nothing; the text names the nearest.
+    """
+    modules = [(name, module) for model in models for name, module in _named(model).items()]
+    for pattern in patterns:
+        if any(_is_meant(name, module, pattern) for name, module in modules):
+            continue
+        known = {name: None for name, _ in modules} | dict.fromkeys(
+            sorted(set().union(*(_kinds(module) for _, module in modules)))
+        )
+        near = nearest(pattern, list(known)) or "; model.named_modules() lists them"
+        owners = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
+        msg = f"fp32_modules: {pattern!r} is no name or class of a module in {owners}{near}"
+        raise ValueError(msg)
+
+
+def matching(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match a submodule of a model."""
+    modules = _named(model)
+    return [
+        pattern
+        for pattern in patterns
+        if any(_is_meant(name, module, pattern) for name, module in modules.items())
+    ]
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+
+
+def _is_meant(name: str, module: nn.Module, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or pattern in _kinds(module)
 
 
 def _kinds(module: nn.Module) -> set[str]:

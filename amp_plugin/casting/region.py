@@ -17,6 +17,7 @@ from amp_plugin.casting.rule_sets import number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
 from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
 from amp_plugin.kernels.tracers import untraced
+from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
     from amp_plugin.casting.cast_cache import CastCache
@@ -196,7 +197,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give torch.{near}"
         raise TypeError(msg)
     KERNELS.install()
-    theirs = torch.autocast(device_type, dtype, enabled)
+    theirs = warned_at_user(torch.autocast, device_type, dtype, enabled)
     number = DEVICE_NUMBERS.get(device_type) if KERNELS.are_native else None
     checked = (number, theirs._enabled)
     if theirs._enabled == enabled:  # else it warned, and will again

@@ -84,6 +84,7 @@ class GradScaler(TorchInterface):
             also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
             ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
             skipped all the same.
+        one_pass: False lets torch's own code step Adam, AdamW and SGD too, which writes gradients.
 
     Raises:
         ValueError: A number is out of range, or an option unknown.
@@ -101,6 +102,8 @@ class GradScaler(TorchInterface):
         >>> scaler.last_step(optimizer).skipped
         False
     """
+
+    _one_pass = True  # of scalers pickled without it
 
     def __init__(
         self,
@@ -123,6 +126,7 @@ class GradScaler(TorchInterface):
         fp16_gradients: bool = False,
         sync_free: bool = False,
         on_nonfinite: OnNonfinite = "skip",
+        one_pass: bool = True,
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
@@ -143,6 +147,7 @@ class GradScaler(TorchInterface):
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
         self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
+        self._one_pass = one_pass
         self._skipped_before = 0
         self._start()
 
@@ -156,7 +161,12 @@ class GradScaler(TorchInterface):
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
         kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
-        shared = Shared(scales=self._scales, ranks=Ranks(self._groups), fp16_gradients=self._fp16_gradients)
+        shared = Shared(
+            scales=self._scales,
+            ranks=Ranks(self._groups),
+            fp16_gradients=self._fp16_gradients,
+            one_pass=self._one_pass,
+        )
         self._shared = shared
         self._registry = Registry(shared)
         self._updates = Updates(self._scales, self._registry)
@@ -227,9 +237,10 @@ class GradScaler(TorchInterface):
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
-            scaled = tensor * loss_scale.snapshot_on(tensor.device)
+            reading = loss_scale.read()
+            scaled = tensor * reading.on(tensor.device)
             if not again:
-                self._backwards.watch(scaled, loss_scale)
+                self._backwards.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -450,7 +461,7 @@ class GradScaler(TorchInterface):
         else:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
-            self._updates.note_step(window.result, window.result_scale)
+            self._updates.note_step(window.result)
             self._note_step(optimizer, window.result)
         return value
 
@@ -468,6 +479,10 @@ class GradScaler(TorchInterface):
             raise RuntimeError(msg)
         window.begin_call()
         window.refuse_taken_away()
+        one_pass = fused.in_one_pass(window, optimizer, args, kwargs)
+        if one_pass is not None:
+            waits = not (self._sync_free or fused.is_fused(optimizer))
+            return fused.step_in_one_pass(window, optimizer, one_pass, waits=waits)
         if not fused.is_fused(optimizer):
             return plain.step(window, optimizer, args, kwargs, without_sync=self._sync_free)
         if window.takes_scaler is None:

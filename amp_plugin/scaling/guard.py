@@ -61,7 +61,7 @@ class Guard:
         """Look whether an optimizer's gradients are finite; waits for no device."""
         gradients = window.unscaled
         clipped = gradients.take_clip_norm()
-        if clipped is not None and not (window.spans_ranks() or _was_skipped(window.result)):
+        if clipped is not None and not (window.spans_ranks or _was_skipped(window.result)):
             if clipped.device.type != "cpu":
                 return Check(clipped, clipped.isfinite().logical_not().float())
             if clipped.isfinite().item():  # else which they are is read; a norm may overflow by itself, too
@@ -82,6 +82,7 @@ class Guard:
             scale_before=None,
             report=Attribution(window.params, flagged, window.names, optimizer).report,
             known=skipped,
+            obstacle="nothing is scaled: torch's own step is taken",
         )
         window.unscaled.begin_anew()
         window.result = result

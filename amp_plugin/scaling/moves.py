@@ -19,6 +19,8 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     Returns:
         The tensor itself if it is there already, else a copy.
     """
+    if tensor.device == device:
+        return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"
     return tensor.to(device, non_blocking=not to_host)
 

@@ -7,8 +7,10 @@ import accelerate
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
-from amp_plugin import AmpAccelerator
+from amp_plugin import AmpAccelerator, device_speed
 from amp_plugin.adapters.accelerate import install, uninstall
 from tests.adapters.accelerate_pair import ours, reset
 
@@ -104,3 +106,179 @@ def test_a_step_of_ours_decides_anew():
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     assert optimizer.step_was_skipped is False
+
+
+# -- names of precisions ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "mine"),
+    [
+        ("fp32", "no"), ("32-true", "no"), (torch.float32, "no"), ("16-mixed", "fp16"), ("float16", "fp16"),
+        (torch.float16, "fp16"), ("fp16-mixed", "fp16"), ("bf16-mixed", "bf16"), (torch.bfloat16, "bf16"),
+    ],
+)  # fmt: skip
+def test_names_of_other_projects_are_understood(given, mine, monkeypatch):
+    reset()
+    assert AmpAccelerator(mixed_precision=given, cpu=True).mixed_precision == mine
+    if isinstance(given, str):
+        reset()
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+        assert AmpAccelerator(cpu=True).mixed_precision == mine
+
+
+@pytest.mark.parametrize("given", ["16-true", "bf16-true"])
+def test_weights_in_16_bits_are_no_mixed_precision(given, monkeypatch):
+    mine = "bf16" if given.startswith("bf") else "fp16"
+    reset()
+    with pytest.raises(ValueError, match=f"mixed_precision='{given}' keeps.*Use mixed_precision='{mine}'"):
+        AmpAccelerator(mixed_precision=given, cpu=True)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
+    with pytest.raises(ValueError, match=f"'{given}' from ACCELERATE_MIXED_PRECISION keeps"):
+        AmpAccelerator(cpu=True)
+
+
+# -- options of AmpPrecision --------------------------------------------------------------------
+
+
+class Dtypes(torch.nn.Module):
+    """Two layers that note in which dtype they have computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+        self.seen = {}
+
+    def forward(self, batch):
+        hidden = self.body(batch)
+        scores = self.head(hidden)
+        self.seen = {"body": hidden.dtype, "head": scores.dtype}
+        return scores
+
+
+@pytest.mark.parametrize("wanted", [["head"], ("h*d",), "head", ["Linear"]])
+@pytest.mark.parametrize("way", ["prepare", "prepare_model"])
+def test_modules_in_fp32(wanted, way, monkeypatch):
+    if isinstance(wanted, str):
+        monkeypatch.setenv("AMP_PLUGIN_FP32_MODULES", wanted)
+        accelerator = ours(precision="bf16")
+    else:
+        accelerator = ours(precision="bf16", fp32_modules=wanted)
+    model = getattr(accelerator, way)(Dtypes())
+    model(torch.ones(1, 2))
+    body = torch.float32 if "Linear" in wanted else torch.bfloat16
+    assert model.seen == {"body": body, "head": torch.float32}
+
+
+def test_each_name_of_a_module_must_be_found_in_one_of_the_models():
+    accelerator = ours(precision="bf16", fp32_modules=["head", "0"])
+    accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(2, 2)), Dtypes())
+    accelerator.prepare(torch.nn.ReLU())
+    accelerator = ours(precision="bf16", fp32_modules=["head", "haed"])
+    with pytest.raises(
+        ValueError, match=r"'haed' is no name or class of a module in Dtypes, did you mean head"
+    ):
+        accelerator.prepare(Dtypes())
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "expected"),
+    [
+        ("fp16", None, (torch.float16, torch.float16)),
+        ("fp16", "bf16", (torch.float16, torch.bfloat16)),
+        ("bf16", "fp32", (torch.bfloat16, torch.float32)),
+        ("no", "bf16-mixed", (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_evaluation_has_a_precision_of_its_own(training, evaluation, expected):
+    accelerator = ours(precision=training, eval_precision=evaluation)
+    model = accelerator.prepare(Dtypes())
+    seen = []
+    for mode in (True, False):
+        assert model.train(mode)(torch.ones(1, 2)).dtype is torch.float32
+        seen.append(model.seen["body"])
+    assert tuple(seen) == expected
+    twin = pickled(model)
+    twin(torch.ones(1, 2))
+    assert twin.seen["body"] is expected[1]
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    plain(torch.ones(1, 2))
+    assert plain.seen["body"] is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        (
+            "EVAL_PRECISION",
+            "fp17",
+            r"eval_precision='fp17' from AMP_PLUGIN_EVAL_PRECISION is unknown; allowed are",
+        ),
+        (
+            "FP32_MODULES",
+            "head,,body",
+            r"fp32_modules='head,,body' from .* is not allowed; give a list of names",
+        ),
+    ],
+)
+def test_wrong_values_name_their_source(variable, value, message, monkeypatch):
+    monkeypatch.setenv(f"AMP_PLUGIN_{variable}", value)
+    reset()
+    with pytest.raises(ValueError, match=message):
+        AmpAccelerator(cpu=True)
+
+
+def test_wrong_values_of_amp_kwargs():
+    with pytest.raises(
+        ValueError, match="fp32_modules=3 from AmpKwargs is not allowed; give a list of names"
+    ):
+        ours(fp32_modules=3)
+
+
+# -- what is said at the start of a run ---------------------------------------------------------
+
+
+def launched(tmp_path, monkeypatch, **changes):
+    """Set the environment that ``accelerate launch`` sets for a file of ``accelerate config``."""
+    lines = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "machine_rank": 0,
+        "mixed_precision": "bf16", "num_machines": 1, "num_processes": 2, "use_cpu": "true", **changes,
+    }  # fmt: skip
+    file = tmp_path / "default_config.yaml"
+    file.write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
+    parsed = launch.launch_command_parser().parse_args(["--config_file", str(file), "script.py"])
+    parsed = launch._validate_launch_command(parsed)[0]
+    _, environment = prepare_simple_launcher_cmd_env(parsed)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    reset()
+
+
+def test_a_launch_with_fewer_processes_than_its_file_names_is_told(tmp_path, monkeypatch):
+    launched(tmp_path, monkeypatch)
+    with pytest.warns(UserWarning, match="several processes .* has started one: .*MULTI_GPU") as told:
+        AmpAccelerator()
+    assert told[0].filename == __file__
+    monkeypatch.delenv("MASTER_ADDR")
+    launched(tmp_path, monkeypatch, distributed_type="'NO'", num_processes=1)
+    AmpAccelerator()
+
+
+def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
+    monkeypatch.setattr(device_speed, "processor_facts", lambda: ("an old one", {"avx2", "avx512_bf16"}))
+    reset()
+    with pytest.warns(UserWarning, match="fp16 is not fast on this cpu; bf16 is. The numbers") as told:
+        AmpAccelerator(mixed_precision="fp16", cpu=True)
+    assert [warning.filename for warning in told] == [__file__]
+    ours(precision="bf16")
+
+
+def test_a_checkpoint_without_a_loss_scale_is_told_at_the_users_line(tmp_path):
+    accelerator = ours(precision="bf16")
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    accelerator = ours()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    with pytest.warns(UserWarning, match=r"no scaler\.pt") as told:
+        accelerator.load_state(tmp_path)
+    assert told[0].filename == __file__

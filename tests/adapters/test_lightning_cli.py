@@ -62,6 +62,10 @@ def test_all_options_come_from_yaml(tmp_path, monkeypatch):
     assert torch.get_default_dtype() is torch.float32
 
 
+def test_lightnings_name_of_a_precision_is_taken(tmp_path, monkeypatch):
+    assert run(tmp_path, monkeypatch, "16-mixed").precision_plugin.settings.precision == "fp16"
+
+
 def test_a_wrong_precision_is_named(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run(tmp_path, monkeypatch, "fp12")

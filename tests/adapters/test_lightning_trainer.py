@@ -907,12 +907,17 @@ def test_a_step_before_the_first_loss_is_told_of():
     ("arguments", "message"),
     [
         (
-            {"precision": "16-mixed"},
-            r"precision='16-mixed' is unknown; allowed are 'fp16', 'bf16', 'fp32'; did you mean precision='fp16'\?",
+            {"precision": "16-mixd"},
+            r"precision='16-mixd' is unknown; allowed are 'fp16', 'bf16', 'fp32'; did you mean precision='fp16'\?",
         ),
-        ({"precision": "bfloat16"}, "did you mean precision='bf16'"),
+        ({"precision": "bf16-true"}, r"weights themselves in 16 bits.*Use precision='bf16': .* in fp32"),
+        ({"precision": "16-true"}, r"Use precision='fp16'"),
+        ({"precision": torch.float64}, r"precision=torch.float64 is not mixed precision.*'64-true'"),
         ({"precision": "fp8"}, "precision='fp8' is unknown; allowed are"),
-        ({"eval_precision": "half"}, "eval_precision='half' is unknown.*did you mean eval_precision='fp16'"),
+        (
+            {"eval_precision": "hallf"},
+            "eval_precision='hallf' is unknown.*did you mean eval_precision='fp16'",
+        ),
         ({"device": "cuda:0"}, r"device='cuda:0' is unknown.*without an index"),
         ({"device": "gpu"}, "device='gpu' is unknown; allowed are 'cpu', 'cuda', 'xpu', 'mps'"),
         ({"growth_factor": 0.5}, "growth factor must be > 1"),
@@ -928,6 +933,22 @@ def test_a_step_before_the_first_loss_is_told_of():
 def test_wrong_options(arguments, message):
     with pytest.raises(ValueError, match=message):
         AmpPrecision(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("mine", "names"),
+    [
+        ("fp16", ["16-mixed", "fp16-mixed", "16", 16, "float16", torch.float16, "half"]),
+        ("bf16", ["bf16-mixed", "bfloat16", torch.bfloat16]),
+        ("fp32", ["32-true", "32", 32, "float32", torch.float32, "no"]),
+    ],
+)
+@pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
+def test_names_of_other_projects_are_understood(cls, mine, names):
+    for name in names:
+        plugin = cls(name, eval_precision=name)
+        assert (plugin.settings.precision, plugin.settings.eval_precision) == (mine, mine)
+        assert repr(plugin) == f"{cls.__name__}({mine!r})"
 
 
 def test_one_string_of_fp32_modules():

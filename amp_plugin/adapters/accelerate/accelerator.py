@@ -29,8 +29,10 @@ from amp_plugin.adapters.endless_skips import explanation
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.fp32_modules import apply_fp32_modules, matching, require_matches
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 from amp_plugin.scaling.replay import Recorder, Replay
@@ -44,7 +46,8 @@ _SIGNATURE = inspect.signature(Accelerator.__init__)
 class AmpAccelerator(Accelerator):
     """A drop-in for ``accelerate.Accelerator``: change the import, nothing else.
 
-    ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included. Clipping
+    ``mixed_precision="fp16"`` is float16 with a loss scale on every device, the CPU included; names such
+    as ``"fp32"`` (for ``"no"``) and ``"16-mixed"`` are understood. Clipping
     is right for any parameters, any number of times, and does nothing within an accumulation window;
     several optimizers, closures and optimizers without gradients work. Processes started by torchrun
     without a GPU form a group on the CPU. DeepSpeed, Megatron-LM, XLA
@@ -85,7 +88,9 @@ class AmpAccelerator(Accelerator):
         handlers = list(given.get("kwargs_handlers") or ())
         self._settings = resolve(handlers, os.environ)
         self._options = self._settings.adapter()
-        engagement.check_precision(given.get("mixed_precision"), os.environ)
+        given["mixed_precision"] = engagement.precision_for_accelerate(
+            given.get("mixed_precision"), os.environ
+        )
         given["kwargs_handlers"] = [other for other in handlers if not isinstance(other, AmpKwargs)]
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
@@ -98,6 +103,8 @@ class AmpAccelerator(Accelerator):
         self._recorder = Recorder()
         self._logged: dict[int, StepResult | None] = {}
         ask_in_transformers()
+        self._wanted_in_fp32: Sequence[str] = self._options.fp32_modules
+        self._found_in_fp32: set[str] = set()
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
@@ -115,13 +122,22 @@ class AmpAccelerator(Accelerator):
         fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
         self._grad_scaler = engagement.grad_scaler(device, precision, self._settings, fsdp1)
         self.scaler = self._grad_scaler if precision == "fp16" else None
+        if self.is_main_process:
+            warn_of_slow_fp16(precision, device)
+            engagement.warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
+        self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self.register_load_state_pre_hook(self._remember_folder)
-        if self.native_amp:
-            self._region = engagement.region_options(device, precision, self._settings)
+        self._region = engagement.region_options(device, precision, self._settings)
+        if self._changes_forward:
             engagement.rules_of_blocks(device, self._settings)
-            if self.is_fsdp2 and self._options.fp32_outputs:
-                engagement.return_fp32_from_fsdp2(self.state.fsdp_plugin, self._region.dtype)
+        if self.native_amp and self.is_fsdp2 and self._options.fp32_outputs:
+            engagement.return_fp32_from_fsdp2(self.state.fsdp_plugin, self._region.dtype)
+
+    @property
+    def _changes_forward(self) -> bool:
+        """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
+        return self.native_amp or self._options.eval_precision in {"fp16", "bf16"}
 
     @property
     def _is_fsdp1(self) -> bool:
@@ -131,26 +147,51 @@ class AmpAccelerator(Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
-        if self._engaged and self.native_amp and self.is_fsdp2:  # Accelerate leaves autocast out there
-            for module in args:
-                if isinstance(module, nn.Module):
-                    self._mix(module)
-        prepared = super().prepare(*args, **kwargs)
+        models = [module for module in args if isinstance(module, nn.Module)]
+        if self._engaged:
+            for model in models:
+                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
+            self._keep_in_fp32(models)
+            if self._changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
+                for model in models:
+                    self._mix(model)
+        with self._shown_to_accelerate(_wanted_in_fp32=()):  # they are in fp32 by now
+            prepared = super().prepare(*args, **kwargs)
         if self._engaged:
             self._register_names()
+            self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""
         if not self._engaged:
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
-        if self.native_amp and not getattr(model, "_is_accelerate_prepared", False):
-            self._mix(model)
+        if not getattr(model, "_is_accelerate_prepared", False):
+            if not kwargs.get("evaluation_mode", len(args) > 1 and args[1]):
+                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
+            self._keep_in_fp32([model])
+            if self._changes_forward:
+                self._mix(model)
         with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
-            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        self._weights.wrap(prepared)
+        return prepared
+
+    def _keep_in_fp32(self, models: Sequence[nn.Module]) -> None:
+        """Put the modules that ``fp32_modules`` names under fp32; each name must be found by now."""
+        found = {model: matching(model, self._wanted_in_fp32) for model in models}
+        self._found_in_fp32.update(*found.values())
+        if models:
+            require_matches(
+                models, [name for name in self._wanted_in_fp32 if name not in self._found_in_fp32]
+            )
+        for model, names in found.items():
+            apply_fp32_modules(model, names)
 
     def _mix(self, module: nn.Module) -> None:
-        MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()))
+        precision = self._options.eval_precision
+        in_eval = precision and engagement.region_options(self.device.type, precision, self._settings)
+        MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()), in_eval or None)
 
     def _window_cache(self) -> CastCache | None:
         wanted = engagement.casts_once_a_window(
@@ -171,6 +212,7 @@ class AmpAccelerator(Accelerator):
         ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self.scaler)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
+            self._weights.add(self._models, [ours.optimizer])
         return ours
 
     def _register_names(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.user_warnings import warn_user
 
 
 @contextmanager
@@ -42,9 +42,7 @@ def load_loss_scale(scaler: GradScaler, folder: Path) -> None:
     if file.is_file():
         scaler.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
         return
-    warnings.warn(
+    warn_user(
         f"the checkpoint {folder} has no {SCALER_NAME}, it was not saved in fp16; "
-        f"the loss scale stays at {scaler.get_scale():g}",
-        UserWarning,
-        stacklevel=3,
+        f"the loss scale stays at {scaler.get_scale():g}"
     )

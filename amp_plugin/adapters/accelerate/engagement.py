@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,19 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
+from amp_plugin.adapters.model_weights import ModelWeights
+from amp_plugin.adapters.precision_names import (
+    DTYPES,
+    WEIGHTS_IN_16_BITS,
+    checked_precision,
+    known_precision,
+)
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.refusals import refuse_other_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -28,17 +36,30 @@ _LEFT = {
 _VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
-def check_precision(argument: Any, environment: Mapping[str, str]) -> None:
-    """Check the precision the environment names; Accelerate checks the argument only.
+def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
+    """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
+
+    Args:
+        argument: the program's ``mixed_precision``; other names of precisions are understood.
+        environment: where ``ACCELERATE_MIXED_PRECISION`` may name one; Accelerate checks the argument only.
 
     Raises:
-        ValueError: it is none of Accelerate's.
+        ValueError: the environment names none of Accelerate's; or either keeps weights in 16 bits.
     """
-    named = environment.get(_VARIABLE, "no").lower()
-    if argument is None and not AcceleratorState._shared_state and named not in PrecisionType.list():
+    from_environment = argument is None and not AcceleratorState._shared_state
+    given = environment.get(_VARIABLE, "no").lower() if from_environment else argument
+    if given is None or str(given) in PrecisionType.list():
+        return argument
+    known = known_precision(given)
+    if known is not None:
+        return "no" if known == "fp32" else known
+    if str(given) in WEIGHTS_IN_16_BITS:
+        checked_precision("mixed_precision", given, _VARIABLE if from_environment else "")
+    if from_environment:
         allowed = ", ".join(PrecisionType.list())
-        msg = f"{_VARIABLE}={named!r} in the environment is unknown; allowed are {allowed}"
+        msg = f"{_VARIABLE}={given!r} in the environment is unknown; allowed are {allowed}"
         raise ValueError(msg)
+    return argument
 
 
 def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
@@ -48,6 +69,27 @@ def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
     """
     several = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     return several and not torch.accelerator.is_available()
+
+
+def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> None:
+    """Warn where ``accelerate launch`` was asked for several processes and has started one.
+
+    Its MULTI_CPU, what ``accelerate config`` writes for a CPU, starts several by mpirun only. Without, it
+    leaves an address to meet at, but neither a rank nor a number of processes.
+
+    Args:
+        running: processes of this run.
+        environment: the launch's.
+    """
+    launched_alone = {"MASTER_ADDR", _VARIABLE, "ACCELERATE_USE_CPU"} <= {*environment} and not (
+        {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & {*environment}
+    )
+    if running == 1 and launched_alone:
+        warn_user(
+            "accelerate launch was asked for several processes (num_processes) and has started one: its "
+            "MULTI_CPU needs mpirun. For several processes on a CPU write distributed_type: MULTI_GPU, "
+            'gpu_ids: "-1,-1" and use_cpu: true; configs/accelerate/cpu_bf16_2_processes.yaml is such a file'
+        )
 
 
 def is_ours(distributed: DistributedType, precision: str, settings: Settings, *, explicit: bool) -> bool:
@@ -73,7 +115,7 @@ def is_ours(distributed: DistributedType, precision: str, settings: Settings, *,
         msg = f"{text}, so AmpKwargs would have no effect; remove AmpKwargs from kwargs_handlers"
         raise ValueError(msg)
     if precision != "no" or settings.values:
-        warnings.warn(f"{text}; amp_plugin's options have no effect", UserWarning, stacklevel=4)
+        warn_user(f"{text}; amp_plugin's options have no effect")
     return False
 
 
@@ -109,18 +151,43 @@ def _groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, list[ProcessGrou
     return {"sharded_groups" if sharded else "process_groups": [torch.distributed.group.WORLD]}
 
 
+def model_weights(precision: str, settings: Settings, distributed: DistributedType) -> ModelWeights:
+    """Return how the weights of prepared models are stored.
+
+    Args:
+        precision: the accelerator's ``mixed_precision``.
+        settings: the options.
+        distributed: its ``distributed_type``.
+
+    Raises:
+        ValueError: the models would compute in another dtype; the text names what set the option.
+        TypeError: FSDP shards them and stores float32 by itself.
+    """
+    weights = settings.adapter().weights
+    settings.build(lambda: refuse_other_precision(weights, precision, named="mixed_precision"))
+    if weights != "fp32" and distributed == DistributedType.FSDP:
+        msg = (
+            f"weights={weights!r} does not work under FSDP: it stores shards in float32 and gathers them in "
+            "16 bits by itself; leave weights='fp32' and use "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...)"
+        )
+        raise TypeError(msg)
+    return ModelWeights(weights, casts=precision != "no")
+
+
 def region_options(device: str, precision: str, settings: Settings) -> RegionOptions:
     """Return how prepared models compute, before it is known whether casts are kept.
 
     Args:
         device: type of the accelerator's device.
-        precision: its ``mixed_precision``, fp16 or bf16.
+        precision: its ``mixed_precision``, or the precision of its models in ``eval()`` mode.
         settings: the options.
     """
+    mixed = precision in {"fp16", "bf16"}
     return RegionOptions(
         device_type=device,
-        dtype=torch.float16 if precision == "fp16" else torch.bfloat16,
-        enabled=settings.autocast_enabled,
+        dtype=DTYPES[precision] if mixed else torch.bfloat16,
+        enabled=settings.autocast_enabled and mixed,
         cache_enabled=settings.cache_enabled,
         fp32_outputs=settings.adapter().fp32_outputs,
     )

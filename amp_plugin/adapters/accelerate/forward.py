@@ -60,18 +60,27 @@ class MixedForward:
     ``accelerate.utils.extract_model_from_parallel`` looks for to take it off again.
     """
 
-    def __init__(self, module: nn.Module, options: RegionOptions) -> None:
+    def __init__(
+        self, module: nn.Module, options: RegionOptions, eval_options: RegionOptions | None = None
+    ) -> None:
         self.module = module
         self.options = options
+        self.eval_options = options if eval_options is None else eval_options
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.mode = (module.training, torch.is_grad_enabled())
 
     @staticmethod
-    def put_on(module: nn.Module, options: RegionOptions) -> None:
-        """Give ``module`` a mixed forward; nothing happens if it has one."""
+    def put_on(module: nn.Module, options: RegionOptions, eval_options: RegionOptions | None = None) -> None:
+        """Give ``module`` a mixed forward; nothing happens if it has one.
+
+        Args:
+            module: changed in place.
+            options: how it computes in training.
+            eval_options: how it computes in ``eval()`` mode; None: the same.
+        """
         if isinstance(module.__dict__.get("forward"), MixedForward):
             return
-        forward = MixedForward(module, options)
+        forward = MixedForward(module, options, eval_options)
         module._original_forward = forward.__wrapped__  # type: ignore[assignment]
         module.forward = forward
 
@@ -111,7 +120,7 @@ class MixedForward:
         """Run the module's own forward in the region."""
         if not torch.compiler.is_compiling():
             self._notice_mode()
-        options = self.options
+        options = self.options if self.module.training else self.eval_options
         with autocast(
             options.device_type,
             options.dtype,

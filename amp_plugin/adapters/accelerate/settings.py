@@ -11,7 +11,7 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -20,10 +20,12 @@ import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
+from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite
+from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
@@ -60,6 +62,12 @@ class AmpKwargs(KwargsHandler):
             more than one micro-batch and the native core is loaded.
         exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
             a scheduler is held back with the skipped step, not one step later; False.
+        fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
+            (``"LayerNorm"``) of prepared models that compute in fp32; in text ``"LayerNorm,head.*"``.
+        eval_precision: precision of prepared models in ``eval()`` mode: ``"fp16"``, ``"bf16"`` or
+            ``"fp32"``; by default as in training.
+        weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
+            float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
 
     Example:
         >>> AmpKwargs(init_scale=1024.0).to_kwargs()
@@ -84,6 +92,9 @@ class AmpKwargs(KwargsHandler):
     fp32_outputs: bool | None = None
     cast_cache: bool | None = None
     exact_schedulers: bool | None = None
+    fp32_modules: Sequence[str] | None = None
+    eval_precision: PrecisionName | None = None
+    weights: WeightsName | None = None
 
 
 AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
@@ -103,6 +114,9 @@ class AdapterOptions:
     fp32_outputs: bool = True
     cast_cache: bool | None = None
     exact_schedulers: bool = False
+    fp32_modules: Sequence[str] = ()
+    eval_precision: PrecisionName | None = None
+    weights: WeightsName = "fp32"
 
     def __post_init__(self) -> None:
         if self.max_skips_in_a_row < 0:
@@ -251,8 +265,8 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
 def _checked(name: str, value: Any, source: str) -> Any:
     """Return ``value`` as the option's type in AmpKwargs, from text too."""
     wanted = _TYPES[name]
-    if wanted is OpRules:
-        return rules_from(value, source)
+    if name in _PARSERS:
+        return _PARSERS[name](name, value, source)
     if wanted is bool:
         words = {"1": True, "true": True, "yes": True, "on": True}
         words |= {"0": False, "false": False, "no": False, "off": False}
@@ -265,6 +279,20 @@ def _checked(name: str, value: Any, source: str) -> Any:
         whole = int(number) if number is not None and number.is_integer() else None
         return _require(whole, name, value, source, "a whole number")
     return _require(number, name, value, source, "a number")
+
+
+def _names(option: str, value: Any, source: str) -> tuple[str, ...]:
+    """Return a list of names, also from text with commas, as in a variable of the environment."""
+    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    is_list = isinstance(names, Sequence) and all(isinstance(name, str) and name for name in names)
+    return tuple(_require(names if is_list else None, option, value, source, "a list of names"))
+
+
+_PARSERS: dict[str, Callable[[str, Any, str], Any]] = {
+    "eval_precision": checked_precision,
+    "fp32_modules": _names,
+    "rules": lambda _, value, source: rules_from(value, source),
+}
 
 
 def _require(parsed: Any, name: str, value: Any, source: str, allowed: str) -> Any:

@@ -10,6 +10,7 @@ from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked, number
 from amp_plugin.scaling.replay import Recorder, Replay
 from amp_plugin.scaling.skips_in_a_row import ReadStep
+from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -150,7 +151,7 @@ class Monitor:
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True
-        self.package.utilities.rank_zero_warn(
+        self.package.utilities.rank_zero_only(warn_user)(
             f"the loss scale fell to {result.scale_after:g}, below 1: gradients overflow without any "
             f"scaling ({result.overflow_report().summary()}). Look for a diverging loss, lower the learning "
             "rate, or use AmpPrecision('bf16')"

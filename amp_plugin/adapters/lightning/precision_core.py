@@ -13,25 +13,25 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
-from amp_plugin.adapters.lightning.settings import (
-    DTYPES,
-    PrecisionName,
-    PrecisionSettings,
-    checked_loss_scale,
-)
+from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
+from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
+from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.adapters.precision_names import DTYPES, PrecisionName, StockName, checked_precision
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 
@@ -56,12 +56,13 @@ class PrecisionCore:
     @names_checked
     def __init__(
         self,
-        precision: PrecisionName = "fp16",
+        precision: PrecisionName | StockName | torch.dtype = "fp16",
         *,
         device: str | None = None,
-        eval_precision: PrecisionName | None = None,
+        eval_precision: PrecisionName | StockName | torch.dtype | None = None,
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
+        weights: WeightsName = "fp32",
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         init_scale: float = 2.0**16,
@@ -78,11 +79,14 @@ class PrecisionCore:
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
-            precision=precision,
-            eval_precision=eval_precision,
+            precision=checked_precision("precision", precision),
+            eval_precision=(
+                None if eval_precision is None else checked_precision("eval_precision", eval_precision)
+            ),
             device=device,
             rules=rules,
             fp32_modules=fp32_modules,
+            weights=weights,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
             loss_scale=checked_loss_scale(
@@ -104,9 +108,11 @@ class PrecisionCore:
         self.device = settings.device or ""
         self.observers: list[Observer] = []
         self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
+        self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
         self._attempted_steps = 0
+        self._hand_stepped = HandSteppedSchedulers(exact=exact_schedulers)
         self._begin()
 
     def _begin(self) -> None:
@@ -182,6 +188,7 @@ class PrecisionCore:
             self._rules = rules
             set_default_rules(rules)
         self._scaler.place(self.device, **scaler_options)
+        self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def _keep_casts(self, *, window: int) -> None:
         """Keep cast weights from micro-batch to micro-batch where that saves casts."""
@@ -271,8 +278,39 @@ class PrecisionCore:
         """
         return self._scaler.last_step(self._unwrap(optimizer))
 
+    def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
+        """Step a scheduler by hand, unless its optimizer's step was skipped: manual optimization, Fabric.
+
+        Call it after each ``optimizer.step()`` that the scheduler counts. With a fused optimizer on a GPU the
+        host learns of a skip one step later, and the scheduler misses that later step instead, unless
+        ``exact_schedulers``.
+
+        Args:
+            scheduler: any of torch's; others need an attribute ``optimizer``.
+            *args: for ``scheduler.step``, such as the metric of ReduceLROnPlateau.
+
+        Returns:
+            Whether it was stepped.
+
+        Raises:
+            TypeError: the scheduler does not say which optimizer it is for.
+            RuntimeError: that optimizer has not stepped yet.
+        """
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is None:
+            msg = (
+                f"step_scheduler({type(scheduler).__name__}): it has no attribute 'optimizer'; call "
+                "its step() where not plugin.last_step(optimizer).skipped"
+            )
+            raise TypeError(msg)
+        if self._hand_stepped.are_held(self._unwrap(optimizer), self.last_step):
+            return False
+        scheduler.step(*args)
+        return True
+
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
+        self._hand_stepped.after_step(optimizer, result)
         if self._cast_cache is not None:
             self._cast_cache.end_window()
         for observer in self.observers:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
+from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from amp_plugin.casting.rules import OpRules
-
-PrecisionName = Literal["fp16", "bf16", "fp32"]
-DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+    from amp_plugin.weights.forms import WeightsName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +30,8 @@ class PrecisionSettings:
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
             (``"LayerNorm"``) which compute in fp32 whatever the precision.
+        weights: how trainable weights are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``,
+            ``"bf16-stochastic"``.
         cast_cache: keep cast weights over an accumulation window (2 bytes an element more); None: where
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
@@ -43,11 +41,12 @@ class PrecisionSettings:
         on_nonfinite: what a step does whose gradients are not finite, in any precision.
     """
 
-    precision: str
-    eval_precision: str | None = None
+    precision: PrecisionName
+    eval_precision: PrecisionName | None = None
     device: str | None = None
     rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
+    weights: WeightsName = "fp32"
     cast_cache: bool | None = None
     exact_schedulers: bool = False
     loss_scale: LossScaleOptions
@@ -55,12 +54,13 @@ class PrecisionSettings:
     on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
-        _check_precision("precision", self.precision)
-        if self.eval_precision is not None:
-            _check_precision("eval_precision", self.eval_precision)
         if self.device is not None:
             _check_device(self.device)
         _check_names("fp32_modules", self.fp32_modules)
+        object.__setattr__(self, "weights", checked_name(self.weights))
+        refuse_other_precision(self.weights, self.precision)
+        if self.eval_precision is not None:
+            refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
@@ -98,20 +98,6 @@ def checked_loss_scale(**options: Any) -> LossScaleOptions:
         elif not isinstance(default, str):
             number(name, value, none=default is None)
     return LossScaleOptions(**options)
-
-
-def _check_precision(name: str, given: str) -> None:
-    if given in DTYPES:
-        return
-    ours = {theirs: mine for mine, theirs in STOCK_NAMES.items()} | {
-        "16": "fp16",
-        "32": "fp32",
-        "float16": "fp16",
-    }
-    ours |= {"bfloat16": "bf16", "float32": "fp32", "half": "fp16"}
-    hint = did_you_mean(given, DTYPES, aliases=ours, written=lambda near: f"{name}={near!r}")
-    msg = f"{name}={given!r} is unknown; allowed are {', '.join(map(repr, DTYPES))}{hint}"
-    raise ValueError(msg)
 
 
 def _check_names(option: str, given: object) -> None:

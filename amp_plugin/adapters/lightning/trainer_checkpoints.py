@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
+from amp_plugin.user_warnings import warn_user
 
 # Where the stock plugins keep the loss scale's state; the last is that of Lightning before 1.6.
 STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
@@ -28,12 +29,12 @@ class TrainerCheckpoints(PrecisionCore):
         if not self._fitting:
             return
         if self.settings.scales_loss and found is None:
-            self.package.utilities.rank_zero_warn(
+            self.package.utilities.rank_zero_only(warn_user)(
                 "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
                 f"in fp16 from init_scale={self.settings.loss_scale.init_scale:g}"
             )
         elif not self.settings.scales_loss and found is not None:
-            self.package.utilities.rank_zero_warn(
+            self.package.utilities.rank_zero_only(warn_user)(
                 "the checkpoint was written in fp16. Training goes on in "
                 f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
             )

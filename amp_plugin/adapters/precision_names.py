@@ -1,0 +1,80 @@
+"""The names of precisions: ours, and what users of torch, Lightning, Accelerate and apex type instead."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast
+
+import torch
+
+from amp_plugin.did_you_mean import did_you_mean
+
+PrecisionName = Literal["fp16", "bf16", "fp32"]
+StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
+DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+OTHER_NAMES: Final[dict[str, PrecisionName]] = {
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "fp16-mixed": "fp16",
+    "float16": "fp16",
+    "half": "fp16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "no": "fp32",
+    "32": "fp32",
+    "32-true": "fp32",
+    "float": "fp32",
+    "float32": "fp32",
+}
+WEIGHTS_IN_16_BITS: Final = {"16-true": "fp16", "bf16-true": "bf16", "O3": "fp16"}
+_DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
+
+
+def known_precision(given: object) -> PrecisionName | None:
+    """Return our name of a precision, from a name of anybody's, a dtype, or 16 and 32; None if it is none.
+
+    Example:
+        >>> known_precision("16-mixed"), known_precision(torch.bfloat16), known_precision("fp8")
+        ('fp16', 'bf16', None)
+    """
+    name = str(given).removeprefix("torch.")
+    return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
+
+
+def checked_precision(option: str, given: object, source: str = "") -> PrecisionName:
+    """Return our name of a precision, from a name of anybody's.
+
+    Args:
+        option: the option it was given for.
+        given: a name, a torch.dtype, or 16 and 32.
+        source: what set the option, for the error; left out where it is plain.
+
+    Raises:
+        ValueError: it is no precision of ours; the text says what to use.
+    """
+    known = known_precision(given)
+    if known is not None:
+        return known
+    place = f"{option}={given!r}{f' from {source}' if source else ''}"
+    name = str(given).removeprefix("torch.")
+    if name in WEIGHTS_IN_16_BITS:
+        mine = WEIGHTS_IN_16_BITS[name]
+        msg = (
+            f"{place} keeps the weights themselves in 16 bits, which is not mixed precision: small updates "
+            f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32. With "
+            f"weights={mine!r} too they stay in 16 bits, and are trained as exactly"
+        )
+    elif name in _DOUBLE:
+        msg = (
+            f"{place} is not mixed precision, nothing is cast in float64; allowed are {_allowed()}. For "
+            "float64 leave amp_plugin out: use Lightning's own precision='64-true', or model.double()"
+        )
+    else:
+        names = [*DTYPES, *OTHER_NAMES]
+        hint = did_you_mean(name, names, written=lambda near: f"{option}={OTHER_NAMES.get(near, near)!r}")
+        msg = f"{place} is unknown; allowed are {_allowed()}{hint}"
+    raise ValueError(msg)
+
+
+def _allowed() -> str:
+    return ", ".join(map(repr, DTYPES))

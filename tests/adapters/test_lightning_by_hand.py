@@ -1,0 +1,120 @@
+"""Schedulers stepped by hand, and warnings at the user's line."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+
+from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, device_speed
+from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
+from tests.adapters.lightning_models import QUIET, OneWeight, fit, weight
+
+pytestmark = QUIET
+
+
+class ByHand(OneWeight):
+    """Manual optimization whose first step overflows; steps its scheduler after each."""
+
+    def __init__(self, step_scheduler, **options):
+        super().__init__(overflow_at=(0, 2), lr=0.1, **options)
+        self.automatic_optimization = False
+        self.step_scheduler, self.stepped = step_scheduler, []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.stepped.append(self.step_scheduler(self.trainer.precision_plugin, self.lr_schedulers()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, fused=self.fused)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def test_torch_warns_of_a_scheduler_that_is_not_held():
+    with pytest.warns(UserWarning, match=r"`lr_scheduler.step\(\)` before `optimizer.step\(\)`"):
+        fit(ByHand(lambda _, scheduler: scheduler.step()), AmpPrecision("fp16"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize(
+    ("precision", "stepped"), [("fp16", [False, True, False, True]), ("bf16", None), ("fp32", None)]
+)
+def test_a_scheduler_is_held_back_by_hand(precision, stepped, fused):
+    module = ByHand(lambda plugin, scheduler: plugin.step_scheduler(scheduler), fused=fused)
+    if stepped is None:
+        module.overflow_at = ()
+    plugin = AmpPrecision(precision)
+    fit(module, plugin, steps=4)
+    assert module.stepped == (stepped or [True] * 4)
+    taken = sum(module.stepped)
+    assert module.lrs[-1] == pytest.approx(0.1 * 0.5**taken)
+    assert plugin.optimizer_steps == taken
+
+
+def test_a_metric_is_handed_on():
+    module = ByHand(lambda plugin, scheduler: plugin.step_scheduler(scheduler, 1.0))
+    module.configure_optimizers = lambda: (
+        [optimizer := torch.optim.SGD(module.parameters(), lr=0.1)],
+        [torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)],
+    )
+    fit(module, AmpPrecision("fp16"), steps=4)
+    assert module.stepped == [False, True, False, True]
+    assert module.lrs[-1] == pytest.approx(0.01)
+
+
+def test_fabric_holds_a_scheduler_back():
+    plugin = FabricAmpPrecision("fp16")
+    fabric = Fabric(plugins=[plugin], accelerator="cpu")
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    stepped = []
+    for factor in (float("inf"), 1.0, 1.0):
+        fabric.backward(model(torch.ones(1, 2)).sum() * factor)
+        optimizer.step()
+        stepped.append(plugin.step_scheduler(scheduler))
+        optimizer.zero_grad()
+    assert stepped == [False, True, True]
+    with pytest.raises(TypeError, match="has no attribute 'optimizer'; call its step"):
+        plugin.step_scheduler(SimpleNamespace())
+
+
+class Result:
+    """A step's result that the host knows from the second question on."""
+
+    def __init__(self, skipped):
+        self.skipped, self.asked = skipped, 0
+
+    def skipped_if_known(self):
+        self.asked += 1
+        return self.skipped if self.asked > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("exact", "held"), [(False, [False, False, True, False]), (True, [False, True, False, False])]
+)
+def test_a_skip_known_late_holds_back_later(exact, held):
+    optimizer, schedulers = torch.optim.SGD([weight()], lr=1.0), HandSteppedSchedulers(exact=exact)
+    seen = []
+    for number, skipped in enumerate([False, True, False, False]):
+        result = Result(skipped)
+        schedulers.after_step(optimizer, result)
+        seen += [schedulers.are_held(optimizer, lambda _, result=result: result)]
+        assert schedulers.are_held(optimizer, None) is seen[number]
+    assert seen == held
+
+
+def test_warnings_show_the_users_line(monkeypatch, recwarn):
+    monkeypatch.setattr(device_speed, "processor_facts", lambda: ("an old one", {"avx2"}))
+    plugin = AmpPrecision("fp16", init_scale=1.5)
+    fit(OneWeight(overflow_at=range(60)), plugin, steps=51, callbacks=[AmpMonitor(max_skips_in_a_row=60)])
+    texts = {"fp16 is not fast on this cpu, expect": 0, "the loss scale fell": 0, "in a row were skipped": 0}
+    for warning in recwarn:
+        for text in texts:
+            if text in str(warning.message):
+                texts[text] += 1
+                assert warning.filename.endswith("lightning_models.py"), warning  # where fit is called
+    assert set(texts.values()) == {1}, texts
