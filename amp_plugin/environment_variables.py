@@ -28,6 +28,8 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "dynamic",
     "fp16_gradients",
     "sync_free",
+    "on_nonfinite",
+    "max_skips_in_a_row",
     "rules",
     "fp32_outputs",
     "cast_cache",

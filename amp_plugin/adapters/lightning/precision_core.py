@@ -29,6 +29,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
+from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.weights.forms import WeightsName
 
@@ -75,6 +76,7 @@ class PrecisionCore:
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
         fp16_gradients: bool = False,
+        on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
             precision=checked_precision("precision", precision),
@@ -100,6 +102,7 @@ class PrecisionCore:
                 dynamic=dynamic,
             ),
             fp16_gradients=fp16_gradients,
+            on_nonfinite=on_nonfinite,
         )
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
@@ -154,6 +157,7 @@ class PrecisionCore:
             self.settings.loss_scale,
             enabled=self.settings.scales_loss,
             fp16_gradients=self.settings.fp16_gradients,
+            on_nonfinite=self.settings.on_nonfinite,
         )
 
     def current_scale(self) -> Tensor | None:
@@ -263,8 +267,8 @@ class PrecisionCore:
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of an optimizer's last step, in any precision.
 
-        Without a loss scale no step is skipped and both scales are 1. ``norm`` is None there unless
-        somebody has measured it: AmpMonitor, or ``plugin.clip_grad_norm_`` in Fabric.
+        Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
+        ``on_nonfinite="ignore"`` unless somebody has measured it: AmpMonitor, or a clip.
 
         Args:
             optimizer: the framework's or torch's.

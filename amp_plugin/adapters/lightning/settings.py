@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amp_plugin.adapters.option_checks import flag, number, rules_from
 from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
 from amp_plugin.scaling.loss_scale import LossScaleOptions
+from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PrecisionSettings:
             of a skipped step, not even by one optimizer step.
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
+        on_nonfinite: what a step does whose gradients are not finite, in any precision.
     """
 
     precision: PrecisionName
@@ -49,6 +51,7 @@ class PrecisionSettings:
     exact_schedulers: bool = False
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
+    on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -61,6 +64,7 @@ class PrecisionSettings:
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
+        checked_on_nonfinite(self.on_nonfinite)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
