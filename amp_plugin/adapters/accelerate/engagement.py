@@ -140,6 +140,7 @@ def grad_scaler(
         enabled=enabled,
         fp16_gradients=adapter.fp16_gradients,
         sync_free=adapter.sync_free,
+        one_pass=adapter.one_pass,
         **(_groups(fsdp1) if enabled and fsdp1 is not None else {}),
     )
 

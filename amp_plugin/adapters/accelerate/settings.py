@@ -51,6 +51,7 @@ class AmpKwargs(KwargsHandler):
         dynamic: False keeps the scale constant.
         fp16_gradients: True allows parameters in float16.
         sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
+        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
         rules: op rules other than the default ones, or a YAML file of them.
         fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
         cast_cache: cast each weight once per accumulation window; by default wherever the window has
@@ -81,6 +82,7 @@ class AmpKwargs(KwargsHandler):
     dynamic: bool | None = None
     fp16_gradients: bool | None = None
     sync_free: bool | None = None
+    one_pass: bool | None = None
     rules: OpRules | str | Path | None = None
     fp32_outputs: bool | None = None
     cast_cache: bool | None = None
@@ -101,6 +103,7 @@ class AdapterOptions:
 
     fp16_gradients: bool = False
     sync_free: bool = False
+    one_pass: bool = True
     rules: OpRules | None = None
     fp32_outputs: bool = True
     cast_cache: bool | None = None

@@ -75,6 +75,7 @@ class PrecisionCore:
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
         fp16_gradients: bool = False,
+        one_pass: bool = True,
     ) -> None:
         self.settings = settings = PrecisionSettings(
             precision=checked_precision("precision", precision),
@@ -100,6 +101,7 @@ class PrecisionCore:
                 dynamic=dynamic,
             ),
             fp16_gradients=fp16_gradients,
+            one_pass=one_pass,
         )
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
@@ -154,6 +156,7 @@ class PrecisionCore:
             self.settings.loss_scale,
             enabled=self.settings.scales_loss,
             fp16_gradients=self.settings.fp16_gradients,
+            one_pass=self.settings.one_pass,
         )
 
     def current_scale(self) -> Tensor | None:

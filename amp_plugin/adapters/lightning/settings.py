@@ -37,6 +37,7 @@ class PrecisionSettings:
             of a skipped step, not even by one optimizer step.
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
+        one_pass: whether Adam, AdamW and SGD are stepped in one pass where they can be.
     """
 
     precision: PrecisionName
@@ -49,6 +50,7 @@ class PrecisionSettings:
     exact_schedulers: bool = False
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
+    one_pass: bool = True
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -61,6 +63,7 @@ class PrecisionSettings:
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
+        flag("one_pass", self.one_pass)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
