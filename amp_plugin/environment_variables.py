@@ -29,6 +29,8 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "fp16_gradients",
     "sync_free",
     "one_pass",
+    "on_nonfinite",
+    "max_skips_in_a_row",
     "rules",
     "fp32_outputs",
     "cast_cache",

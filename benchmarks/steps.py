@@ -138,6 +138,7 @@ class Trained:
     def step_ours(self) -> None:
         """The whole step after a backward."""
         self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=True)
+        self.ours.assume_unchanged(self.optimizer)  # as the plugin for the Trainer does where it clips
         self.ours.step(self.optimizer)
         self.ours.update()
 

@@ -122,7 +122,7 @@ def is_ours(distributed: DistributedType, precision: str, settings: Settings, *,
 def grad_scaler(
     device: str, precision: str, settings: Settings, fsdp1: FullyShardedDataParallelPlugin | None
 ) -> GradScaler:
-    """Return the scaler of a run; outside fp16 it is disabled, its options are checked all the same.
+    """Return the scaler of a run; outside fp16 it scales nothing, its options are checked all the same.
 
     Args:
         device: type of the accelerator's device.
@@ -141,7 +141,8 @@ def grad_scaler(
         fp16_gradients=adapter.fp16_gradients,
         sync_free=adapter.sync_free,
         one_pass=adapter.one_pass,
-        **(_groups(fsdp1) if enabled and fsdp1 is not None else {}),
+        on_nonfinite=adapter.on_nonfinite,
+        **(_groups(fsdp1) if fsdp1 is not None and (enabled or adapter.on_nonfinite != "ignore") else {}),
     )
 
 
@@ -165,6 +166,9 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
     """
     weights = settings.adapter().weights
     settings.build(lambda: refuse_other_precision(weights, precision, named="mixed_precision"))
+    in_eval = settings.adapter().eval_precision
+    if in_eval is not None:
+        settings.build(lambda: refuse_other_precision(weights, in_eval, named="eval_precision"))
     if weights != "fp32" and distributed == DistributedType.FSDP:
         msg = (
             f"weights={weights!r} does not work under FSDP: it stores shards in float32 and gathers them in "

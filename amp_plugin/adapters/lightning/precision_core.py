@@ -29,6 +29,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
+from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.weights.forms import WeightsName
 
@@ -76,6 +77,7 @@ class PrecisionCore:
         dynamic: bool = True,
         fp16_gradients: bool = False,
         one_pass: bool = True,
+        on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
             precision=checked_precision("precision", precision),
@@ -102,6 +104,7 @@ class PrecisionCore:
             ),
             fp16_gradients=fp16_gradients,
             one_pass=one_pass,
+            on_nonfinite=on_nonfinite,
         )
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
@@ -157,6 +160,7 @@ class PrecisionCore:
             enabled=self.settings.scales_loss,
             fp16_gradients=self.settings.fp16_gradients,
             one_pass=self.settings.one_pass,
+            on_nonfinite=self.settings.on_nonfinite,
         )
 
     def current_scale(self) -> Tensor | None:
@@ -266,8 +270,8 @@ class PrecisionCore:
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of an optimizer's last step, in any precision.
 
-        Without a loss scale no step is skipped and both scales are 1. ``norm`` is None there unless
-        somebody has measured it: AmpMonitor, or ``plugin.clip_grad_norm_`` in Fabric.
+        Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
+        ``on_nonfinite="ignore"`` unless somebody has measured it: AmpMonitor, or a clip.
 
         Args:
             optimizer: the framework's or torch's.

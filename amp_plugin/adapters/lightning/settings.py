@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amp_plugin.adapters.option_checks import flag, number, rules_from
 from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
 from amp_plugin.scaling.loss_scale import LossScaleOptions
+from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class PrecisionSettings:
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
         one_pass: whether Adam, AdamW and SGD are stepped in one pass where they can be.
+        on_nonfinite: what a step does whose gradients are not finite, in any precision.
     """
 
     precision: PrecisionName
@@ -51,6 +53,7 @@ class PrecisionSettings:
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
     one_pass: bool = True
+    on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
         if self.device is not None:
@@ -64,6 +67,7 @@ class PrecisionSettings:
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
         flag("one_pass", self.one_pass)
+        checked_on_nonfinite(self.on_nonfinite)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
