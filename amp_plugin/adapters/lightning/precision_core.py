@@ -76,6 +76,7 @@ class PrecisionCore:
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
         fp16_gradients: bool = False,
+        one_pass: bool = True,
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
@@ -102,6 +103,7 @@ class PrecisionCore:
                 dynamic=dynamic,
             ),
             fp16_gradients=fp16_gradients,
+            one_pass=one_pass,
             on_nonfinite=on_nonfinite,
         )
         self.precision: Any = settings.stock_name
@@ -157,6 +159,7 @@ class PrecisionCore:
             self.settings.loss_scale,
             enabled=self.settings.scales_loss,
             fp16_gradients=self.settings.fp16_gradients,
+            one_pass=self.settings.one_pass,
             on_nonfinite=self.settings.on_nonfinite,
         )
 

@@ -38,6 +38,7 @@ class PrecisionSettings:
             of a skipped step, not even by one optimizer step.
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
+        one_pass: whether Adam, AdamW and SGD are stepped in one pass where they can be.
         on_nonfinite: what a step does whose gradients are not finite, in any precision.
     """
 
@@ -51,6 +52,7 @@ class PrecisionSettings:
     exact_schedulers: bool = False
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
+    one_pass: bool = True
     on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
@@ -64,6 +66,7 @@ class PrecisionSettings:
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
+        flag("one_pass", self.one_pass)
         checked_on_nonfinite(self.on_nonfinite)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))

@@ -69,6 +69,7 @@ class TrainerPrecision(TrainerCheckpoints):
         on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
         fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
+        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD.
         on_nonfinite: in every precision, a step with a gradient that is not finite is ``"skip"``-ped: it
             changes nothing, and schedulers wait. ``"raise"`` ends the run, in fp16 once the scale is no
             longer the cause; ``"ignore"`` checks nothing in bf16 and fp32.
@@ -303,15 +304,12 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.ensure_unscaled(optimizer)
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
+        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
         if self._looked_at is None:
-            self._looked_at = (
-                self._is_overridden("configure_gradient_clipping", model)
-                or self._is_overridden("on_before_optimizer_step", model)
-                or any(
-                    self._is_overridden("on_before_optimizer_step", callback)
-                    for callback in model.trainer.callbacks
-                )
+            self._looked_at = self._is_overridden("configure_gradient_clipping", model) or any(
+                self._is_overridden(hook, owner)
+                for owner in (model, *model.trainer.callbacks)
+                for hook in ("on_before_optimizer_step", "on_before_zero_grad")
             )
         return self._looked_at
 
