@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
+from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName, TrainingPrecision
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ class PrecisionSettings:
     """The options of AmpPrecision and FabricAmpPrecision.
 
     Attributes:
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the dtype of training forwards.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``: the dtype of training forwards.
         eval_precision: the same for validation, test and prediction; None: as in training.
         device: ``"cuda"``, ``"cpu"``, ...; None: the device training runs on, found when it starts.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
@@ -31,17 +31,19 @@ class PrecisionSettings:
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
             of a skipped step, not even by one optimizer step.
+        float8_config: torchao's Float8LinearConfig, in fp8.
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
     """
 
-    precision: PrecisionName
+    precision: TrainingPrecision
     eval_precision: PrecisionName | None = None
     device: str | None = None
     rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
     cast_cache: bool | None = None
     exact_schedulers: bool = False
+    float8_config: Any = None
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
 
