@@ -8,7 +8,12 @@ from typing import Final
 from amp_plugin.did_you_mean import did_you_mean
 
 PREFIX: Final = "AMP_PLUGIN_"
-OWN: Final = ("AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR", "AMP_PLUGIN_CONFIG")
+OWN: Final = (
+    "AMP_PLUGIN_NATIVE",
+    "AMP_PLUGIN_CACHE_DIR",
+    "AMP_PLUGIN_SEPARATE_SOURCES",
+    "AMP_PLUGIN_CONFIG",
+)
 OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
 ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so that doctor needs no Accelerate
     "init_scale",

@@ -15,7 +15,16 @@ ROOT = Path(__file__).parent.parent
 
 # amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
 SCALING_LAYERS = (
-    {"loss_scale", "shard_layout", "folded_clip", "parameter_names", "outputs", "step_result"},
+    {
+        "moves",
+        "loss_scale",
+        "shard_layout",
+        "folded_clip",
+        "parameter_names",
+        "outputs",
+        "step_result",
+        "one_pass",
+    },
     {"loss_scales", "skipped_steps", "gradients"},
     {"collectives", "overflow_history"},
     {"gradient_set"},

@@ -145,6 +145,9 @@ def _weights_changed(*_: Any) -> None:
     KERNELS.invalidate()
 
 
+_weights_changed.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+
+
 def _define(rules: OpRules, number: int) -> None:
     """Give the dispatcher's functors the rules of one set."""
     ops = sorted({*rules.rules, *rules.keep})

@@ -41,16 +41,39 @@ class Compiler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A translation unit: sources that are compiled together, to one object file.
+
+    Attributes:
+        name: What its object file is called.
+        sources: One or more C++ files; they share one anonymous namespace.
+    """
+
+    name: str
+    sources: tuple[Path, ...]
+
+    def file(self, folder: Path) -> Path:
+        """Return the file to compile; one that includes all sources is written to ``folder``."""
+        if len(self.sources) == 1:
+            return self.sources[0]
+        joined = folder / f"{self.name}_joined.cpp"
+        joined.write_text("".join(f'#include "{source}"\n' for source in self.sources))
+        return joined
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SharedObject:
     """What one shared object is made of.
 
     Attributes:
         file_name: Name of the result.
-        sources: C++ files, each compiled to an object of its own.
+        sources: C++ files.
         headers: Our own headers, which the sources include by name.
         include_dirs: Folders with the headers of others.
         compile_flags: For each source; no paths.
         link_flags: For the linker.
+        joined: Compile all sources as one translation unit. Torch's headers are most of the work, and
+            are then read once; a change to one source compiles all of them again.
     """
 
     file_name: str
@@ -59,6 +82,13 @@ class SharedObject:
     include_dirs: tuple[Path, ...]
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
+    joined: bool = False
+
+    def units(self) -> tuple[Unit, ...]:
+        """Return the translation units: one with all sources if they are joined, else one for each."""
+        if self.joined and len(self.sources) > 1:
+            return (Unit(name=self.file_name.partition(".")[0], sources=self.sources),)
+        return tuple(Unit(name=source.stem, sources=(source,)) for source in self.sources)
 
 
 def find_compiler() -> Compiler:
@@ -130,14 +160,14 @@ def included_headers(source: Path, headers: Sequence[Path]) -> list[Path]:
 
 
 def compile_shared_object(
-    compiler: Compiler, target: SharedObject, objects: Mapping[Path, Path], folder: Path
+    compiler: Compiler, target: SharedObject, objects: Mapping[Unit, Path], folder: Path
 ) -> str:
-    """Compile, in parallel, the sources that have no object yet; then link.
+    """Compile what has no object yet; then link.
 
     Args:
         compiler: The compiler to call.
         target: What to build.
-        objects: Source to object file; each appears whole or not at all.
+        objects: Translation unit to object file; each appears whole or not at all.
         folder: Where unfinished objects and the result are written.
 
     Returns:
@@ -146,27 +176,35 @@ def compile_shared_object(
     Raises:
         RuntimeError: A command failed; the text is the command and all it printed.
     """
+    messages = compile_objects(compiler, target, objects, folder)
+    inputs = [str(objects[unit]) for unit in target.units()]
+    result = str(folder / target.file_name)
+    return messages + _run([*compiler.command, *inputs, *target.link_flags, "-o", result])
+
+
+def compile_objects(
+    compiler: Compiler, target: SharedObject, objects: Mapping[Unit, Path], folder: Path
+) -> str:
+    """Compile, in parallel, the translation units that have no object; see `compile_shared_object`."""
     own = [f"-I{path}" for path in sorted({str(header.parent) for header in target.headers})]
     others = [f"-isystem{path}" for path in target.include_dirs]
 
-    missing = [source for source in target.sources if not objects[source].exists()]
-
-    def compile_one(source: Path) -> str:
-        unfinished = folder / objects[source].name
-        arguments = [*target.compile_flags, *own, *others, "-c", str(source), "-o", str(unfinished)]
+    def compile_unit(unit: Unit) -> str:
+        unfinished = folder / objects[unit].name
+        file = unit.file(folder)
+        arguments = [*target.compile_flags, *own, *others, "-c", str(file), "-o", str(unfinished)]
         messages = _run([*compiler.command, *arguments])
-        unfinished.replace(objects[source])
+        unfinished.replace(objects[unit])
         return messages
 
-    with ThreadPoolExecutor(_jobs()) as pool:
-        messages = list(pool.map(compile_one, missing))
-    inputs = [str(objects[source]) for source in target.sources]
-    result = str(folder / target.file_name)
-    messages.append(_run([*compiler.command, *inputs, *target.link_flags, "-o", result]))
-    return "".join(messages)
+    with ThreadPoolExecutor(jobs()) as pool:
+        return "".join(
+            pool.map(compile_unit, [unit for unit in target.units() if not objects[unit].exists()])
+        )
 
 
-def _jobs() -> int:
+def jobs() -> int:
+    """Return how many files may be compiled at once: ``MAX_JOBS``, else one per core."""
     asked = os.environ.get("MAX_JOBS", "")
     return max(1, int(asked)) if asked.isdecimal() else len(os.sched_getaffinity(0))
 

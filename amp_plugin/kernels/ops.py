@@ -15,6 +15,8 @@ multiply\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
+adam\_, sgd\_            read B, params and states,   1                0
+                        write params and states
 pack_weights\_          read 4, write 4 a weight    per tensor       0
 unpack_weights\_        read 4, write 4 a weight    per tensor       0
 round_weights\_         read 4, write 2 a weight    per tensor       0
@@ -37,6 +39,10 @@ Contract of every kernel, whatever the device:
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
+An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
+gradients, divide them by ``grad_scale``, and never write them; see
+:mod:`amp_plugin.kernels.step_reference`.
+
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
 which nothing faster is registered.
 """
@@ -49,7 +55,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import reference, weight_reference
+from amp_plugin.kernels import reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
@@ -72,6 +78,18 @@ SCHEMAS: Final = {
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
     "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "adam_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+        "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor(f!)[] remainders, Tensor(g!)[] copies, *, "
+        "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
+        "bool maximize, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
+    "sgd_": (
+        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] remainders, "
+        "Tensor(d!)[] copies, *, float lr, float momentum, float dampening, float weight_decay, "
+        "bool nesterov, bool maximize, bool first_step, "
+        "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
+    ),
     "pack_weights_": "(Tensor[] masters, Tensor(a!)[] high, Tensor(b!)[] low) -> ()",
     "unpack_weights_": "(Tensor[] high, Tensor[] low, Tensor(a!)[] masters) -> ()",
     "round_weights_": "(Tensor[] masters, Tensor(a!)[] out, int seed, int step) -> ()",
@@ -95,7 +113,7 @@ def _factor_fake(norm: torch.Tensor, *_: object) -> torch.Tensor:
     return norm.new_empty((), dtype=torch.float32)
 
 
-def _nothing_fake(*_: object) -> None:
+def _nothing_fake(*_: object, **__: object) -> None:
     return None
 
 
@@ -106,16 +124,20 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "cast": _nothing_fake,
     "update_scale_": _nothing_fake,
     "clip_factor": _factor_fake,
+    "adam_": _nothing_fake,
+    "sgd_": _nothing_fake,
     "pack_weights_": _nothing_fake,
     "unpack_weights_": _nothing_fake,
     "round_weights_": _nothing_fake,
 }
 
+_REFERENCES: Final = (reference, step_reference, weight_reference)
+
 
 def _define() -> None:
     for name, schema in SCHEMAS.items():
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-        plain = getattr(reference, name, None) or getattr(weight_reference, name)
+        plain = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
 

@@ -8,11 +8,14 @@ compiler will do: that is how a machine image that was built ahead of time runs.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +32,18 @@ from amp_plugin.kernels.build_cache import (
 from amp_plugin.kernels.compiler import (
     Compiler,
     SharedObject,
+    Unit,
+    compile_objects,
     compile_shared_object,
     find_compiler,
     first_error,
     included_headers,
+    jobs,
 )
+from amp_plugin.kernels.progress import Progress
 from amp_plugin.kernels.torch_flags import cpu_identity
+
+_NAMES_CLASH = re.compile(r"error: .*(redefinition of|ambiguous)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,13 +59,17 @@ class Built:
     seconds: float
 
 
-def obtain(target: SharedObject, root: Path, *, rebuild: bool = False) -> Built:
+def obtain(
+    target: SharedObject, root: Path, *, rebuild: bool = False, beside: SharedObject | None = None
+) -> Built:
     """Return ``target`` from the cache folder ``root``, compiled if it is not there.
 
     Args:
         target: What to obtain.
         root: The private cache folder.
         rebuild: Compile even if the cache has it.
+        beside: Another shared object, to be obtained next. If ``target`` is compiled, its sources are too,
+            at the same time, and then it is only linked.
 
     Raises:
         FileNotFoundError: The cache does not have it and there is no compiler, or no source.
@@ -83,7 +96,7 @@ def obtain(target: SharedObject, root: Path, *, rebuild: bool = False) -> Built:
             if path := read_entry(entry, target.file_name):  # another process was faster
                 return Built(path=path, seconds=0.0)
             _raise_if_failed_since(asked, entry)
-        return _build(compiler, target, entry)
+        return _build(compiler, target, entry, beside)
 
 
 def _identity(target: SharedObject) -> dict[str, str]:
@@ -123,42 +136,60 @@ def _entry_of_any_compiler(root: Path, stem: str, file_name: str) -> Path | None
     return next((path for path in paths if path), None)
 
 
-def _build(compiler: Compiler, target: SharedObject, entry: Path) -> Built:
-    """Compile under the entry's lock, print one line, publish the result."""
-    _say(f"amp_plugin: compiling {entry.name.partition('-')[0]} ({len(target.sources)} files, once) ...")
-    started = time.perf_counter()
-    objects = _object_files(compiler, target, entry.parent)
+def _build(compiler: Compiler, target: SharedObject, entry: Path, beside: SharedObject | None) -> Built:
+    """Compile under the entry's lock, show that it runs, publish the result."""
+    name, sources = entry.name.partition("-")[0], len(target.sources)
+    progress = Progress(f"amp_plugin: compiling {name} ({sources} files, once) ...", sys.stderr)
     with scratch_folder(entry) as folder:
         try:
-            messages = _compile(compiler, target, objects, folder)
+            with progress:
+                messages = _compile_beside(compiler, target, beside, entry.parent, folder)
         except RuntimeError as error:
             _log(entry).write_text(str(error))
-            _say(f" failed after {time.perf_counter() - started:.1f} s\n")
             raise RuntimeError(_failure(entry)) from error
         _log(entry).write_text(messages)
         path = publish_entry(
             folder, entry, target.file_name, _identity(target) | _compiler_identity(compiler)
         )
-    seconds = time.perf_counter() - started
-    _say(f" {seconds:.1f} s\n")
     remove_abandoned(entry.parent)
     remove_abandoned(entry.parent / "objects")
-    return Built(path=path, seconds=seconds)
+    return Built(path=path, seconds=progress.seconds)
 
 
-def _object_files(compiler: Compiler, target: SharedObject, root: Path) -> dict[Path, Path]:
-    """Return source to object file; an unchanged source keeps its object when another one changes."""
+def _compile_beside(
+    compiler: Compiler, target: SharedObject, beside: SharedObject | None, root: Path, folder: Path
+) -> str:
+    """Compile and link ``target``, and compile the sources of ``beside`` at the same time."""
+    objects = _object_files(compiler, target, root)
+    with ThreadPoolExecutor(1) as thread:
+        if beside is not None and jobs() > 1:
+            ahead = (compiler, beside, _object_files(compiler, beside, root), folder)
+            thread.submit(compile_objects, *ahead)  # where it fails, obtaining it does so again, and says so
+        try:
+            return _compile(compiler, target, objects, folder)
+        except RuntimeError as error:
+            if not (target.joined and _NAMES_CLASH.search(str(error))):
+                raise
+    sys.stderr.write(" names of two sources clash, each is compiled by itself ...")
+    separate = dataclasses.replace(target, joined=False)
+    return _compile(compiler, separate, _object_files(compiler, separate, root), folder)
+
+
+def _object_files(compiler: Compiler, target: SharedObject, root: Path) -> dict[Unit, Path]:
+    """Return unit to object file; an unchanged unit keeps its object when another one changes."""
     folder = root / "objects"
     folder.mkdir(mode=0o700, exist_ok=True)
     common = _compilation_identity(target) | _compiler_identity(compiler)
     objects = {}
-    for source in target.sources:
-        key = digest(common | {"sources": _content_hash((source, *included_headers(source, target.headers)))})
-        objects[source] = folder / f"{source.stem}-{key}.o"
+    for unit in target.units():
+        files = [
+            file for source in unit.sources for file in (source, *included_headers(source, target.headers))
+        ]
+        objects[unit] = folder / f"{unit.name}-{digest(common | {'sources': _content_hash(files)})}.o"
     return objects
 
 
-def _compile(compiler: Compiler, target: SharedObject, objects: dict[Path, Path], folder: Path) -> str:
+def _compile(compiler: Compiler, target: SharedObject, objects: dict[Unit, Path], folder: Path) -> str:
     """Compile and link; if that fails with kept objects, once more without: they may be damaged."""
     kept = [file for file in objects.values() if file.exists()]
     try:
@@ -183,8 +214,3 @@ def _raise_if_failed_since(asked: float, entry: Path) -> None:
     """Do not repeat a build that failed in another process while this one waited for it."""
     if _log(entry).exists() and _log(entry).stat().st_mtime >= asked:
         raise RuntimeError(_failure(entry))
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()

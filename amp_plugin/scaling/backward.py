@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from amp_plugin.scaling.gradient_set import ScaledBy
-from amp_plugin.scaling.loss_scale import LossScale, ScaleReading
+from amp_plugin.scaling.loss_scale import ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
 
@@ -32,7 +32,7 @@ class Backwards:
         self._registry = registry
         self._task = -1
 
-    def watch(self, output: Tensor, loss_scale: LossScale) -> None:
+    def watch(self, output: Tensor, reading: ScaleReading) -> None:
         """Learn when a backward from a scaled ``output`` begins.
 
         Under ``torch.compile`` and functorch transforms nothing is watched: new gradients that follow an
@@ -42,10 +42,11 @@ class Backwards:
             return
         if torch._C._functorch.maybe_current_level() is not None:
             return
-        output.register_hook(partial(_begin, weakref.ref(self), loss_scale.read()))  # type: ignore[no-untyped-call]
+        output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
 
-    def begin(self, loss_scale: LossScale) -> None:
-        """Get all gradients ready for a backward from an output scaled by ``loss_scale``."""
+    def begin(self, reading: ScaleReading) -> None:
+        """Get all gradients ready for a backward from an output scaled by a loss scale."""
+        loss_scale = reading.loss_scale
         task = torch._C._current_graph_task_id()
         last = self._registry.last_backward
         if last is not None and task == self._task:
@@ -58,12 +59,13 @@ class Backwards:
             return
         self._task = task
         self._registry.refresh_joined()
-        self._registry.note_backward(loss_scale.read())
+        self._registry.note_backward(reading if reading.change() is None else loss_scale.read())
         # First who unscales again, before units change; clips before more is added; marks after converting.
         windows = list(self._registry)
-        several_ranks = any(window.spans_ranks() for window in windows)
         again = [window for window in windows if _holds_unscaled(window)]
+        several_ranks = False
         for window in windows:
+            several_ranks |= window.spans_ranks
             window.write_clip()
         for gradients in self._registry.sets():
             gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
@@ -83,7 +85,7 @@ def _begin(backwards: weakref.ref[Backwards], reading: ScaleReading, grad: Tenso
     """Begin the backward; if the scale has changed since ``scale()``, correct what comes in."""
     owner = backwards()
     if owner is not None:
-        owner.begin(reading.loss_scale)
+        owner.begin(reading)
     change = reading.change()
     return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
@@ -76,10 +77,10 @@ class Ranks:
             RuntimeError: Some ranks have the native core and others do not.
         """
         if len(measurements) == 1 and not (self.groups or layouts):
-            norm = measurements[0].norm.to(device, non_blocking=True)
-            found = measurements[0].found_inf.to(device, non_blocking=True)
+            norm = moved(measurements[0].norm, device)
+            found = moved(measurements[0].found_inf, device)
             for flag in earlier:
-                found = torch.maximum(found, flag.to(device, non_blocking=True))
+                found = torch.maximum(found, moved(flag, device))
             return norm, found
         if not self._core_agreed:
             _agree_on_core(self.groups, device)
@@ -106,7 +107,7 @@ def _wide(device: torch.device) -> torch.dtype:
 def _local_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     if not flags:
         return torch.zeros((), dtype=_wide(device), device=device)
-    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).max().to(_wide(device))
+    return torch.stack([moved(flag, device) for flag in flags]).max().to(_wide(device))
 
 
 def _local_power(measurements: Sequence[Measurement], norm_type: float, device: torch.device) -> Tensor:
@@ -114,7 +115,7 @@ def _local_power(measurements: Sequence[Measurement], norm_type: float, device: 
     if not measurements:
         neutral = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), neutral, dtype=_wide(device), device=device)
-    norms = torch.stack([measured.norm.to(device, non_blocking=True) for measured in measurements])
+    norms = torch.stack([moved(measured.norm, device) for measured in measurements])
     norms = norms.to(_wide(device))
     return _add_up(norms if _has_no_power(norm_type) else norms.pow(norm_type), norm_type)
 

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from amp_plugin.scaling.moves import moved
+
 
 class FoldedClip(NamedTuple):
     """What the kernel's division does beside unscaling.
@@ -31,7 +33,7 @@ class FoldedClip(NamedTuple):
 
     def divisor(self, scale: Tensor) -> Tensor:
         """Return what unscaling and clipping divides the scaled gradients by; one launch."""
-        scale = scale.to(self.norm.device, non_blocking=True)
+        scale = moved(scale, self.norm.device)
         divisor: Tensor = torch.ops.amp_plugin.clip_factor(self.norm, self.max_norm, scale)
         return divisor if self.earlier is None else divisor / self.earlier.factor()
 

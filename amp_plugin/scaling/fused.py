@@ -1,9 +1,10 @@
-"""Fused optimizers: unscale, clip and skip inside the optimizer's own kernel.
+"""Steps whose kernel divides gradients and skips: torch's fused optimizers, and steps in one pass.
 
-They divide by ``optimizer.grad_scale`` and do nothing if ``optimizer.found_inf`` is 1, so one
-read of the gradients is all that is left to do. After a taken step ``.grad`` is unscaled and
-clipped (the kernels write it back), after a skipped one it is still scaled: which, only the
-device knows.
+The kernel divides by what is still in the gradients and does nothing after an overflow, so one read
+of the gradients is all that is left to do. torch's kernels take ``optimizer.grad_scale`` and
+``optimizer.found_inf``. After a taken step of theirs ``.grad`` is unscaled and clipped (they write
+it), after a skipped one it is still scaled: which, only the device knows. A step in one pass never
+writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.user_warnings import warn_user
 
 
@@ -33,12 +36,12 @@ def takes_scaler(optimizer: Optimizer) -> bool:
 
 
 def foldable(window: OptimizerWindow) -> LossScale | None:
-    """Return the one loss scale all gradients carry, if the optimizer's kernel may divide by it.
+    """Return the one loss scale all gradients carry, if the step's kernel may divide by it.
 
     Not if another optimizer steps some of the parameters too: it would not know whether they
     have been unscaled. Not if a hook runs before the step: it may look at the gradients, unless it says not.
     """
-    if window.is_shared or not is_fused(window.optimizer):
+    if window.is_shared or not (is_fused(window.optimizer) or not window.one_pass_obstacle()):
         return None
     hooks = {**getattr(window.optimizer, "_optimizer_step_pre_hooks", {}), **_global_optimizer_pre_hooks}
     if not all(getattr(hook, "leaves_gradients", False) for hook in hooks.values()):
@@ -47,14 +50,50 @@ def foldable(window: OptimizerWindow) -> LossScale | None:
     return scales.pop() if len(scales) == 1 else None
 
 
+def in_one_pass(
+    window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> OnePassStep | None:
+    """Return a step in one pass, ready to be taken; None if the optimizer's own is to run.
+
+    Notes why in ``window.obstacle``.
+    """
+    window.obstacle = "step() was given arguments" if args or kwargs else window.one_pass_obstacle()
+    if window.obstacle:
+        return None
+    try:
+        return collect(optimizer)
+    except NotInOnePassError as error:
+        window.obstacle = str(error)
+        return None
+
+
+def step_in_one_pass(
+    window: OptimizerWindow, optimizer: Optimizer, one_pass: OnePassStep, *, waits: bool
+) -> None:
+    """Step in one pass over gradients, weights and state.
+
+    Args:
+        window: The optimizer's.
+        optimizer: Whose step it is.
+        one_pass: The step.
+        waits: Learn first whether it is skipped, and then run no hooks, as an optimizer's own step would.
+    """
+    loss_scale, clip, norm, found = _checked(window)
+    skipped = bool(found.item() > 0) if waits else None
+    given: Tensor | None = getattr(optimizer, "grad_scale", None)
+    divisor = given if loss_scale is None else _divisor(loss_scale, clip, given)
+    if not skipped:
+        one_pass.take(divisor, found)
+    if loss_scale is not None and divisor is not None:
+        lasting = loss_scale.snapshot() if divisor is loss_scale.value else divisor
+        for gradients in window.sets:
+            gradients.leave_to_fused_step(loss_scale.snapshot(), found, lasting)
+    window.close(norm, found, known=skipped)
+
+
 def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
     """Step an optimizer with AMP support; no host sync."""
-    for gradients in window.sets:
-        window.assume_scaled(gradients)
-    loss_scale = foldable(window)
-    _refuse_changed_after_clip(window)
-    clip = window.clip_again()
-    norm, found = window.check(write=loss_scale is None, norm_type=2.0 if clip is None else clip.norm_type)
+    loss_scale, clip, norm, found = _checked(window)
     if not window.has_momentum:
         without = _without_momentum(optimizer)
         window.has_momentum = not without
@@ -64,7 +103,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
     factor = given if loss_scale is None else _divisor(loss_scale, clip, given)
-    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
+    _give_to_kernel(optimizer, factor, found)
     try:
         value = optimizer.step(*args, **kwargs)
     finally:
@@ -72,6 +111,22 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
     _leave(window, loss_scale, found)
     window.close(norm, found, known=None)
     return value
+
+
+def _checked(window: OptimizerWindow) -> tuple[LossScale | None, FoldedClip | None, Tensor, Tensor]:
+    """Measure the gradients, and unscale them if the kernel may not; returns what is left for it too."""
+    for gradients in window.sets:
+        window.assume_scaled(gradients)
+    loss_scale = foldable(window)
+    norm_type = 2.0
+    if window.clip is not None:
+        norm_type = window.clip.norm_type
+        _refuse_changed_after_clip(window)
+        if loss_scale is None:
+            window.clip_again()  # which is written now
+    norm, found = window.check(write=loss_scale is None, norm_type=norm_type)
+    clip = None if window.clip is None else window.clip_again(norm)
+    return loss_scale, clip, norm, found
 
 
 def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -90,7 +145,7 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
 
 
 def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
-    if window.clip is not None and any(gradients.is_changed() for gradients in window.sets):
+    if any(gradients.is_changed() for gradients in window.sets):
         msg = (
             "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
             "scaled then. Call it with fold=False, or change them before."
@@ -113,6 +168,16 @@ def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | Non
     """What the kernel divides by: scale, clipping, and what the user has set."""
     divisor = loss_scale.require() if clip is None else clip.divisor(loss_scale.require())
     return divisor if given is None else divisor * given
+
+
+def _give_to_kernel(optimizer: Optimizer, factor: Tensor | None, found: Tensor) -> None:
+    """Set what the optimizer's kernel reads; for parameters on the host it must have arrived there.
+
+    torch itself would copy it there without waiting.
+    """
+    if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
+        factor, found = None if factor is None else factor.cpu(), found.cpu()
+    optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:

@@ -73,6 +73,7 @@ class GradScaler(TorchInterface):
         fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
         sync_free: True skips steps of optimizers without AMP support on the device, without
             waiting for it; see :mod:`amp_plugin.scaling.sync_free`.
+        one_pass: False lets torch's own code step Adam, AdamW and SGD too, which writes gradients.
 
     Raises:
         ValueError: A number is out of range, or an option unknown.
@@ -90,6 +91,8 @@ class GradScaler(TorchInterface):
         >>> scaler.last_step(optimizer).skipped
         False
     """
+
+    _one_pass = True  # of scalers pickled without it
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class GradScaler(TorchInterface):
         sharded_groups: Sequence[ProcessGroup] = (),
         fp16_gradients: bool = False,
         sync_free: bool = False,
+        one_pass: bool = True,
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
@@ -130,6 +134,7 @@ class GradScaler(TorchInterface):
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
+        self._one_pass = one_pass
         self._skipped_before = 0
         self._start()
 
@@ -143,7 +148,12 @@ class GradScaler(TorchInterface):
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
         kept = vars(self).keys() - {"_groups"}
-        shared = Shared(scales=self._scales, ranks=Ranks(self._groups), fp16_gradients=self._fp16_gradients)
+        shared = Shared(
+            scales=self._scales,
+            ranks=Ranks(self._groups),
+            fp16_gradients=self._fp16_gradients,
+            one_pass=self._one_pass,
+        )
         self._shared = shared
         self._registry = Registry(shared)
         self._updates = Updates(self._scales, self._registry)
@@ -203,8 +213,9 @@ class GradScaler(TorchInterface):
             loss_scale.materialize(tensor.device)
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
-            scaled = tensor * loss_scale.snapshot_on(tensor.device)
-            self._backwards.watch(scaled, loss_scale)
+            reading = loss_scale.read()
+            scaled = tensor * reading.on(tensor.device)
+            self._backwards.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -387,7 +398,7 @@ class GradScaler(TorchInterface):
         else:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
-            self._updates.note_step(window.result, window.result_scale)
+            self._updates.note_step(window.result)
         return value
 
     def _step_once(
@@ -398,6 +409,10 @@ class GradScaler(TorchInterface):
             raise RuntimeError(msg)
         window.begin_call()
         window.refuse_taken_away()
+        one_pass = fused.in_one_pass(window, optimizer, args, kwargs)
+        if one_pass is not None:
+            waits = not (self._sync_free or fused.is_fused(optimizer))
+            return fused.step_in_one_pass(window, optimizer, one_pass, waits=waits)
         if not fused.is_fused(optimizer):
             return plain.step(window, optimizer, args, kwargs, without_sync=self._sync_free)
         if window.takes_scaler is None:

@@ -28,13 +28,13 @@ from torch.utils.hooks import RemovableHandle
 from amp_plugin.scaling.gradients import (
     GradientBatch,
     GradientLedger,
-    Kernel,
     Measurement,
     batch_gradients,
     make_ledger,
     native_batch,
 )
 from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.overflow_history import OverflowHistory
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
@@ -74,25 +74,29 @@ class ScaledBy:
 
 @dataclass(frozen=True, slots=True)
 class LeftByFusedStep:
-    """A fused optimizer has unscaled the gradients if it stepped, and left them scaled if not.
+    """A kernel that divides gradients had them: which unit they are in depends on whether it stepped.
 
-    Which of the two, only the device knows.
+    torch's fused kernels write them unscaled and clipped if they step; a step in one pass writes none.
+    After a skipped step they are scaled in any case. Only the device knows which it was.
 
     Attributes:
         scale: The scale they had, float32, 0-dim.
         skipped: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        divisor: What unscales and clips them if the step was taken, float32, 0-dim; None for 1.
     """
 
     scale: Tensor
     skipped: Tensor
+    divisor: Tensor | None = None
 
     def factor(self) -> Tensor | None:
         """As :meth:`Unscaled.factor`; worked out only where gradients live on."""
-        return torch.where(self.skipped > 0, self.scale, torch.ones_like(self.scale))
+        carried = torch.ones_like(self.scale) if self.divisor is None else self.divisor
+        return torch.where(self.skipped > 0, self.scale, carried)
 
     def inverse(self, device: torch.device) -> Tensor:
         """As :meth:`Unscaled.inverse`."""
-        return self.factor().reciprocal().to(device, non_blocking=True)  # type: ignore[union-attr]
+        return moved(self.factor().reciprocal(), device)  # type: ignore[union-attr]
 
 
 UNSCALED = Unscaled()
@@ -110,6 +114,7 @@ class GradientSet:
     Attributes:
         unit: As given; changed by the methods below only.
         awaited_owners: Owners for whom the gradients are awaited.
+        taken_away: Parameters that a scaled backward has reached, and that had no gradient at its end.
         updates_at_last_use: How many updates had been requested when an owner last unscaled or stepped.
     """
 
@@ -126,7 +131,7 @@ class GradientSet:
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
-        self._taken: list[Tensor] = []
+        self.taken_away: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._ledger = make_ledger()
 
@@ -192,9 +197,7 @@ class GradientSet:
         """Measure the gradients; what one call of the scaler has measured already is not read again."""
         if self._measurements is None or norm_type != self._norm_type or self.is_changed():
             self.doubt_measurement()
-            self._remember(
-                [self._measured(batch, batch.norm_check, norm_type) for batch in self.batches()], norm_type
-            )
+            self._remember([self._measured(batch, norm_type) for batch in self.batches()], norm_type)
         return self._measurements or []
 
     def doubt_measurement(self) -> None:
@@ -207,7 +210,8 @@ class GradientSet:
                 history.add(self._measurements)
             self._measurements = None
 
-    def _measured(self, batch: GradientBatch, kernel: Kernel, norm_type: float) -> Measurement:
+    def _measured(self, batch: GradientBatch, norm_type: float, *, write: bool = False) -> Measurement:
+        kernel = batch.unscale_ if write else batch.norm_check
         return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
@@ -225,7 +229,7 @@ class GradientSet:
         if self.unit is UNSCALED:
             return self.measure(norm_type)
         self.doubt_measurement()
-        measurements = [self._measured(batch, batch.unscale_, norm_type) for batch in self.batches()]
+        measurements = [self._measured(batch, norm_type, write=True) for batch in self.batches()]
         self.unit = UNSCALED
         self._remember(measurements, norm_type)
         return measurements
@@ -269,10 +273,7 @@ class GradientSet:
 
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
-        return [
-            batch.unscale_(factor.to(batch.device, non_blocking=True), math.inf)[1]
-            for batch in self.batches()
-        ]
+        return [batch.unscale_(moved(factor, batch.device), math.inf)[1] for batch in self.batches()]
 
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
@@ -287,7 +288,7 @@ class GradientSet:
         self.doubt_measurement()
         histories = [history for history in self._histories.values() if history.found_inf is not None]
         if histories:
-            measured = [self._measured(batch, batch.norm_check, math.inf) for batch in self.batches()]
+            measured = [self._measured(batch, math.inf) for batch in self.batches()]
             for history in histories:
                 history.forget_if_zero(measured)
 
@@ -299,9 +300,9 @@ class GradientSet:
         """Follow a change of the loss scale: multiply the gradients by new/old."""
         self._multiply_(factor)
 
-    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor) -> None:
+    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor, divisor: Tensor | None = None) -> None:
         """Note that a fused optimizer had the gradients, scaled by ``scale``."""
-        self.unit = LeftByFusedStep(scale, skipped)
+        self.unit = LeftByFusedStep(scale, skipped, divisor)
 
     # -- other changes ------------------------------------------------------------------------
 
@@ -309,10 +310,10 @@ class GradientSet:
         """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""
         measurements = self.measure(norm_type)
         for batch in self.batches():
-            batch.multiply_(factor.to(batch.device, non_blocking=True))
+            batch.multiply_(moved(factor, batch.device))
         if norm_type != 0:
             measurements = [
-                measured._replace(norm=measured.norm * factor.to(measured.norm.device, non_blocking=True))
+                measured._replace(norm=measured.norm * moved(factor, measured.norm.device))
                 for measured in measurements
             ]
         self._remember(measurements, norm_type)
@@ -325,7 +326,7 @@ class GradientSet:
         """Multiply by a device-side factor; what users change is still told from it."""
         unchanged = [slot for slot in (_MEASURED, _CONVERTED) if not self._changed_since(slot)]
         for batch in self.batches():
-            batch.multiply_(factor.to(batch.device, non_blocking=True))
+            batch.multiply_(moved(factor, batch.device))
         self.doubt_measurement()
         for slot in unchanged:
             self._ledger.remember(self.params, slot)
@@ -348,7 +349,7 @@ class GradientSet:
         if len(self.owners) > 1:
             self.doubt_measurement()  # the others are to know what it has found
         self._measurements = None
-        self._taken.clear()
+        self.taken_away.clear()
         self._contributions.clear()
         self._histories[owner].clear()
 
@@ -365,7 +366,7 @@ class GradientSet:
             owner: self._histories.get(owner, any_history).split(positions) for owner in owners or (0,)
         }
         part._contributions = list(self._contributions)
-        part._taken = [param for param in self._taken if any(param is own for own in part.params)]
+        part.taken_away = [param for param in self.taken_away if any(param is own for own in part.params)]
         self._unwatch_hooks()
         joined = owners - self.owners if part.has_gradients() else frozenset()
         part.awaited_owners = (self.awaited_owners & owners) | joined  # who joins has not used what is there
@@ -382,9 +383,10 @@ class GradientSet:
 
         Optimizers that are offloaded to the CPU do so. No other parameter is watched.
         """
-        self._unwatch_hooks()
+        if self._hooks:
+            self._unwatch_hooks()
         for param in self._with_taking_hooks():
-            note = partial(_note_reached, self._taken, param)
+            note = partial(_note_reached, self.taken_away, param)
             self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
 
     def _unwatch_hooks(self) -> None:
@@ -401,11 +403,7 @@ class GradientSet:
 
     def assume_reached(self) -> None:
         """Assume that a backward before the optimizer was met has reached all parameters with such hooks."""
-        self._taken += [param for param in self._with_taking_hooks() if param.grad is None]
-
-    def taken_away(self) -> Tensor | None:
-        """Return a parameter that a scaled backward has reached, and that had no gradient at its end."""
-        return next((param for param in self._taken if param.grad is None), None)
+        self.taken_away += [param for param in self._with_taking_hooks() if param.grad is None]
 
 
 def _note_reached(taken: list[Tensor], param: Tensor, _: Tensor) -> None:

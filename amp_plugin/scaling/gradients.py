@@ -8,6 +8,7 @@ looking up 1000 gradients costs some 10 us, without it ten times as much; the re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -47,10 +48,6 @@ class Measurement(NamedTuple):
         return flags
 
 
-Kernel = Callable[[Tensor, float], tuple[Tensor, Tensor, Tensor]]
-"""``(inv_scale, norm_type) -> norm, found_inf, flags``, over the gradients of a batch."""
-
-
 class GradientBatch(NamedTuple):
     """Gradients that one kernel call takes.
 
@@ -58,17 +55,25 @@ class GradientBatch(NamedTuple):
         device: Their device.
         layout: As a measurement's.
         positions: As a measurement's.
-        norm_check: Measures.
-        unscale_: Multiplies in place by ``inv_scale``, and measures.
-        multiply_: ``factor -> found_inf``; multiplies in place.
+        run: Calls one of the package's ops, by name and with its other arguments, on the gradients.
     """
 
     device: torch.device
     layout: ShardLayout | None
     positions: Sequence[int] | None
-    norm_check: Kernel
-    unscale_: Kernel
-    multiply_: Callable[[Tensor], Tensor]
+    run: Callable[..., Any]
+
+    def norm_check(self, inv_scale: Tensor, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Measure the gradients times ``inv_scale``: norm, found_inf and flags, as a measurement's."""
+        return self.run("norm_check", inv_scale, norm_type)  # type: ignore[no-any-return]
+
+    def unscale_(self, inv_scale: Tensor, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Multiply in place by ``inv_scale``, and measure."""
+        return self.run("unscale_", inv_scale, norm_type)  # type: ignore[no-any-return]
+
+    def multiply_(self, factor: Tensor) -> Tensor:
+        """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
+        return self.run("multiply_", factor)  # type: ignore[no-any-return]
 
 
 class GradientLedger:
@@ -165,12 +170,7 @@ def native_batch(ledger: Any, params: list[Tensor]) -> GradientBatch | None:
     if device is None:
         return None
     return GradientBatch(
-        device,
-        None,
-        positions,
-        lambda inv_scale, norm_type: ledger.norm_check(params, inv_scale, norm_type),
-        lambda inv_scale, norm_type: ledger.unscale_(params, inv_scale, norm_type),
-        lambda factor: ledger.multiply_(params, factor),
+        device, None, positions, lambda op, *arguments: getattr(ledger, op)(params, *arguments)
     )
 
 
@@ -189,7 +189,10 @@ def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
         tensors, positions = found.setdefault((values.device, layout, _is_narrow(values)), ([], []))
         tensors.append(values)
         positions.append(position)
-    return [_tensor_batch(*key, *content) for key, content in found.items()]
+    return [
+        GradientBatch(device, layout, positions, partial(_run_widened if narrow else _run, tensors))
+        for (device, layout, narrow), (tensors, positions) in found.items()
+    ]
 
 
 def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
@@ -212,44 +215,15 @@ def _is_narrow(grad: Tensor) -> bool:
     return grad.is_floating_point() and grad.dtype.itemsize == 1
 
 
-def _tensor_batch(
-    device: torch.device,
-    layout: ShardLayout | None,
-    narrow: bool,
-    tensors: list[Tensor],
-    positions: list[int],
-) -> GradientBatch:
-    if narrow:
-        return _narrow_batch(device, layout, tensors, positions)
-    op = torch.ops.amp_plugin
-    return GradientBatch(
-        device,
-        layout,
-        positions,
-        lambda inv_scale, norm_type: op.norm_check(tensors, inv_scale, norm_type),
-        lambda inv_scale, norm_type: op.unscale_(tensors, inv_scale, norm_type),
-        lambda factor: op.multiply_(tensors, factor),
-    )
+def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
+    return getattr(torch.ops.amp_plugin, op)(tensors, *arguments)
 
 
-def _narrow_batch(
-    device: torch.device, layout: ShardLayout | None, tensors: list[Tensor], positions: list[int]
-) -> GradientBatch:
+def _run_widened(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
     """float8 gradients: widened, worked on, rounded back."""
-    op = torch.ops.amp_plugin
-
-    def widened(call: Callable[[list[Tensor]], Any]) -> Any:
-        wide = [tensor.float() for tensor in tensors]
-        result = call(wide)
+    wide = [tensor.float() for tensor in tensors]
+    result = _run(wide, op, *arguments)
+    if op.endswith("_"):
         for tensor, value in zip(tensors, wide, strict=True):
             tensor.copy_(value)
-        return result
-
-    return GradientBatch(
-        device,
-        layout,
-        positions,
-        lambda inv_scale, norm_type: op.norm_check([t.float() for t in tensors], inv_scale, norm_type),
-        lambda inv_scale, norm_type: widened(lambda wide: op.unscale_(wide, inv_scale, norm_type)),
-        lambda factor: widened(lambda wide: op.multiply_(wide, factor)),
-    )
+    return result

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
+from amp_plugin.scaling.moves import moved, stream_number
 
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 
@@ -99,10 +100,25 @@ class ScaleReading(NamedTuple):
     generation: int
     value: Tensor
 
+    def on(self, device: torch.device) -> Tensor:
+        """Return the value on ``device``, without a host sync."""
+        return self.value if self.value.device == device else self.loss_scale.snapshot_on(device)
+
     def change(self) -> Tensor | None:
         """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
         unchanged = self.loss_scale.generation == self.generation
         return None if unchanged else self.loss_scale.require() / self.value
+
+
+class LaterScale:
+    """What a loss scale becomes by its next update, for those who wait to know.
+
+    Attributes:
+        value: float32, 0-dim; None before the update.
+    """
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
 
 
 class LossScale:
@@ -120,6 +136,8 @@ class LossScale:
         growth_tracker: Good steps since the last change, int32, 0-dim.
         hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
         generation: Increases whenever the value may have changed.
+        later: Its value after the next update.
+        floor: The smallest value.
         found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
     """
 
@@ -135,18 +153,25 @@ class LossScale:
         self.growth_tracker: Tensor | None = None
         self.hysteresis_tracker: Tensor | None = None
         self.generation = 0
+        self.later = LaterScale()
+        self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
-        self._derived_from: tuple[int, int, int] | None = None
+        self._derived_from: tuple[int, int] | None = None
+        self._has_version = True  # tensors made in inference mode have none
         self._captured = False
 
     def materialize(self, device: torch.device | str) -> Tensor:
         """Make the tensors on ``device`` if there are none, and return the scale."""
         if self.value is None:
-            self.value = torch.full((), self.init_scale, dtype=torch.float32, device=device)
+            self._take(torch.full((), self.init_scale, dtype=torch.float32, device=device))
             self.growth_tracker = self._counter(self.init_growth_tracker, device)
             self.hysteresis_tracker = self._counter(self.init_hysteresis_tracker, device)
-        return self.value
+        return self.require()
+
+    def _take(self, value: Tensor | None) -> None:
+        self.value, self._derived_from = value, None
+        self._has_version = value is not None and not value.is_inference()
 
     @staticmethod
     def _counter(value: int, device: torch.device | str) -> Tensor:
@@ -161,7 +186,7 @@ class LossScale:
 
     def replace(self, value: Tensor | None) -> None:
         """Take another tensor for the scale, as code written for torch's scaler does."""
-        self.value = value
+        self._take(value)
         self.generation += 1
 
     def require_growth_tracker(self) -> Tensor:
@@ -170,15 +195,13 @@ class LossScale:
             self.growth_tracker = self._counter(0, self.require().device)
         return self.growth_tracker
 
-    def _derive(self, key: Any) -> Tensor | None:
-        """Look up what was computed from this value; forget it if the value has changed.
+    def _derive(self, value: Tensor, key: Any) -> Tensor | None:
+        """Look up what was computed from the present value; forget it if the value has changed.
 
         A replayed graph reads the live scale and changes it unseen: from the first capture on
-        nothing is kept.
+        nothing is kept. The key names the stream too: another one may run before the number is there.
         """
-        value = self.require()
-        version = 0 if value.is_inference() else value._version
-        state = (self.generation, id(value), version)
+        state = (self.generation, value._version if self._has_version else 0)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
@@ -186,9 +209,11 @@ class LossScale:
 
     def snapshot(self) -> Tensor:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
-        kept = self._derive("snapshot")
+        value = self.require()
+        key = ("snapshot", value.device, stream_number(value.device))
+        kept = self._derive(value, key)
         if kept is None:
-            kept = self._derived["snapshot"] = self.require().clone()
+            kept = self._derived[key] = value.clone()
         return kept
 
     def read(self) -> ScaleReading:
@@ -200,10 +225,11 @@ class LossScale:
 
         One division in float32: the bits of torch's detour over float64, in one launch for three.
         """
-        kept = self._derive(("inverse", device))
+        value = self.require()
+        key = ("inverse", device, stream_number(value.device))
+        kept = self._derive(value, key)
         if kept is None:
-            kept = self.require().reciprocal().to(device, non_blocking=True)
-            self._derived["inverse", device] = kept
+            kept = self._derived[key] = moved(value.reciprocal(), device)
         return kept
 
     def snapshot_on(self, device: torch.device) -> Tensor:
@@ -214,14 +240,15 @@ class LossScale:
         snapshot = self.snapshot()
         if snapshot.device == device:
             return snapshot
-        kept = self._derive(("snapshot", device))
+        key = ("snapshot", device, stream_number(snapshot.device))
+        kept = self._derive(self.require(), key)
         if kept is None:
-            kept = self._derived["snapshot", device] = snapshot.to(device, non_blocking=True)
+            kept = self._derived[key] = moved(snapshot, device)
         return kept
 
     def record(self, found_inf: Tensor) -> None:
         """Take note of one optimizer's check, for the next update."""
-        found_inf = found_inf.to(self.require().device, non_blocking=True)
+        found_inf = moved(found_inf, self.require().device)
         if self.found_inf is None:
             self.found_inf = found_inf
         elif self.found_inf is not found_inf:  # clip and step hand over the same check
@@ -240,7 +267,7 @@ class LossScale:
             return None
         value = self.require()
         watched = options.on_min_scale == "raise"
-        at_floor = torch.logical_and(found > 0, value <= options.floor).float() if watched else None
+        at_floor = torch.logical_and(found > 0, value <= self.floor).float() if watched else None
         torch.ops.amp_plugin.update_scale_(
             value,
             self.growth_tracker,
@@ -249,13 +276,18 @@ class LossScale:
             self.growth_factor,
             self.backoff_factor,
             self.growth_interval,
-            options.floor,
-            options.ceiling,
+            self.floor,
+            self._ceiling,
             options.hysteresis,
             ops.HYSTERESIS_MODES[options.hysteresis_mode],
         )
         self.generation += 1
         return at_floor
+
+    def tell(self) -> None:
+        """Let those who wait know the present value: an update was applied."""
+        self.later.value = self.snapshot()
+        self.later = LaterScale()
 
     def fill_(self, value: float | Tensor) -> None:
         """Set the scale by hand.
@@ -323,7 +355,7 @@ class LossScale:
         state["init_hysteresis_tracker"] = self.tolerance()
         for name in ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from"):
             state[name] = None
-        state["_derived"] = {}
+        state["_derived"], state["later"] = {}, LaterScale()
         return state
 
 

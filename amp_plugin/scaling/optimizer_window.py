@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.loss_scales import LossScales
-from amp_plugin.scaling.parameter_names import ParameterNames
+from amp_plugin.scaling.parameter_names import ParameterNames, params_of
 from amp_plugin.scaling.shard_layout import ShardLayout
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
@@ -37,11 +38,13 @@ class Shared:
         scales: The loss scales.
         ranks: The processes that decide together.
         fp16_gradients: Whether float16 gradients may be unscaled.
+        one_pass: Whether steps may be taken in one pass.
     """
 
     scales: LossScales
     ranks: Ranks
     fp16_gradients: bool = False
+    one_pass: bool = True
 
 
 class OptimizerWindow:
@@ -57,10 +60,13 @@ class OptimizerWindow:
         params: Its parameters, in the order of its groups.
         sets: The gradient sets they fall into.
         layouts: The shard layouts of its parameters.
+        is_shared: Whether another optimizer steps some of the parameters too.
+        spans_ranks: Whether several ranks decide together.
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
         takes_scaler: Whether ``optimizer.step`` has a ``grad_scaler`` parameter; None if not looked up.
         has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
+        obstacle: Why the last step was not taken in one pass; empty if it was.
         result: The last step's; None before the first.
         result_scale: The first loss scale whose gradients that step had.
         skipped: How many of its steps were skipped.
@@ -75,9 +81,12 @@ class OptimizerWindow:
         self.params: list[Tensor] = []
         self.sets: list[GradientSet] = []
         self.layouts: tuple[ShardLayout, ...] = ()
+        self.is_shared = False
+        self.spans_ranks = bool(shared.ranks.groups)
         self.takes_scaler: bool | None = None
         self.has_momentum = False
         self.backwards = 0
+        self.obstacle = ""
         self.result: StepResult | None = None
         self.result_scale = shared.scales.default
         self.skipped = SkippedSteps()
@@ -108,11 +117,17 @@ class OptimizerWindow:
     def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
         """Note that the optimizer has these parameters now."""
         self.params, self.layouts = params, layouts
+        self.spans_ranks = bool(self._shared.ranks.groups or layouts)
         self.has_momentum = False
+
+    def take_sets(self, sets: list[GradientSet]) -> None:
+        """Note into which gradient sets the parameters fall."""
+        self.sets = sets
+        self.is_shared = any(len(gradients.owners) > 1 for gradients in sets)
 
     def has_other_count(self) -> bool:
         """Whether the optimizer has more or fewer parameters than were last seen."""
-        return sum(len(group["params"]) for group in self.optimizer.param_groups) != len(self.params)
+        return len(params_of(self.optimizer)) != len(self.params)
 
     @property
     def stage(self) -> OptState:
@@ -124,10 +139,12 @@ class OptimizerWindow:
     def stage(self, stage: OptState) -> None:
         self._stage = (stage, self._shared.scales.updates_requested)
 
-    @property
-    def is_shared(self) -> bool:
-        """Whether another optimizer steps some of the parameters too."""
-        return any(len(gradients.owners) > 1 for gradients in self.sets)
+    def one_pass_obstacle(self) -> str:
+        """Say why steps cannot be taken in one pass, whatever the tensors; empty if they can."""
+        if not self._shared.one_pass:
+            return "one_pass=False"
+        device = self._shared.scales.device
+        return f"the loss scale is on {device}" if device.type != "cpu" else one_pass.obstacle(self.optimizer)
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -141,13 +158,9 @@ class OptimizerWindow:
         """
         return self._shared.scales.require(call).require().device
 
-    def spans_ranks(self) -> bool:
-        """Whether several ranks decide together."""
-        return bool(self._shared.ranks.groups or self.layouts)
-
     def delays_update(self) -> bool:
         """Whether the loss scale must not change before its step; alike on all ranks, whatever gradients."""
-        return self.is_awaited() if self.spans_ranks() else self.is_pending()
+        return self.is_awaited() if self.spans_ranks else self.is_pending()
 
     def is_awaited(self) -> bool:
         """Whether it has neither stepped nor unscaled since a scaled backward began."""
@@ -203,25 +216,25 @@ class OptimizerWindow:
         """
         if write:
             self.write_clip()
-        if sum(gradients.grew() for gradients in self.sets):  # not any(): each is to be asked
-            self.norm = None  # it was that of fewer micro-batches
+        for gradients in self.sets:
+            if gradients.grew():
+                self.norm = None  # it was that of fewer micro-batches
         measured, norm, found = self._measure(write=write, norm_type=norm_type)
         if self.norm is None and measured:
             self.norm = norm
-        device = self._shared.scales.device
-        self.found_inf_per_device = {device: found} if measured else {}
-        several_ranks = self.spans_ranks()
-        if measured or several_ranks:
+        self.found_inf_per_device = {found.device: found} if measured else {}
+        if measured or self.spans_ranks:
             for loss_scale in self.loss_scales:
                 loss_scale.record(found)
         for gradients in self.sets:
             for loss_scale, overflow in gradients.take_contributions():
-                loss_scale.record(found if several_ranks else overflow)
+                loss_scale.record(found if self.spans_ranks else overflow)
         return norm, found
 
     def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
         """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
         measurements: list[Measurement] = []
+        earlier: list[Tensor] = []
         for gradients in self.sets:
             self.assume_scaled(gradients)
             loss_scale = gradients.scaled_by
@@ -231,8 +244,9 @@ class OptimizerWindow:
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-        flags = (gradients.earlier_overflow(self.number) for gradients in self.sets)
-        earlier = [flag for flag in flags if flag is not None]
+            overflow = gradients.earlier_overflow(self.number)
+            if overflow is not None:
+                earlier.append(overflow)
         device = self._shared.scales.device
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
         return bool(measurements), norm, found
@@ -288,27 +302,29 @@ class OptimizerWindow:
         Raises:
             RuntimeError: They did.
         """
-        if self.has_gradients():
-            return
-        for gradients in self.sets:
-            param = gradients.taken_away()
-            if param is not None:
-                kind = type(self.optimizer).__name__
-                msg = (
-                    f"{kind}: a hook took the gradient of {self.name_of(param)!r} away during backward(), "
-                    "multiplied by the loss scale, so that it can neither be unscaled nor checked. Such an "
-                    "optimizer needs a run without a loss scale: use bfloat16, or GradScaler(enabled=False)."
-                )
-                raise RuntimeError(msg)
+        taken = [param for gradients in self.sets for param in gradients.taken_away]
+        if taken and not self.has_gradients():
+            kind = type(self.optimizer).__name__
+            msg = (
+                f"{kind}: a hook took the gradient of {self.name_of(taken[0])!r} away during backward(), "
+                "multiplied by the loss scale, so that it can neither be unscaled nor checked. Such an "
+                "optimizer needs a run without a loss scale: use bfloat16, or GradScaler(enabled=False)."
+            )
+            raise RuntimeError(msg)
 
     # -- clipping -----------------------------------------------------------------------------
 
-    def clip_again(self) -> FoldedClip | None:
-        """Return the folded clip, of what the gradients are at the step."""
-        if self.clip is not None and not self._trusted:
-            self.clip = self.clip.measured_again(
-                lambda norm_type: self._measure(write=False, norm_type=norm_type)[1]
-            )
+    def clip_again(self, norm: Tensor | None = None) -> FoldedClip | None:
+        """Return the folded clip, of what the gradients are at the step; ``norm`` if that is known."""
+        clip = self.clip
+        if clip is not None and not self._trusted:
+
+            def norm_of(order: float) -> Tensor:
+                if norm is not None and order == clip.norm_type:
+                    return norm
+                return self._measure(write=False, norm_type=order)[1]
+
+            self.clip = clip.measured_again(norm_of)
         return self.clip
 
     def write_clip(self) -> None:
@@ -343,8 +359,10 @@ class OptimizerWindow:
             norm=norm if self.found_inf_per_device else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
+            scale_after=loss_scale.later,
             flags=partial(_flags_by_name, self.params, flagged, self.names, self._optimizer),
             known=known,
+            obstacle=self.obstacle,
         )
         self.skipped.add(found)
         self.stage = OptState.STEPPED

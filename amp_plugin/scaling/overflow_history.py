@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.moves import moved
 
 _MOST_KEPT = 8  # measurements, before those of the same gradients are joined
 
@@ -32,9 +33,7 @@ class OverflowHistory:
         for measurement in measurements:
             found = measurement.found_inf
             kept = self.found_inf
-            self.found_inf = (
-                found if kept is None else torch.maximum(kept, found.to(kept.device, non_blocking=True))
-            )
+            self.found_inf = found if kept is None else torch.maximum(kept, moved(found, kept.device))
             self._measurements.append(measurement)
         if len(self._measurements) > _MOST_KEPT:
             self._join()
@@ -65,7 +64,7 @@ class OverflowHistory:
             return
         kept = None
         for measurement in measurements:
-            nonzero = measurement.norm.ne(0).to(self.found_inf.device, non_blocking=True)
+            nonzero = moved(measurement.norm.ne(0), self.found_inf.device)
             kept = nonzero if kept is None else kept | nonzero
         if kept is None:
             self.clear()

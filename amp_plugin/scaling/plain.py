@@ -30,6 +30,7 @@ def step(
     Returns:
         What ``optimizer.step`` returns, None if it was skipped.
     """
+    window.clip_again()
     norm, found = window.check(write=True)
     if without_sync and sync_free.possible(optimizer, found.device):
         value = sync_free.step(optimizer, found, args, kwargs)

@@ -46,7 +46,10 @@ class Registry:
 
     def sets(self) -> list[GradientSet]:
         """Return all gradient sets, each once."""
-        return list({id(gradients): gradients for window in self for gradients in window.sets}.values())
+        windows = list(self._windows.values())
+        if len(windows) == 1:
+            return windows[0].sets
+        return list({id(gradients): gradients for window in windows for gradients in window.sets}.values())
 
     def by_id(self, key: int) -> OptimizerWindow | None:
         """Return the window of the optimizer with this id."""
@@ -113,7 +116,8 @@ class Registry:
 
     def refresh_joined(self) -> bool:
         """Look again at the parameters of optimizers that have more or fewer of them than before."""
-        return self.refresh([window for window in self if window.has_other_count()])
+        joined = [window for window in self if window.has_other_count()]
+        return self.refresh(joined) if joined or self._gone else False
 
     def note_backward(self, reading: ScaleReading) -> None:
         """Note that a scaled backward begins: any optimizer may delay the next update after it."""
@@ -157,7 +161,7 @@ class Registry:
             for number in numbers:
                 sets[number].append(gradients)
         for window in self:
-            window.sets = sets[window.number]
+            window.take_sets(sets[window.number])
 
     def _set_of(
         self, params: list[Tensor], owners: frozenset[int], former: GradientSet | None, positions: list[int]

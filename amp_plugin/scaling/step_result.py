@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
-from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.loss_scale import LaterScale, capturing
 
 
 class HostFlag:
@@ -95,6 +95,7 @@ class StepResult:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
             had no gradients, or nothing was measured because the scaler is disabled.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
     """
 
     def __init__(
@@ -104,12 +105,15 @@ class StepResult:
         found_inf: Tensor,
         scale_before: Tensor | None,
         flags: Callable[[], Iterable[tuple[str, int]]],
+        scale_after: LaterScale | None = None,
         known: bool | None = None,
+        obstacle: str = "nothing was to be unscaled, clipped or checked",
     ) -> None:
         self.norm = norm
+        self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
-        self._scale_after = scale_before
+        self._scale_after = scale_after or LaterScale()
         self._flags = flags
         self._skipped = known
         self._flag = None if known is not None else HostFlag(found_inf)
@@ -119,6 +123,11 @@ class StepResult:
         """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
         never = torch.zeros((), device="cpu")
         return cls(norm=norm, found_inf=never, scale_before=None, flags=tuple, known=False)
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the step was taken in one pass, which leaves ``.grad`` as it was."""
+        return not self.not_one_pass_because
 
     @property
     def skipped(self) -> bool:
@@ -144,11 +153,8 @@ class StepResult:
     @property
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
-        return 1.0 if self._scale_after is None else float(self._scale_after.item())
-
-    def close(self, scale_after: Tensor) -> None:
-        """Note the scale after the update; called by the scaler."""
-        self._scale_after = scale_after
+        after = self._scale_after.value
+        return self.scale_before if after is None else float(after.item())
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 from torch import Tensor
@@ -37,12 +36,10 @@ class Updates:
         self._registry = registry
         self._requested = False
         self._at_floor: list[HostFlag] = []
-        self._open_results: weakref.WeakKeyDictionary[StepResult, LossScale] = weakref.WeakKeyDictionary()
         self.skipped = SkippedSteps()
 
-    def note_step(self, result: StepResult, loss_scale: LossScale) -> None:
-        """Note a step whose result is to learn of the next update."""
-        self._open_results[result] = loss_scale
+    def note_step(self, result: StepResult) -> None:
+        """Count a step that was taken or skipped."""
         self.skipped.add(result.found_inf)
 
     def request(self) -> None:
@@ -53,7 +50,7 @@ class Updates:
         """
         self._raise_at_floor()
         self._scales.updates_requested += 1
-        if self._registry.last_backward is not None and not self._registry and self.skipped.count is None:
+        if self.skipped.count is None and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
         self.settle(force=False)
@@ -75,7 +72,7 @@ class Updates:
             old = loss_scale.snapshot()
             loss_scale.fill_(value)
             self.convert(loss_scale, old)
-        self._tell_results()
+            loss_scale.tell()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loaded loss scales: no update is requested, pending gradients are converted.
@@ -88,7 +85,7 @@ class Updates:
         self._at_floor.clear()
         for loss_scale, old in before:
             self.convert(loss_scale, old)
-        self._tell_results()
+            loss_scale.tell()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale.
@@ -113,15 +110,8 @@ class Updates:
                 if at_floor is not None:
                     self._at_floor.append(HostFlag(at_floor))
                 self.convert(loss_scale, old)
-        self._tell_results()
+            loss_scale.tell()
         self._raise_at_floor()
-
-    def _tell_results(self) -> None:
-        """Let the results of the steps before learn of the scale after."""
-        for result, loss_scale in list(self._open_results.items()):
-            if loss_scale.value is not None:
-                result.close(loss_scale.snapshot())
-        self._open_results.clear()
 
     def _half_gradients_wait(self) -> bool:
         return any(

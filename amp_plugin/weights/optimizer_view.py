@@ -98,7 +98,7 @@ class OptimizerView:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Show the masters; let a closure run on the model's parameters."""
-        self._give_up(optimizer)
+        self.give_up(optimizer)
         self._show(optimizer)
         return self._with_closure(optimizer, args, kwargs)
 
@@ -111,7 +111,7 @@ class OptimizerView:
 
     def after_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Add what makes the model's weights exact again; the rest is as with float32 weights."""
-        self._give_up(optimizer)
+        self.give_up(optimizer)
         found = dict(enumerate(self.weights(_distinct_params(optimizer))))
         kept = {position: weight for position, weight in found.items() if weight is not None}
         if kept:
@@ -119,7 +119,7 @@ class OptimizerView:
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Let state be cast to the masters' dtype, not to the parameters'."""
-        self._give_up(optimizer)
+        self.give_up(optimizer)
         self._loading = state_dict.get(KEY)
         if _fits(optimizer, state_dict):  # else torch raises
             weights = self._in_groups(optimizer)
@@ -170,7 +170,7 @@ class OptimizerView:
             _move_grad(weight.master, weight.param)
             weight.release()
 
-    def _give_up(self, optimizer: Optimizer) -> None:
+    def give_up(self, optimizer: Optimizer) -> None:
         """End a step that an exception has ended: what it did to masters is dropped."""
         self._loading = None
         if self._shown:

@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "host_device.h"
 
@@ -34,38 +35,98 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.has_index()) current_index = device.index();
   }
-  c10::Stream getStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::DEFAULT, device);
+  c10::Stream getStream(c10::Device device) const override { return shown(current_stream(device.index())); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, device_at(device.index()));
   }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    static std::atomic<int64_t> last{1000};  // Python's have lower numbers
+    return shown({device_at(device.index()).index(), ++last});
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = getStream(stream.device());
+    set_current_stream(ours(stream));
+    return before;
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return reinterpret_cast<void*>(stream.id());
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override { wait("a stream"); }
-  void synchronizeEvent(void*) const override { wait("an event"); }
-  void synchronizeDevice(const c10::DeviceIndex) const override { wait("the device"); }
+  void record(
+      void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) *event = new Moment();
+    *static_cast<Moment*>(*event) = now_on(ours(stream));
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) let_wait(ours(stream), *static_cast<Moment*>(event));
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || has_come(*static_cast<Moment*>(event));
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Moment*>(event);
+  }
+  bool queryStream(const c10::Stream& stream) const override { return has_come(now_on(ours(stream))); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    check_may_wait("a stream");
+    wait_for(now_on(ours(stream)));
+  }
+  void synchronizeEvent(void* event) const override {
+    check_may_wait("an event");
+    if (event != nullptr) wait_for(*static_cast<Moment*>(event));
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    check_may_wait("the device");
+    wait_for_all();
+  }
   bool isStreamCapturing(const c10::Stream&) const override { return capturing(); }
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override;
+
+ private:
+  static c10::Stream shown(Stream stream) {
+    return c10::Stream(c10::Stream::UNSAFE, device_at(stream.device), stream.number);
+  }
+  static Stream ours(const c10::Stream& stream) { return {stream.device_index(), stream.id()}; }
 };
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
 struct Block {
   void* memory;
   size_t bytes;
+  std::function<void()> free;
+  Stream stream;  // it was allocated on; its later work may be given the memory
+  std::vector<Stream> users;  // other streams that were named to the allocator
 };
 
+// As torch's allocator: behind the work of the streams it knows of, somebody else has the memory.
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
-  bytes_in_use -= int64_t(block->bytes);
-  std::free(block->memory);
+  if (works_late()) {
+    for (const Stream& user : block->users) let_wait(block->stream, now_on(user));
+    submit(
+        block->stream, [memory = block->memory, bytes = block->bytes] { std::memset(memory, 0xFF, bytes); });
+    when_all_is_done(block->free);
+  } else {
+    block->free();
+  }
   delete block;
 }
+
+void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const {
+  if (auto* block = data.cast_context<Block>(&release)) block->users.push_back(ours(stream));
+}
+
+}  // namespace
+
+c10::DataPtr device_memory(void* memory, size_t bytes, c10::Device device, std::function<void()> free) {
+  const Stream stream = current_stream(device.index());
+  return {memory, new Block{memory, bytes, std::move(free), stream, {}}, &release, device};
+}
+
+namespace {
 
 struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
@@ -73,7 +134,10 @@ struct Memory final : c10::Allocator {
     void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
     std::memset(memory, 0xAB, bytes);
     bytes_in_use += int64_t(bytes);
-    return {memory, new Block{memory, bytes}, &release, device_at(-1)};
+    return device_memory(memory, bytes, device_at(-1), [memory, bytes] {
+      bytes_in_use -= int64_t(bytes);
+      std::free(memory);
+    });
   }
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
     std::memcpy(target, source, bytes);
@@ -87,7 +151,7 @@ c10::Allocator* allocator() {
   return &memory;
 }
 
-void wait(const std::string& what) {
+void check_may_wait(const std::string& what) {
   TORCH_CHECK(debug_mode != 2, "called a synchronizing CUDA operation: ", what);
   if (debug_mode == 1) TORCH_WARN("called a synchronizing CUDA operation: ", what);
   TORCH_CHECK(!capturing(), "CUDA error: operation not permitted when stream is capturing: ", what);
@@ -113,14 +177,14 @@ struct Hooks final : at::CUDAHooksInterface {
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
-  void deviceSynchronize(c10::DeviceIndex) const override { wait("the device"); }
+  void deviceSynchronize(c10::DeviceIndex) const override { Guard().synchronizeDevice(-1); }
 };
 
 namespace {
 
 TORCH_LIBRARY(host_device, library) {
   library.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { debug_mode = mode; });
-  library.def("synchronize() -> ()", [] { wait("the device"); });
+  library.def("synchronize() -> ()", [] { Guard().synchronizeDevice(-1); });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
   library.def(
       "copy_of(Storage storage, Device device) -> Tensor",

@@ -16,8 +16,7 @@ namespace {
 
 struct Graph {
   std::vector<std::function<void()>> work;
-  std::vector<std::pair<c10::Storage, std::vector<char>>> before;  // what the storages found held
-  std::map<const c10::StorageImpl*, c10::Storage> made;
+  Footprint footprint;
 };
 
 std::atomic<bool> active{false};
@@ -36,17 +35,12 @@ int64_t begin() {
 void end() {
   std::lock_guard lock(mutex);
   active = false;
-  Graph& graph = graphs.at(current);
-  for (const auto& [storage, bytes] : graph.before) {
-    std::memcpy(storage.mutable_data(), bytes.data(), bytes.size());
-  }
-  for (const auto& [_, storage] : graph.made) std::memset(storage.mutable_data(), 0xAB, storage.nbytes());
-  graph.before.clear();
+  graphs.at(current).footprint.undo();
 }
 
 void replay(int64_t number) {
   std::lock_guard lock(mutex);
-  for (const auto& work : graphs.at(number).work) work();
+  for (const auto& work : graphs.at(number).work) submit(current_stream(), work);
 }
 
 void release(int64_t number) {
@@ -58,22 +52,60 @@ void release(int64_t number) {
 
 bool capturing() { return active; }
 
-void found(const c10::Storage& storage) {
-  if (!active || storage.nbytes() == 0) return;
-  std::lock_guard lock(mutex);
-  Graph& graph = graphs.at(current);
-  if (graph.made.count(storage.unsafeGetStorageImpl())) return;
-  for (const auto& [known, _] : graph.before) {
+void Footprint::find(const c10::Storage& storage) {
+  if (storage.nbytes() == 0 || made.count(storage.unsafeGetStorageImpl())) return;
+  for (const auto& [known, _] : before) {
     if (known.data() == storage.data()) return;
   }
   const char* data = static_cast<const char*>(storage.data());
-  graph.before.emplace_back(storage, std::vector<char>(data, data + storage.nbytes()));
+  before.emplace_back(storage, std::vector<char>(data, data + storage.nbytes()));
+}
+
+void Footprint::make(const c10::Storage& storage) {
+  if (storage.nbytes() > 0) made.emplace(storage.unsafeGetStorageImpl(), storage);
+}
+
+void Footprint::undo() {
+  for (const auto& [storage, bytes] : before) {
+    std::memcpy(storage.mutable_data(), bytes.data(), bytes.size());
+  }
+  for (const auto& [_, storage] : made) std::memset(storage.mutable_data(), 0xAB, storage.nbytes());
+  before.clear();
+}
+
+namespace {
+
+thread_local Footprint* of_this_op = nullptr;
+
+template <typename Note>
+void note(const Note& note) {
+  if (of_this_op != nullptr) return note(*of_this_op);
+  if (!active) return;
+  std::lock_guard lock(mutex);
+  note(graphs.at(current).footprint);
+}
+
+}  // namespace
+
+void found(const c10::Storage& storage) {
+  note([&](Footprint& footprint) { footprint.find(storage); });
 }
 
 void made(const c10::Storage& storage) {
-  if (!active || storage.nbytes() == 0) return;
-  std::lock_guard lock(mutex);
-  graphs.at(current).made.emplace(storage.unsafeGetStorageImpl(), storage);
+  note([&](Footprint& footprint) { footprint.make(storage); });
+}
+
+void without_effect(const std::function<void()>& run) {
+  Footprint footprint;
+  of_this_op = &footprint;
+  try {
+    run();
+  } catch (...) {
+    of_this_op = nullptr;
+    throw;
+  }
+  of_this_op = nullptr;
+  footprint.undo();
 }
 
 void record(std::function<void()> work) {
@@ -99,7 +131,7 @@ void launch(
         reinterpret_cast<Kernel>(kernel)(unsigned(blocks), unsigned(threads), pointers.data(), descending);
     TORCH_CHECK(error == nullptr, error);
   };
-  capturing() ? record(work) : work();
+  capturing() ? record(work) : submit(current_stream(), work);
 }
 
 }  // namespace

@@ -11,13 +11,15 @@ The shared object has to be loaded before torch is, so :func:`environment` tells
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import os
 import subprocess
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +37,7 @@ from tests.host_device.streams import (
     HostGraph,
     HostStream,
     current_stream,
+    default_stream,
     index_of,
     set_stream,
 )
@@ -54,24 +57,48 @@ def cannot() -> str:
 
 def library() -> Path:
     """Compile the device, unless that was done before for this torch and these sources."""
-    command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra"]
+    command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra"]
     command += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]
     command += [part for folder in torch_flags.include_dirs() for part in ("-isystem", str(folder))]
-    sources = sorted(HERE.glob("*.cpp"))
     link = torch_flags.link_flags("torch_cpu", "c10")
-    parts = [repr(command).encode(), repr(link).encode(), torch.__version__.encode()]
-    parts += [path.read_bytes() for path in sorted(HERE.glob("*.[ch]*"))]
-    target = object_folder() / f"host_device-{hashlib.sha256(b''.join(parts)).hexdigest()[:16]}.so"
+    common = [repr(command), torch.__version__, *(path.read_text() for path in sorted(HERE.glob("*.h")))]
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        sources = sorted(HERE.glob("*.cpp"))
+        objects = list(pool.map(lambda source: _object([*command, "-c"], source, common), sources))
+    target = object_folder() / f"host_device-{_digest(repr(link), *map(str, objects))}.so"
+    return _made(target, [compiler(), "-shared", *map(str, objects), *link])
+
+
+def _object(command: list[str], source: Path, common: list[str]) -> Path:
+    target = object_folder() / f"{source.stem}-{_digest(*common, source.read_text())}.o"
+    return _made(target, [*command, str(source)])
+
+
+def _made(target: Path, command: list[str]) -> Path:
     if not target.exists():
         scratch = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, *map(str, sources), *link, "-o", str(scratch)], check=True)
+        subprocess.run([*command, "-o", str(scratch)], check=True)
         scratch.replace(target)
     return target
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def environment() -> dict[str, str]:
     """Return the environment variables of a process that is to have the device."""
     return {**os.environ, "LD_PRELOAD": str(library())}
+
+
+@contextlib.contextmanager
+def late_work() -> Iterator[None]:
+    """Put all work of the device off until somebody waits for its stream; the memory it is given up to, too."""
+    torch.ops.host_device.late(True)
+    try:
+        yield
+    finally:
+        torch.ops.host_device.late(False)
 
 
 def install_if_loaded(*, kernels: bool = True) -> None:
@@ -167,7 +194,7 @@ def _namespace(device: Any) -> dict[str, Any]:
         "Event": HostEvent,
         "CUDAGraph": HostGraph,
         "current_stream": current_stream,
-        "default_stream": lambda which=None: HostStream.default(index_of(which)),
+        "default_stream": default_stream,
         "set_stream": set_stream,
         "graph_pool_handle": lambda: (0, 0),
     }

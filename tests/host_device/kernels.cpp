@@ -9,6 +9,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <array>
@@ -32,7 +33,9 @@ void release_storage(void* storage) { delete static_cast<c10::Storage*>(storage)
 // The same memory as a storage of another device.
 c10::Storage on(c10::Device device, const c10::Storage& storage) {
   auto* data = const_cast<void*>(storage.data());
-  c10::DataPtr pointer(data, new c10::Storage(storage), &release_storage, device);
+  c10::DataPtr pointer = device.is_cpu()
+      ? c10::DataPtr(data, new c10::Storage(storage), &release_storage, device)
+      : device_memory(data, storage.nbytes(), device, [storage] {});
   c10::Allocator* owner = device.is_cpu() ? c10::GetCPUAllocator() : allocator();
   return {c10::Storage::use_byte_size_t{}, storage.nbytes(), std::move(pointer), owner, true};
 }
@@ -59,6 +62,7 @@ bool same_layout(const at::Tensor& one, const at::Tensor& other) {
 class Call {
  public:
   at::Tensor host(const at::Tensor& tensor) {
+    if (tensor.defined() && !tensor.is_cuda()) of_host_.push_back(tensor);
     if (!tensor.defined() || !tensor.is_cuda()) return tensor;
     device_ = tensor.device();
     if (tensor._is_zerotensor()) return at::zeros(tensor.sizes(), tensor.options().device(c10::kCPU));
@@ -75,10 +79,12 @@ class Call {
 
   void make_on(c10::Device device) { device_ = device_at(device.index()); }
   void make_on_host() { device_.reset(); }
-  size_t tensors() const { return pairs_.size(); }
 
   at::Tensor device(const at::Tensor& result) const {
     if (!result.defined() || !result.device().is_cpu()) return result;
+    for (const at::Tensor& given : of_host_) {
+      if (given.is_same(result)) return result;
+    }
     for (const auto& [ours, theirs] : pairs_) {
       if (theirs.is_same(result)) return ours;
     }
@@ -109,6 +115,7 @@ class Call {
 
  private:
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs_;
+  std::vector<at::Tensor> of_host_;
   std::optional<c10::Device> device_;
 };
 
@@ -154,7 +161,6 @@ class DeviceCheck {
 
 void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  const std::string& name = schema.name();
   const size_t first = stack->size() - schema.arguments().size();
   Call call;
   DeviceCheck check(schema.operator_name());
@@ -170,12 +176,6 @@ void run(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     if (!value.isDevice()) continue;
     value.toDevice().is_cuda() ? call.make_on(value.toDevice()) : call.make_on_host();
     value = c10::Device(c10::kCPU);
-  }
-  if (kWaits.count(name)) wait(name);
-  const bool from_or_to_host = name == "aten::copy_" && call.tensors() == 1;
-  if (from_or_to_host && !(*stack)[first + 2].toBool() &&
-      !(*stack)[first].toTensor().is_same((*stack)[first + 1].toTensor())) {
-    wait("copy_ between the host and the device");
   }
   {
     c10::impl::ExcludeDispatchKeyGuard below(
@@ -204,14 +204,83 @@ void write_into(const c10::IValue& target, const c10::IValue& source) {
 
 }  // namespace
 
+namespace {
+
+// The storage, without holding it: what is put off must not keep memory that the program has given up.
+c10::Storage borrowed(const c10::Storage& storage) {
+  auto* data = const_cast<void*>(storage.data());
+  return {
+      c10::Storage::use_byte_size_t{}, storage.nbytes(), c10::DataPtr(data, storage.device()), nullptr,
+      false};
+}
+
+// The arguments of an op that runs later. Host memory that it reads is read now, as from pageable memory.
+torch::jit::Stack arguments_for_later(const torch::jit::Stack& given, bool writes_to_host) {
+  torch::jit::Stack later;
+  for (size_t i = 0; i < given.size(); ++i) {
+    later.push_back(map_tensors(given[i], [&](const at::Tensor& tensor) {
+      if (!tensor.defined() || !tensor.has_storage()) return tensor;
+      if (tensor.is_cuda()) return tensor_of(borrowed(tensor.storage()), tensor);
+      return writes_to_host && i == 0 ? tensor : tensor.detach().clone();
+    }));
+  }
+  return later;
+}
+
+// The same memory: a graph keeps that, but not what autograd knows of it.
+torch::jit::Stack without_autograd(torch::jit::Stack values) {
+  for (c10::IValue& value : values) {
+    value = map_tensors(value, [](const at::Tensor& tensor) {
+      return tensor.defined() && tensor.is_cuda() && tensor.has_storage()
+          ? tensor_of(tensor.storage(), tensor)
+          : tensor;
+    });
+  }
+  return values;
+}
+
+// What an op waits for the device for, if it does.
+std::string wait_of(const std::string& name, const torch::jit::Stack& given) {
+  if (kWaits.count(name)) return name;
+  if (name != "aten::copy_") return "";
+  const at::Tensor &target = given[0].toTensor(), &source = given[1].toTensor();
+  const bool between = target.is_cuda() != source.is_cuda();
+  return between && !given[2].toBool() ? "copy_ between the host and the device" : "";
+}
+
+void run_late(const c10::OperatorHandle& op, torch::jit::Stack* stack, const torch::jit::Stack& given) {
+  const bool to_host = op.schema().name() == "aten::copy_" && !given[0].toTensor().is_cuda();
+  const torch::jit::Stack later = arguments_for_later(given, to_host);
+  without_effect([&] { run(op, stack); });
+  const torch::jit::Stack results =
+      arguments_for_later({stack->end() - op.schema().returns().size(), stack->end()}, true);
+  if (to_host) {
+    const at::Tensor target = given[0].toTensor();
+    std::memset(target.mutable_data_ptr(), 0xFF, target.nbytes());
+  }
+  submit(current_stream(), [op, later, results] {
+    torch::jit::Stack again(later);
+    run(op, &again);
+    for (size_t i = 0; i < results.size(); ++i) write_into(results[i], again[i]);
+  });
+}
+
+}  // namespace
+
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  if (!capturing()) return run(op, stack);
   const size_t taken = op.schema().arguments().size(), returned = op.schema().returns().size();
   const torch::jit::Stack given(stack->end() - taken, stack->end());
+  if (const std::string what = wait_of(op.schema().name(), given); !what.empty()) {
+    check_may_wait(what);
+    wait_for(now_on(current_stream()));
+    return run(op, stack);
+  }
+  if (!capturing()) return works_late() ? run_late(op, stack, given) : run(op, stack);
+  const torch::jit::Stack recorded = without_autograd(given);
   run(op, stack);
   const torch::jit::Stack results(stack->end() - returned, stack->end());
-  record([op, given, results] {
-    torch::jit::Stack again(given);
+  record([op, recorded, results = without_autograd(results)] {
+    torch::jit::Stack again(recorded);
     run(op, &again);
     for (size_t i = 0; i < results.size(); ++i) write_into(results[i], again[i]);
   });
@@ -258,6 +327,10 @@ at::Tensor& set_storage(
   return self;
 }
 
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  c10::impl::VirtualGuardImpl(c10::kCUDA).recordDataPtrOnStream(self.storage().data_ptr(), stream);
+}
+
 // CUDA's softmax reads fp16 and writes fp32 at once, the CPU's does not.
 template <auto by_host>
 at::Tensor softmax(const at::Tensor& self, int64_t dim, bool half_to_float) {
@@ -277,6 +350,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty_strided", &empty_strided);
   library.impl("_efficientzerotensor", &zero_tensor);
   library.impl("set_.source_Storage_storage_offset", &set_storage);
+  library.impl("record_stream", &record_stream);
   library.impl("_softmax", &softmax<&at::_softmax_out>);
   library.impl("_log_softmax", &softmax<&at::_log_softmax_out>);
   auto by_host = [&](const std::string& name) {

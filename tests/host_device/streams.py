@@ -1,9 +1,8 @@
-"""Streams, events and graphs of the device made of host memory: what is put on a stream has run at once."""
+"""Streams, events and graphs of the device made of host memory, as ``torch.cuda`` shows them."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from typing import Any, ClassVar
 
@@ -19,65 +18,82 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 class HostStream:
-    """A stream; what is put on it has run when the call returns."""
+    """A stream; what is put on it has run when the call returns, unless work is late."""
 
     _numbers = itertools.count(1)
-    _defaults: ClassVar[dict[int, HostStream]] = {}
+    _by_number: ClassVar[dict[tuple[int, int], HostStream]] = {}
 
     def __init__(self, device: torch.device | str | int | None = None, priority: int = 0) -> None:
-        self.device = torch.device("cuda", index_of(device))
-        self.cuda_stream = next(self._numbers)
+        self._take(index_of(device), next(self._numbers))
+
+    def _take(self, index: int, number: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.cuda_stream = self.stream_id = number
+        self._by_number[index, number] = self
 
     @classmethod
-    def default(cls, index: int) -> HostStream:
-        if index not in cls._defaults:
-            cls._defaults[index] = cls(index)
-            cls._defaults[index].cuda_stream = 0
-        return cls._defaults[index]
+    def of(cls, index: int, number: int) -> HostStream:
+        if (index, number) not in cls._by_number:
+            cls.__new__(cls)._take(index, number)
+        return cls._by_number[index, number]
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        return self.device.index, self.stream_id
 
     def wait_stream(self, stream: HostStream) -> None:
-        """Return: it has run."""
+        self.wait_event(stream.record_event())
 
     def wait_event(self, event: HostEvent) -> None:
-        """Return: it has happened."""
+        torch.ops.host_device.let_wait(*self._place, *event.moment)
 
     def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        return event or HostEvent()
+        event = event or HostEvent()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        return self.record_event().query()
 
     def synchronize(self) -> None:
-        torch.ops.host_device.synchronize()
+        self.record_event().synchronize()
 
 
 class HostEvent:
-    """An event; it has always happened."""
+    """A place in the work of a stream; a time on the host's clock."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.moment = (0, 0, 0)
 
     def record(self, stream: HostStream | None = None) -> None:
+        place = (stream or current_stream())._place
+        self.moment = (*place, torch.ops.host_device.now_on(*place))
         self.happened = time.perf_counter() * 1e3
 
-    def wait(self, stream: HostStream | None = None) -> None: ...
+    def wait(self, stream: HostStream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
 
     def query(self) -> bool:
-        return True
+        return torch.ops.host_device.has_come(*self.moment)
 
     def elapsed_time(self, end: HostEvent) -> float:
         return end.happened - self.happened
 
     def synchronize(self) -> None:
-        torch.ops.host_device.synchronize()
-
-
-_current = threading.local()
+        torch.ops.host_device.synchronize_with(*self.moment)
 
 
 def current_stream(device: torch.device | str | int | None = None) -> HostStream:
     index = index_of(device)
-    return getattr(_current, f"of_{index}", None) or HostStream.default(index)
+    return HostStream.of(index, torch.ops.host_device.current_stream(index))
+
+
+def default_stream(device: torch.device | str | int | None = None) -> HostStream:
+    return HostStream.of(index_of(device), 0)
 
 
 def set_stream(stream: HostStream) -> None:
-    setattr(_current, f"of_{stream.device.index}", stream)
+    torch.ops.host_device.set_stream(*stream._place)
     torch.cuda.set_device(stream.device)
 
 

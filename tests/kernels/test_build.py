@@ -16,7 +16,7 @@ import pytest
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
-from amp_plugin.kernels.compiler import find_compiler, python_headers
+from amp_plugin.kernels.compiler import Unit, find_compiler, python_headers
 from amp_plugin.kernels.torch_flags import compile_flags, include_dirs
 
 LIBRARY = 'extern "C" int small_answer() { return 42; }\n'
@@ -219,26 +219,45 @@ def test_a_switch_that_is_neither(fresh: None, monkeypatch: pytest.MonkeyPatch) 
         native_core()
 
 
+def test_a_choice_of_sources_that_is_neither(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AMP_PLUGIN_SEPARATE_SOURCES", "yes")
+    with pytest.warns(
+        RuntimeWarning, match=r"AMP_PLUGIN_SEPARATE_SOURCES='yes' is not allowed; use 0 .* or 1"
+    ):
+        assert not native_core().loaded
+
+
 def test_other_systems_fall_back(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.sys, "platform", "darwin")
     with pytest.warns(RuntimeWarning, match="it is built on Linux only, this is darwin"):
         assert not native_core().loaded
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("source", sorted(build.SOURCES.glob("**/*.cpp")), ids=lambda source: source.name)
-def test_our_own_sources_compile_without_a_warning(source: Path) -> None:
-    others = [*include_dirs(), *([python_headers()] if source.parent.name == "python" else [])]
-    includes = [f"-I{build.SOURCES}", f"-I{source.parent}", *(f"-isystem{path}" for path in others)]
+def check_without_warnings(sources: list[Path], folder: Path) -> None:
+    """Let the compiler read ``sources`` as one translation unit, with every warning an error."""
+    with_python = [python_headers()] if sources[0].parent.name == "python" else []
+    includes = [f"-I{build.SOURCES}", *(f"-isystem{path}" for path in (*include_dirs(), *with_python))]
+    joined = Unit(name="all", sources=tuple(sources)).file(folder)
     command = [
         *find_compiler().command,
         *compile_flags(),
-        "-O0",
-        "-Werror",
-        "-fsyntax-only",
+        *("-O0", "-Werror", "-fsyntax-only"),
         *includes,
-        str(source),
+        str(joined),
     ]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [".", "python"])
+def test_our_own_sources_compile_without_a_warning(part: str, tmp_path: Path) -> None:
+    check_without_warnings(sorted((build.SOURCES / part).glob("*.cpp")), tmp_path)
+
+
+@needs_compiler
+@pytest.mark.whole_run
+@pytest.mark.parametrize("source", sorted(build.SOURCES.glob("**/*.cpp")), ids=lambda source: source.name)
+def test_each_source_compiles_by_itself(source: Path, tmp_path: Path) -> None:
+    check_without_warnings([source], tmp_path)

@@ -20,7 +20,14 @@ from amp_plugin.kernels.cuda.catalogue import (
     Kernel,
     all_kernels,
 )
-from amp_plugin.kernels.cuda.compile import ARCHITECTURES, SOURCES, build_ahead, cached_cubin, compile_cubin
+from amp_plugin.kernels.cuda.compile import (
+    ARCHITECTURES,
+    SOURCES,
+    architecture_for,
+    build_ahead,
+    cached_cubin,
+    compile_cubin,
+)
 
 ELF = b"\x7fELF"
 OF_EACH_SOURCE = [kernel for kernel in all_kernels() if kernel.norm in (None, NORMS[0])]
@@ -99,6 +106,38 @@ def test_a_cache_that_cannot_be_used_is_said(tmp_path, monkeypatch):
         RuntimeWarning, match="CUDA kernels are compiled anew in each process: others can write"
     ):
         assert cached_cubin(UPDATE_SCALE, "sm_90").startswith(ELF)
+
+
+def test_a_full_disk_costs_a_compilation(cache, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cuda_compile, "publish_entry", full)
+    with pytest.warns(
+        RuntimeWarning, match="update_scale is compiled for this process alone, .* No space left on device"
+    ):
+        assert cached_cubin(UPDATE_SCALE, "sm_90").startswith(ELF)
+
+
+@pytest.mark.parametrize(
+    ("capability", "known", "architecture"),
+    [
+        ((9, 0), [75, 90, 100], "sm_90"),
+        ((8, 9), [75, 80, 86, 90], "sm_86"),  # NVRTC is older than the GPU
+        ((12, 1), [90, 120], "sm_120"),
+        ((10, 3), [90, 100, 103, 120], "sm_103"),
+    ],
+)
+def test_the_newest_code_that_a_gpu_runs(monkeypatch, capability, known, architecture):
+    monkeypatch.setattr(cuda_compile.nvrtc, "nvrtcGetNumSupportedArchs", lambda: (0, len(known)))
+    monkeypatch.setattr(cuda_compile.nvrtc, "nvrtcGetSupportedArchs", lambda: (0, known))
+    assert architecture_for(*capability) == architecture
+
+
+def test_a_gpu_that_is_too_new_for_nvrtc_is_refused():
+    with pytest.raises(RuntimeError, match=r"compiles for up to sm_\d+, not for sm_990; install a newer"):
+        architecture_for(99, 0)
+    assert architecture_for(9, 0) == "sm_90"
 
 
 def test_build_ahead_fills_the_cache(cache, monkeypatch):

@@ -140,6 +140,64 @@ def test_a_changed_header_compiles_what_includes_it(changed: str, sources: Path,
     assert len(list((root / "objects").iterdir())) == 3  # other.cpp was not compiled again
 
 
+def test_joined_sources_are_one_translation_unit(
+    sources: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, calls = counting_compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(script))
+    joined = dataclasses.replace(target(sources), joined=True)
+    first = obtain(joined, root)
+    assert answer(first.path) == 42
+    assert ctypes.CDLL(str(first.path)).other() == 7
+    assert len(calls.read_text().split()) == 1
+    (sources / "other.cpp").write_text('extern "C" int other() { return 8; }\n')
+    second = obtain(joined, root)
+    assert ctypes.CDLL(str(second.path)).other() == 8
+    assert len(calls.read_text().split()) == 2
+
+
+def test_an_error_in_joined_sources_names_the_source(sources: Path, root: Path) -> None:
+    (sources / "other.cpp").write_text("\nint other() { return unheard_of; }\n")
+    with pytest.raises(RuntimeError, match=r"other\.cpp:2:.*error:.*unheard_of"):
+        obtain(dataclasses.replace(target(sources), joined=True), root)
+
+
+def test_joined_sources_whose_names_clash_are_compiled_by_themselves(
+    sources: Path, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, number in (("answer", 42), ("other", 7)):
+        (sources / f"{name}.cpp").write_text(
+            f'static const int number = {number};\nextern "C" int {name}() {{ return number; }}\n'
+        )
+    built = obtain(dataclasses.replace(target(sources), joined=True), root)
+    assert answer(built.path) == 42
+    assert "names of two sources clash, each is compiled by itself" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("max_jobs", "compiled"), [("2", 2), ("1", 1)])
+def test_the_sources_of_another_are_compiled_at_the_same_time(
+    max_jobs: str, compiled: int, sources: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, calls = counting_compiler(tmp_path)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("MAX_JOBS", max_jobs)
+    first = dataclasses.replace(target(sources), sources=(sources / "answer.cpp",))
+    second = dataclasses.replace(target(sources), file_name="libsecond.so", sources=(sources / "other.cpp",))
+    obtain(first, root, beside=second)
+    assert len(calls.read_text().split()) == compiled
+    assert ctypes.CDLL(str(obtain(second, root).path)).other() == 7
+    assert len(calls.read_text().split()) == 2
+
+
+def test_what_fails_beside_fails_where_it_is_obtained(sources: Path, root: Path) -> None:
+    (sources / "other.cpp").write_text("int other() { return unheard_of; }\n")
+    first = dataclasses.replace(target(sources), sources=(sources / "answer.cpp",))
+    second = dataclasses.replace(target(sources), file_name="libsecond.so", sources=(sources / "other.cpp",))
+    assert answer(obtain(first, root, beside=second).path) == 42
+    with pytest.raises(RuntimeError, match=r"other\.cpp:1:.*unheard_of"):
+        obtain(second, root)
+
+
 def test_rebuild_compiles_what_is_whole(sources: Path, root: Path) -> None:
     obtain(target(sources), root)
     assert obtain(target(sources), root, rebuild=True).seconds > 0

@@ -1,6 +1,7 @@
 """Invariant 2: a step with a gradient that is not finite changes nothing. And what is said of it."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -210,11 +211,13 @@ def test_results_nobody_keeps_are_not_kept(weights):
     """A constant scale needs no update(): without one, results must not pile up."""
     one = weights()
     scaler = GradScaler("cpu", dynamic=False)
+    results = []
     for _ in range(5):
         one.optimizer.zero_grad()
         scaler.scale(one.loss(1.0)).backward()
         scaler.step(one.optimizer)
-    assert len(scaler._updates._open_results) == 1
+        results.append(weakref.ref(scaler.last_step(one.optimizer)))
+    assert [result() is None for result in results] == [True] * 4 + [False]
 
 
 def test_the_report_is_short_for_many():

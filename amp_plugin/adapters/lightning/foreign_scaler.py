@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.loss_scale import LaterScale
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.skipped_steps import SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
@@ -51,6 +52,7 @@ class ForeignScaler(GradScaler):
         self._has_stepped = False
         self._unscaled: ByOptimizer[None] = ByOptimizer()
         self._results: ByOptimizer[StepResult] = ByOptimizer()
+        self._later = LaterScale()
         self._skipped = SkippedSteps()
 
     def is_enabled(self) -> bool:
@@ -116,6 +118,7 @@ class ForeignScaler(GradScaler):
                 norm=super().note_step(optimizer).norm,
                 found_inf=taken[0] if taken else torch.ones(()),
                 scale_before=before,
+                scale_after=self._later,
                 flags=partial(_flags, optimizer, self.parameter_names),
             )
         self._results[optimizer] = result
@@ -130,8 +133,8 @@ class ForeignScaler(GradScaler):
         self.theirs.update()
         after = self.current_scale()
         if after is not None:
-            for result in self._results.values():
-                result.close(after.clone())
+            self._later.value = after.clone()
+            self._later = LaterScale()
 
     def last_step(self, optimizer: Any) -> StepResult:
         """Return what became of the optimizer's last step."""

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "cast_source.h"
+#include "stream_order.h"
 
 namespace amp_plugin {
 namespace {
@@ -13,6 +14,11 @@ namespace {
 struct KeptCast {
   CastSource source;
   at::Tensor cast;
+  int64_t stream;  // it was made on; another may be ahead of it
+
+  bool is_of(const at::Tensor& weight, c10::ScalarType dtype) const {
+    return cast.scalar_type() == dtype && stream == stream_number(weight.device());
+  }
 };
 
 // By the weight's address, which does not come back: its cast's autograd graph holds the weight.
@@ -30,7 +36,7 @@ at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
   const auto found = casts.find(weight.unsafeGetTensorImpl());
   if (found == casts.end()) return {};
   for (const auto& kept : found->second) {
-    if (kept.cast.scalar_type() == dtype && kept.source.is_current(weight)) return kept.cast;
+    if (kept.is_of(weight, dtype) && kept.source.is_current(weight)) return kept.cast;
   }
   return {};
 }
@@ -38,10 +44,11 @@ at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
 void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
   auto& entries = casts_of_thread()[weight.unsafeGetTensorImpl()];
   const auto replaced = [&](const KeptCast& kept) {
-    return kept.cast.scalar_type() == cast.scalar_type() || !kept.source.is_current(weight);
+    return kept.is_of(weight, cast.scalar_type()) || !kept.source.is_current(weight);
   };
   entries.erase(std::remove_if(entries.begin(), entries.end(), replaced), entries.end());
-  entries.push_back(KeptCast{.source = CastSource(weight), .cast = cast});
+  entries.push_back(
+      KeptCast{.source = CastSource(weight), .cast = cast, .stream = stream_number(weight.device())});
 }
 
 void clear_region_casts() {

@@ -12,11 +12,11 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kChunk = 32768;  // elements
+constexpr int64_t kCastChunk = 32768;  // elements
 
 using Copy = void (*)(const void* src, void* out, int64_t count);
 
-struct Piece {
+struct CastPiece {
   const char* src;
   char* out;
   int64_t count;
@@ -37,7 +37,7 @@ Copy copy_for(at::ScalarType from, at::ScalarType to) {
   return nullptr;
 }
 
-bool same_memory_order(const at::Tensor& one, const at::Tensor& other) {
+bool casts_in_order(const at::Tensor& one, const at::Tensor& other) {
   return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
       one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
@@ -46,11 +46,11 @@ void cast(at::TensorList src, at::TensorList out) {
   TORCH_CHECK_VALUE(
       src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
       " to write; give one output for each input.");
-  std::vector<Piece> pieces;
+  std::vector<CastPiece> pieces;
   pieces.reserve(src.size());
   for (size_t i = 0; i < src.size(); ++i) {
     const Copy run = copy_for(src[i].scalar_type(), out[i].scalar_type());
-    if (run == nullptr || !same_memory_order(src[i], out[i])) {
+    if (run == nullptr || !casts_in_order(src[i], out[i])) {
       out[i].copy_(src[i]);
       continue;
     }
@@ -59,20 +59,20 @@ void cast(at::TensorList src, at::TensorList out) {
     const auto* from = static_cast<const char*>(src[i].const_data_ptr());
     auto* to = static_cast<char*>(out[i].mutable_data_ptr());
     const int64_t numel = src[i].numel();
-    for (int64_t begin = 0; begin < numel; begin += kChunk) {
+    for (int64_t begin = 0; begin < numel; begin += kCastChunk) {
       pieces.push_back(
-          {from + begin * from_size, to + begin * to_size, std::min(kChunk, numel - begin), run});
+          {from + begin * from_size, to + begin * to_size, std::min(kCastChunk, numel - begin), run});
     }
     if (!out[i].is_inference()) {
       out[i].unsafeGetTensorImpl()->bump_version();
     }
   }
   int64_t total = 0;
-  for (const Piece& piece : pieces) {
+  for (const CastPiece& piece : pieces) {
     total += piece.count;
   }
   const auto count = static_cast<int64_t>(pieces.size());
-  const int64_t grain = std::max<int64_t>(1, count * 2 * kChunk / std::max<int64_t>(1, total));
+  const int64_t grain = std::max<int64_t>(1, count * 2 * kCastChunk / std::max<int64_t>(1, total));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       pieces[i].copy(pieces[i].src, pieces[i].out, pieces[i].count);

@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "one_value.h"
 #include "scaling_chunk.h"
 
 namespace amp_plugin {
@@ -209,17 +210,6 @@ Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double f
     result.power = 0.0;
   }
   return result;
-}
-
-double one_value(const at::Tensor& factor, const char* name) {
-  TORCH_CHECK(
-      factor.numel() == 1 && factor.device().is_cpu(), "amp_plugin: ", name,
-      " must have one element on the gradients' device; got ", factor.sizes(), " on ", factor.device(), ".");
-  if (factor.scalar_type() == at::kFloat) return *factor.const_data_ptr<float>();
-  TORCH_CHECK(
-      factor.scalar_type() == at::kDouble, "amp_plugin: ", name, " must be float32 or float64; got ",
-      factor.scalar_type(), ".");
-  return *factor.const_data_ptr<double>();
 }
 
 at::Tensor scalar(double value) {

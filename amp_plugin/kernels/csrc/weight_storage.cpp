@@ -15,7 +15,7 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kChunk = 32768;  // elements; a multiple of kDraws
+constexpr int64_t kWeightChunk = 32768;  // elements; a multiple of kDraws
 
 // Elements [begin, end) of the tensors with this number.
 struct Piece {
@@ -94,13 +94,13 @@ void for_each_piece(const std::vector<at::Tensor>& tensors, const Run& run) {
   int64_t total = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t numel = tensors[i].numel();
-    for (int64_t begin = 0; begin < numel; begin += kChunk) {
-      pieces.push_back({i, begin, std::min(numel, begin + kChunk)});
+    for (int64_t begin = 0; begin < numel; begin += kWeightChunk) {
+      pieces.push_back({i, begin, std::min(numel, begin + kWeightChunk)});
     }
     total += numel;
   }
   const auto count = static_cast<int64_t>(pieces.size());
-  const int64_t grain = std::max<int64_t>(1, count * 2 * kChunk / std::max<int64_t>(1, total));
+  const int64_t grain = std::max<int64_t>(1, count * 2 * kWeightChunk / std::max<int64_t>(1, total));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       run(pieces[i]);

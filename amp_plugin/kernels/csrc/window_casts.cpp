@@ -86,6 +86,7 @@ at::Tensor WindowCasts::cast(const at::Tensor& weight, c10::ScalarType dtype, bo
     refresh(stale(weight.device()));
   }
   kept.is_used = true;
+  kept.order.before_read(kept.buffer);
   return attached(kept.buffer, weight);
 }
 
@@ -94,7 +95,12 @@ WindowCasts::Kept& WindowCasts::add(const at::Tensor& weight, c10::ScalarType dt
   kept_.erase(key);
   if (kept_.size() >= drop_at_) drop_freed();
   Kept added{
-      .dtype = dtype, .weight = key.first, .source = CastSource(weight), .is_used = false, .buffer = {}};
+      .dtype = dtype,
+      .weight = key.first,
+      .source = CastSource(weight),
+      .is_used = false,
+      .buffer = {},
+      .order = {}};
   added.source.mark_changed();  // refresh() fills it
   return kept_.emplace(key, std::move(added)).first->second;
 }
@@ -120,7 +126,11 @@ void WindowCasts::refresh(const std::vector<Kept*>& stale) {
   for (Kept* kept : stale) {
     const at::Tensor weight = kept->source.weight();
     if (!weight.defined()) continue;  // freed by another thread
-    if (!kept->buffer.defined() || is_in_use(kept->buffer)) kept->buffer = new_buffer(weight, kept->dtype);
+    if (!kept->buffer.defined() || is_in_use(kept->buffer)) {
+      kept->buffer = new_buffer(weight, kept->dtype);
+      kept->order = {};
+    }
+    kept->order.before_write(kept->buffer);
     refreshed.push_back(kept);
     weights.push_back(weight);
     buffers.push_back(kept->buffer);
@@ -128,9 +138,11 @@ void WindowCasts::refresh(const std::vector<Kept*>& stale) {
     if (is_logging_casts()) log_refresh(weight, kept->dtype, kept->weight);
   }
   cast_all(weights, buffers);
+  const auto written = refreshed.empty() ? nullptr : StreamOrder::now(refreshed.front()->buffer.device());
   for (size_t i = 0; i < refreshed.size(); ++i) {  // only now: a cast that raises leaves them stale
     refreshed[i]->source.mark_cast(versions[i], epoch);
     refreshed[i]->is_used = false;
+    refreshed[i]->order.note_write(refreshed[i]->buffer, written);
   }
   casts_ += static_cast<int64_t>(weights.size());
   refreshes_ += 1;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cast_source.h"
+#include "stream_order.h"
 
 namespace amp_plugin {
 
@@ -49,6 +50,7 @@ class WindowCasts {
     CastSource source;
     bool is_used;  // since it was last refreshed
     at::Tensor buffer;
+    StreamOrder order;  // of the streams that write and read the buffer
   };
   using Key = std::pair<const c10::TensorImpl*, c10::ScalarType>;
   struct Hash {

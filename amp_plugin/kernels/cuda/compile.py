@@ -65,8 +65,8 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
     """Return the cubin of a kernel, compiled only if the build cache has none.
 
     The entry depends on the sources, the architecture and NVRTC's version. If the cache
-    folder cannot be used, a RuntimeWarning says so and the kernel is compiled for this
-    process alone.
+    folder cannot be used, or cannot keep this one, a RuntimeWarning says so and the kernel is
+    compiled for this process alone.
 
     Args:
         kernel: Which kernel.
@@ -88,8 +88,41 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
         return compile_cubin(kernel, architecture)
     identity = _identity(kernel, architecture)
     entry = folder / f"{kernel.name}-{architecture}-{digest(identity)}"
-    cubin = read_entry(entry, CUBIN) or _publish(kernel, architecture, entry, identity)
-    return cubin.read_bytes()
+    try:
+        cubin = read_entry(entry, CUBIN) or _publish(kernel, architecture, entry, identity)
+        return cubin.read_bytes()
+    except OSError as error:  # a full disk must not end a training run
+        warnings.warn(
+            f"{kernel.name} is compiled for this process alone, {folder} cannot keep it: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return compile_cubin(kernel, architecture)
+
+
+def architecture_for(major: int, minor: int) -> str:
+    """Return the newest architecture that NVRTC knows and whose machine code a GPU runs.
+
+    Machine code runs on GPUs of the same major capability and the same or a higher minor one.
+
+    Args:
+        major: Of the GPU's compute capability.
+        minor: Of the same.
+
+    Raises:
+        RuntimeError: NVRTC knows none.
+    """
+    error, count = nvrtc.nvrtcGetNumSupportedArchs()
+    known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
+    fitting = [number for number in known if 10 * major <= number <= 10 * major + minor]
+    if not fitting:
+        newest = f"sm_{max(known)}" if known else "nothing"
+        msg = (
+            f"NVRTC {nvrtc_version()} compiles for up to {newest}, not for sm_{major}{minor}; "
+            "install a newer nvidia-cuda-nvrtc"
+        )
+        raise RuntimeError(msg)
+    return f"sm_{max(fitting)}"
 
 
 def _publish(kernel: Kernel, architecture: str, entry: Path, identity: dict[str, str]) -> Path:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_plugin.kernels.cuda.catalogue import WRITE_TABLE, Kernel
-from amp_plugin.kernels.cuda.compile import cached_cubin, nvrtc_version
+from amp_plugin.kernels.cuda.compile import architecture_for, cached_cubin, nvrtc_version
 from amp_plugin.kernels.cuda.tensor_table import ROW, ROWS_BY_VALUE
 
 OLDEST_CAPABILITY = (7, 5)
@@ -49,7 +49,7 @@ class CudaLauncher:
             raise RuntimeError(msg)
         self.device = device
         self.multiprocessors: int = properties.multi_processor_count
-        self.architecture = f"sm_{capability[0]}{capability[1]}"
+        self.architecture = architecture_for(*capability)
         self._make_current = Device(device.index).set_current
         self._bound = threading.local()
         self._lock = threading.Lock()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from amp_plugin.kernels import reference
+from amp_plugin.kernels import multi_tensor
 from amp_plugin.kernels.tracers import untraced
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def register(library: Library) -> None:
 
 
 def _kernel(name: str) -> Callable[..., Any]:
-    plain = getattr(reference, name)
+    plain = getattr(multi_tensor, name)
 
     def kernel(*arguments: Any, **keywords: Any) -> Any:
         device = _device_of(arguments)

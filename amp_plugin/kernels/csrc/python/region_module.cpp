@@ -13,6 +13,7 @@
 #include "../weights_epoch.h"
 #include "../window_casts.h"
 #include "gradient_ledger.h"
+#include "step_tensors.h"
 
 namespace {
 
@@ -173,6 +174,6 @@ PyModuleDef kModule = {
 
 PyMODINIT_FUNC PyInit__region() {
   auto module = THPObjectPtr(PyModule_Create(&kModule));
-  if (!module || !add_gradient_ledger(module.get())) return nullptr;
+  if (!module || !add_gradient_ledger(module.get()) || !add_step_tensors(module.get())) return nullptr;
   return module.release();
 }

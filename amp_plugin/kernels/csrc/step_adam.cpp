@@ -1,0 +1,117 @@
+// adam_ on the CPU: Adam and AdamW. Operations follow each other as in torch's fused kernel, for its bits.
+
+#include <torch/library.h>
+
+#include <cmath>
+#include <optional>
+
+#include "one_value.h"
+#include "step_run.h"
+
+namespace amp_plugin {
+namespace {
+
+struct AdamOptions {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool decoupled;
+  bool maximize;
+};
+
+// What one step of a parameter does to an element; float32 numbers, worked out in float64.
+template <bool amsgrad>
+struct AdamRule {
+  static constexpr size_t kStates = amsgrad ? 3 : 2;  // exp_avg, exp_avg_sq, max_exp_avg_sq
+
+  AdamRule(const AdamOptions& options, double step, double divisor)
+      : divisor(options.maximize ? -divisor : divisor),
+        correction(std::sqrt(1 - std::pow(options.beta2, step))),
+        decay(static_cast<float>(options.weight_decay)),
+        kept(static_cast<float>(1 - options.lr * options.weight_decay)),
+        lerp(static_cast<float>(1 - options.beta1)),
+        beta2(static_cast<float>(options.beta2)),
+        square(static_cast<float>(1 - options.beta2)),
+        eps(static_cast<float>(options.eps)),
+        step_size(static_cast<float>(-options.lr / (1 - std::pow(options.beta1, step)))),
+        decays(options.weight_decay != 0 && !options.decoupled),
+        shrinks(options.weight_decay != 0 && options.decoupled) {}
+
+  [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
+    grad = divisor.divide(grad);
+    if (decays) grad = at::vec::fmadd(param, Floats(decay), grad);
+    if (shrinks) param = param * Floats(kept);
+    const Floats difference = grad - states[0];
+    states[0] = lerp < 0.5F ? at::vec::fmadd(Floats(lerp), difference, states[0])
+                            : at::vec::fmadd(Floats(lerp - 1), difference, grad);
+    states[1] = at::vec::fmadd(Floats(square) * grad, grad, states[1] * Floats(beta2));
+    Floats largest = states[1];
+    if constexpr (amsgrad) largest = states[2] = at::vec::maximum(states[2], states[1]);
+    const Floats denominator = correction.divide(largest.sqrt()) + Floats(eps);
+    return param + Floats(step_size) * states[0] / denominator;
+  }
+
+  Divisor divisor, correction;
+  float decay, kept, lerp, beta2, square, eps, step_size;
+  bool decays, shrinks;
+};
+
+double incremented(const at::Tensor& step) {
+  TORCH_CHECK_VALUE(
+      step.device().is_cpu() && step.numel() == 1 &&
+          (step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble),
+      "adam_: a step counter is of dtype ", step.scalar_type(), " and shape ", step.sizes(), " on ",
+      step.device(), "; it must be one float32 or float64 on the CPU.");
+  if (step.scalar_type() == at::kFloat) return *step.mutable_data_ptr<float>() += 1;
+  return *step.mutable_data_ptr<double>() += 1;
+}
+
+template <bool amsgrad>
+std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions& options, double divisor) {
+  std::vector<AdamRule<amsgrad>> rules;
+  rules.reserve(steps.size());
+  double last = 0;  // parameters mostly have taken as many steps
+  for (const at::Tensor& counter : steps) {
+    const double step = incremented(counter);
+    if (!counter.is_inference()) counter.unsafeGetTensorImpl()->bump_version();
+    if (step == last) {
+      rules.push_back(rules.back());
+    } else {
+      rules.emplace_back(options, step, divisor);
+    }
+    last = step;
+  }
+  return rules;
+}
+
+void adam_(
+    at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,
+    double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
+    bool maximize, const std::optional<at::Tensor>& lr_tensor, const std::optional<at::Tensor>& grad_scale,
+    const std::optional<at::Tensor>& found_inf) {
+  const StepTensors tensors{params, grads, remainders, copies, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
+  StepRows rows(tensors, "adam_");
+  TORCH_CHECK_VALUE(
+      exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size() &&
+          steps.size() == params.size(),
+      "adam_: ", params.size(), " params, ", exp_avgs.size(), " exp_avgs, ", exp_avg_sqs.size(),
+      " exp_avg_sqs and ", steps.size(), " steps; give one for each parameter.");
+  if (found_inf && one_value(*found_inf, "found_inf") > 0) return;
+  const double divisor = grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0;
+  if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
+  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize};
+  if (max_exp_avg_sqs.empty()) {
+    run_rows(rows.rows(), rules_of<false>(steps, options, divisor));
+  } else {
+    run_rows(rows.rows(), rules_of<true>(steps, options, divisor));
+  }
+  rows.finish();
+}
+
+}  // namespace
+}  // namespace amp_plugin
+
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("adam_", amp_plugin::adam_); }

@@ -1,0 +1,79 @@
+// sgd_ on the CPU: SGD with momentum. Operations follow each other as in torch's fused kernel, for its bits.
+
+#include <torch/library.h>
+
+#include <optional>
+
+#include "one_value.h"
+#include "step_run.h"
+
+namespace amp_plugin {
+namespace {
+
+struct SgdOptions {
+  double lr;
+  double momentum;
+  double dampening;
+  double weight_decay;
+  bool nesterov;
+  bool maximize;
+  bool first_step;
+};
+
+// What one step does to an element; float32 numbers, worked out in float64.
+template <bool has_momentum>
+struct SgdRule {
+  static constexpr size_t kStates = has_momentum ? 1 : 0;  // momentum_buffer
+
+  SgdRule(const SgdOptions& options, double divisor)
+      : divisor(options.maximize ? -divisor : divisor),
+        decay(static_cast<float>(options.weight_decay)),
+        momentum(static_cast<float>(options.momentum)),
+        damped(static_cast<float>(1 - options.dampening)),
+        step_size(static_cast<float>(-options.lr)),
+        nesterov(options.nesterov),
+        first_step(options.first_step) {}
+
+  [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
+    grad = divisor.divide(grad);
+    if (decay != 0) grad = at::vec::fmadd(param, Floats(decay), grad);
+    if constexpr (has_momentum) {
+      Floats& buffer = states[0];
+      buffer = first_step ? grad : at::vec::fmadd(Floats(damped), grad, buffer * Floats(momentum));
+      grad = nesterov ? at::vec::fmadd(buffer, Floats(momentum), grad) : buffer;
+    }
+    return at::vec::fmadd(grad, Floats(step_size), param);
+  }
+
+  Divisor divisor;
+  float decay, momentum, damped, step_size;
+  bool nesterov, first_step;
+};
+
+void sgd_(
+    at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
+    at::TensorList copies, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
+    bool maximize, bool first_step, const std::optional<at::Tensor>& lr_tensor,
+    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
+  const StepTensors tensors{params, grads, remainders, copies, {momentum_buffers}};
+  StepRows rows(tensors, "sgd_");
+  TORCH_CHECK_VALUE(
+      momentum == 0 || momentum_buffers.size() == params.size(), "sgd_: momentum ", momentum, " with ",
+      momentum_buffers.size(), " momentum_buffers for ", params.size(),
+      " params; give one for each parameter.");
+  if (found_inf && one_value(*found_inf, "found_inf") > 0) return;
+  const double divisor = grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0;
+  if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
+  const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step};
+  if (momentum == 0) {
+    run_rows(rows.rows(), std::vector(params.size(), SgdRule<false>(options, divisor)));
+  } else {
+    run_rows(rows.rows(), std::vector(params.size(), SgdRule<true>(options, divisor)));
+  }
+  rows.finish();
+}
+
+}  // namespace
+}  // namespace amp_plugin
+
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("sgd_", amp_plugin::sgd_); }

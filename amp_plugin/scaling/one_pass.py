@@ -1,0 +1,190 @@
+"""A whole step of Adam, AdamW or SGD as one op, in place of ``optimizer.step``.
+
+The op reads gradients once: it divides them by what they are still multiplied by, clips, steps and
+stores, or writes nothing after an overflow. Gradients stay what backward made them. Everything that
+belongs to the optimizer stays torch's: its groups, state, counters, flags and hooks, so that a run may
+change between this and torch's own step at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from amp_plugin.kernels.build import native_core
+from amp_plugin.weights.optimizer_view import OptimizerView, view_of
+from amp_plugin.weights.stored_weight import StoredWeight
+
+_Group = dict[str, Any]
+
+
+class NotInOnePassError(Exception):
+    """Says why an optimizer's own step has to run."""
+
+
+def obstacle(optimizer: Optimizer) -> str:
+    """Say why an optimizer's steps are never taken in one pass, whatever its tensors; empty if they may be.
+
+    Args:
+        optimizer: Any.
+    """
+    if type(optimizer) not in _RULES:
+        return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
+    if native_core().region is None:
+        return f"the native core is not loaded: {native_core().reason}"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return "differentiable=True"
+    return _replaced_step(optimizer) or _hooks_in_the_way(optimizer)
+
+
+def collect(optimizer: Optimizer) -> OnePassStep:
+    """Look up all that a step needs.
+
+    Args:
+        optimizer: One without an :func:`obstacle`.
+
+    Raises:
+        NotInOnePassError: A tensor is not for the op; the text says which and why.
+    """
+    rule, view = _RULES[type(optimizer)], view_of(optimizer)
+    if view is not None:
+        view.give_up(optimizer)
+    parts: list[_Part] = []
+    stored: list[StoredWeight] = []
+    for group in optimizer.param_groups:
+        for params, weights in _by_storage(group["params"], view):
+            rests = [weight.rest for weight in weights]
+            try:
+                tensors = native_core().region.StepTensors(  # type: ignore[union-attr]
+                    params, rests, optimizer.state, rule.states(group), rule.counts
+                )
+            except ValueError as error:
+                raise NotInOnePassError(str(error)) from None
+            parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
+            stored += weights
+    return OnePassStep(optimizer, parts, stored, view)
+
+
+class OnePassStep:
+    """The tensors of one step of an optimizer; to be taken before anything of it changes.
+
+    Args:
+        optimizer: Whose step it is.
+        parts: For each call of an op the call and its options.
+        stored: Weights in 16 bits among its parameters.
+        view: What keeps them; None if there are none.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, parts: list[_Part], stored: list[StoredWeight], view: OptimizerView | None
+    ) -> None:
+        self._optimizer, self._parts, self._stored, self._view = optimizer, parts, stored, view
+
+    def take(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
+        """Step, or write nothing where ``found_inf`` is 1; then run the optimizer's hooks.
+
+        Args:
+            divisor: What gradients are divided by, one element; None for 1.
+            found_inf: One element; None steps in any case.
+        """
+        optimizer = self._optimizer
+        with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
+            for call, options in self._parts:
+                call(*options, None, divisor, found_inf)
+            for weight in self._stored:
+                weight.note_written()
+            if self._view is not None:
+                self._view.steps += 1
+            optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
+            for hook in _post_hooks(optimizer):
+                if not _is_of(self._view, hook):
+                    hook(optimizer, (optimizer,), {})
+
+
+class _Part(NamedTuple):
+    call: Callable[..., None]
+    options: tuple[Any, ...]
+
+
+class _Rule(NamedTuple):
+    """What an op needs of a group: the op's name, its states, whether steps are counted, its options."""
+
+    op: str
+    states: Callable[[_Group], tuple[str, ...]]
+    counts: bool
+    options: Callable[[_Group], tuple[Any, ...]]
+
+
+def _adam_states(group: _Group) -> tuple[str, ...]:
+    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+
+
+def _adam_options(group: _Group) -> tuple[Any, ...]:
+    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
+
+
+def _sgd_states(group: _Group) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_options(group: _Group) -> tuple[Any, ...]:
+    numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+    return (*map(float, numbers), group["nesterov"], group["maximize"])
+
+
+_ADAM = _Rule("adam_", _adam_states, True, _adam_options)
+_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _Rule("sgd_", _sgd_states, False, _sgd_options)}
+
+
+def _by_storage(
+    params: list[Tensor], view: OptimizerView | None
+) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
+    """Yield parameters that are stored as they are, then those in 16 bits with their weights."""
+    if view is None:
+        yield params, []
+        return
+    weights = view.weights(params)
+    yield [param for param, weight in zip(params, weights, strict=True) if weight is None], []
+    stored = [weight for weight in weights if weight is not None]
+    if stored:
+        yield [weight.param for weight in stored], stored
+
+
+def _replaced_step(optimizer: Optimizer) -> str:
+    """Say if ``optimizer.step`` is not torch's; a learning rate scheduler may have wrapped it to count."""
+    on_class: Any = type(optimizer).step
+    on_instance = vars(optimizer).get("step", on_class)
+    if getattr(on_instance, "_wrapped_by_lr_sched", False):
+        on_instance = on_instance.__wrapped__
+    inner = on_class.__wrapped__ if getattr(on_class, "hooked", False) else on_class
+    of_torch = getattr(inner, "__globals__", {}).get("__name__") == Optimizer.__module__
+    return "" if of_torch and on_instance is on_class else "its step was replaced"
+
+
+def _hooks_in_the_way(optimizer: Optimizer) -> str:
+    view = view_of(optimizer)
+    if any(not _is_of(view, hook) for hook in _pre_hooks(optimizer)):
+        return "a hook runs before its step"
+    if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
+        return "a hook runs after its step, and may look at gradients"
+    return ""
+
+
+def _pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
+    return chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+
+
+def _post_hooks(optimizer: Optimizer) -> Iterator[Any]:
+    return chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
+
+
+def _is_of(view: OptimizerView | None, hook: Any) -> bool:
+    """Whether a hook shows or hides masters, which a step in one pass does without."""
+    return view is not None and getattr(hook, "__self__", None) is view

@@ -1,0 +1,385 @@
+"""adam_ and sgd_ against torch's fused kernels, bit by bit, and against float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from amp_plugin.kernels import ops, step_reference
+from amp_plugin.kernels.build import native_core
+
+OP = torch.ops.amp_plugin
+TASK = 65536
+SIZES = [0, 1, 15, 16, 17, 31, 32, 33, 1000, TASK - 1, TASK + 1]
+VECTOR = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def native():
+    return native_core()
+
+
+@pytest.fixture(params=["op", "reference"])
+def kernel(request):
+    return OP if request.param == "op" else step_reference
+
+
+def some(shapes, seed, factor=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) * factor for shape in shapes]
+
+
+def copies(*lists):
+    return [[tensor.clone() for tensor in tensors] for tensors in lists]
+
+
+def same_bits(theirs, ours, terms=()):
+    """Whether two lists have the same bits, but for last elements that do not fill a vector.
+
+    The compiler of torch's loop over those fuses other products into sums: a difference of one
+    rounding or two of the larger of the ``terms`` that were added up, two ulps of the result without them.
+    """
+    for i, pair in enumerate(zip(theirs, ours, strict=True)):
+        right, got = (tensor.flatten() for tensor in pair)
+        whole = right.numel() // VECTOR * VECTOR
+        largest = [abs(term[i].flatten()[whole:]) for term in terms] or [right[whole:].abs()]
+        rounding = torch.stack(largest).amax(0) * 2.0**-22
+        if not (
+            torch.equal(right[:whole], got[:whole]) and (right[whole:] - got[whole:]).abs().le(rounding).all()
+        ):
+            return False
+    return True
+
+
+class Adam:
+    """The tensors of an Adam step."""
+
+    def __init__(self, shapes, *, amsgrad=False, grad_dtype=torch.float32, scale=1.0, step=4.0, seed=0):
+        self.params, self.grads = (
+            some(shapes, seed),
+            [g.to(grad_dtype) for g in some(shapes, seed + 1, scale)],
+        )
+        self.exp_avg = some(shapes, seed + 2, 0.1)
+        self.exp_avg_sq = [t.square() for t in some(shapes, seed + 3, 0.1)]
+        self.largest = [t.square() for t in some(shapes, seed + 4, 0.1)] if amsgrad else []
+        self.steps = [torch.tensor(step) for _ in shapes]
+
+    def tensors(self):
+        return copies(self.params, self.grads, self.exp_avg, self.exp_avg_sq, self.largest, self.steps)
+
+
+ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+NAMES = ["param", "grad", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+
+
+def torch_adam(tensors, *, decoupled_weight_decay, **options):
+    torch._foreach_add_(tensors[5], 1)
+    call = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+    call(*tensors, amsgrad=bool(tensors[4]), **options)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_has_the_bits_of_torchs_fused_kernel(amsgrad, decoupled, weight_decay):
+    for maximize, scale, beta1 in itertools.product([False, True], [None, 2.0**16, 3.7e4, 1.0], [0.9, 0.3]):
+        given = Adam([(size,) for size in SIZES] + [(3, 5, 7)], amsgrad=amsgrad, scale=scale or 1.0)
+        options = {**ADAM, "beta1": beta1, "weight_decay": weight_decay, "maximize": maximize}
+        options["grad_scale"] = None if scale is None else torch.tensor(scale)
+        theirs, ours = given.tensors(), given.tensors()
+        torch_adam(theirs, decoupled_weight_decay=decoupled, **options)
+        OP.adam_(*ours, [], [], decoupled_weight_decay=decoupled, **options)
+        for name, right, got in zip(NAMES, theirs, ours, strict=False):
+            if name == "grad":
+                assert all(map(torch.equal, got, given.grads)), "gradients are not written"
+            else:
+                assert same_bits(right, got), name
+        assert theirs[5] == ours[5]
+
+
+def torch_sgd(tensors, **options):
+    torch._fused_sgd_(*tensors, is_first_step=options.pop("first_step"), **options)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("first_step", [False, True])
+def test_sgd_has_the_bits_of_torchs_fused_kernel(momentum, first_step):
+    shapes = [(size,) for size in SIZES]
+    for damp, nesterov, decay, scale, up in itertools.product(
+        [0.0, 0.3], [False, True], [0.0, 0.1], [None, 2.0**16, 3.7e4], [False, True]
+    ):
+        grads, buffers = some(shapes, 1, scale or 1.0), some(shapes, 2) if momentum else []
+        options = {
+            "lr": 1e-3,
+            "momentum": momentum,
+            "dampening": damp,
+            "weight_decay": decay,
+            "nesterov": nesterov,
+        }
+        options |= {"maximize": up, "first_step": first_step}
+        options["grad_scale"] = None if scale is None else torch.tensor(scale)
+        theirs, ours = (copies(some(shapes, 0), grads, buffers) for _ in range(2))
+        torch_sgd(theirs, **options)
+        OP.sgd_(*ours, [], [], **options)
+        assert same_bits(theirs[0], ours[0])
+        assert all(map(torch.equal, ours[1], grads)), "gradients are not written"
+        terms = [[abs(g) / (scale or 1.0) + 0.5 for g in grads], buffers]
+        assert same_bits(theirs[2], ours[2], terms if momentum else ())
+
+
+def errors(got, right):
+    """Errors relative to the size of what a step changes."""
+    return max(
+        ((g.double() - r).abs().max() / r.abs().max().clamp(min=1e-30)).item()
+        for g, r in zip(got, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_adam_is_right_by_float64(kernel, grad_dtype, amsgrad):
+    given = Adam([(1000,), (33, 5)], amsgrad=amsgrad, grad_dtype=grad_dtype, scale=128.0)
+    got = given.tensors()
+    kernel.adam_(*got, [], [], decoupled_weight_decay=True, grad_scale=torch.tensor(100.0), **ADAM)
+    right = [[t.double() for t in tensors] for tensors in given.tensors()]
+    optimizer = torch.optim.AdamW(right[0], lr=1e-3, weight_decay=0.1, amsgrad=amsgrad)
+    for i, param in enumerate(right[0]):
+        param.grad = right[1][i] / 100
+        state = {"step": right[5][i].float(), "exp_avg": right[2][i], "exp_avg_sq": right[3][i]}
+        optimizer.state[param] = state | ({"max_exp_avg_sq": right[4][i]} if amsgrad else {})
+    optimizer.step()
+    assert errors(got[0], right[0]) < 1.2e-7
+    for i, name in enumerate(["exp_avg", "exp_avg_sq", "max_exp_avg_sq"][: 3 if amsgrad else 2]):
+        assert errors(got[2 + i], [optimizer.state[param][name] for param in right[0]]) < 2.4e-7
+    assert got[5] == [torch.tensor(5.0)] * 2
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_sgd_is_right_by_float64(kernel, grad_dtype, nesterov):
+    params, grads, buffers = (some([(1000,), (33, 5)], seed) for seed in range(3))
+    grads = [g.to(grad_dtype) for g in grads]
+    got = copies(params, grads, buffers)
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov}
+    kernel.sgd_(*got, [], [], dampening=0.0, maximize=False, first_step=False, **options)
+    right = [param.double() for param in params]
+    optimizer = torch.optim.SGD(right, **options)
+    for param, grad, buffer in zip(right, grads, buffers, strict=True):
+        param.grad, optimizer.state[param]["momentum_buffer"] = grad.double(), buffer.double()
+    optimizer.step()
+    assert errors(got[0], right) < 1.2e-7
+    assert errors(got[2], [optimizer.state[param]["momentum_buffer"] for param in right]) < 2.4e-7
+
+
+def test_an_overflow_writes_nothing(kernel):
+    given = Adam([(40,), (3,)], amsgrad=True)
+    for found in (torch.tensor(1.0), torch.ones(1, dtype=torch.float64)):
+        got = given.tensors()
+        kernel.adam_(*got, [], [], decoupled_weight_decay=False, found_inf=found, **ADAM)
+        assert all(map(torch.equal, itertools.chain(*got), itertools.chain(*given.tensors())))
+    params, grads, buffers = (some([(40,)], seed) for seed in range(3))
+    got = copies(params, grads, buffers)
+    options = {
+        "lr": 0.1,
+        "momentum": 0.9,
+        "dampening": 0.0,
+        "weight_decay": 0.1,
+        "nesterov": False,
+        "maximize": False,
+    }
+    kernel.sgd_(*got, [], [], first_step=False, found_inf=torch.tensor(1.0), **options)
+    assert all(map(torch.equal, itertools.chain(*got), [*params, *grads, *buffers]))
+
+
+def parted(value):
+    high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    OP.pack_weights_([value], [high], [low])
+    return high, low
+
+
+def joined(high, low):
+    value = torch.empty_like(high, dtype=torch.float32)
+    OP.unpack_weights_([high], [low], [value])
+    return value
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_pair_is_stepped_as_the_float32_it_is(grad_dtype):
+    given = Adam([(size,) for size in SIZES], grad_dtype=grad_dtype)
+    whole, paired = given.tensors(), given.tensors()
+    parts = [parted(param) for param in paired[0]]
+    paired[0], remainders = [high.clone() for high, _ in parts], [low.clone() for _, low in parts]
+    OP.adam_(*whole, [], [], decoupled_weight_decay=True, **ADAM)
+    OP.adam_(*paired, remainders, [], decoupled_weight_decay=True, **ADAM)
+    together = [joined(h, low) for h, low in zip(paired[0], remainders, strict=True)]
+    assert all(map(torch.equal, together, whole[0]))
+    assert all(map(torch.equal, itertools.chain(*paired[2:]), itertools.chain(*whole[2:])))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=70))
+def test_every_float32_survives_as_a_pair(patterns):
+    value = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
+    high, low = parted(value)
+    params, remainders = [high.clone()], [low.clone()]  # a step of length 0 in the op
+    zeros = [torch.zeros_like(value)]
+    options = {
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "first_step": False,
+    }
+    OP.sgd_(params, zeros, [], remainders, [], lr=0.0, **options)
+    kept = value.isfinite() & (value != 0)  # -0.0 + 0.0 is 0.0, and a nan may be quieted
+    back = joined(params[0], remainders[0])
+    assert torch.equal(back[kept].view(torch.int32), value[kept].view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_copies_are_the_rounded_parameters(kernel, dtype):
+    given = Adam([(size,) for size in SIZES[:9]], grad_dtype=dtype)
+    alone, with_copies = given.tensors(), given.tensors()
+    rounded = [torch.empty_like(param, dtype=dtype) for param in with_copies[0]]
+    kernel.adam_(*alone, [], [], decoupled_weight_decay=True, **ADAM)
+    kernel.adam_(*with_copies, [], rounded, decoupled_weight_decay=True, **ADAM)
+    assert all(map(torch.equal, alone[0], with_copies[0]))
+    assert all(map(torch.equal, rounded, [param.to(dtype) for param in alone[0]]))
+
+
+def test_any_memory_order(kernel):
+    """A gradient, a state or a parameter may lie in memory in another order, or with gaps."""
+    shape = (2, 3, 4, 5)
+
+    def stepped(order):
+        given = Adam([shape], amsgrad=True)
+        tensors = given.tensors()
+        for i, change in order.items():
+            tensors[i] = [change(tensor) for tensor in tensors[i]]
+        kernel.adam_(*tensors, [], [], decoupled_weight_decay=True, **ADAM)
+        return [tensor.contiguous() for tensor in itertools.chain(*tensors)]
+
+    def gappy(tensor):
+        return torch.zeros(2, *shape).unbind()[0].new_zeros((*shape, 2))[..., 0].copy_(tensor)
+
+    def last(tensor):
+        return tensor.contiguous(memory_format=torch.channels_last)
+
+    plain = stepped({})
+    for change in (gappy, last):
+        for which in ({0}, {1}, {2}, {3}, {4}, {0, 1, 2, 3, 4}):
+            assert all(map(torch.equal, plain, stepped(dict.fromkeys(which, change)))), which
+
+
+@pytest.mark.native
+def test_threads_do_not_change_a_bit():
+    given = Adam([(3 * TASK + 5,), (7,), (TASK,)], amsgrad=True)
+    before = torch.get_num_threads()
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(given.tensors())
+        OP.adam_(*results[-1], [], [], decoupled_weight_decay=True, grad_scale=torch.tensor(3.0), **ADAM)
+    torch.set_num_threads(before)
+    assert all(map(torch.equal, itertools.chain(*results[0]), itertools.chain(*results[2])))
+    assert all(map(torch.equal, itertools.chain(*results[0]), itertools.chain(*results[1])))
+
+
+@pytest.mark.native
+def test_versions_are_counted_of_what_is_written():
+    params, grads, first, second, _, steps = Adam([(5,)]).tensors()
+    OP.adam_(params, grads, first, second, [], steps, [], [], decoupled_weight_decay=True, **ADAM)
+    assert [t[0]._version for t in (params, grads, first, second, steps)] == [1, 0, 1, 1, 1]
+
+
+def test_numbers_as_tensors(kernel):
+    given = Adam([(50,)])
+    as_number, as_tensor = given.tensors(), given.tensors()
+    as_tensor[5] = [torch.tensor([4.0], dtype=torch.float64)]
+    kernel.adam_(*as_number, [], [], decoupled_weight_decay=True, **ADAM)
+    late = {"lr_tensor": torch.tensor(1e-3, dtype=torch.float64), "grad_scale": torch.ones(1)}
+    kernel.adam_(*as_tensor, [], [], decoupled_weight_decay=True, **{**ADAM, "lr": 7.0}, **late)
+    assert torch.equal(as_number[0][0], as_tensor[0][0])
+    assert as_tensor[5][0].item() == 5.0
+
+
+@pytest.mark.native
+def test_infinite_gradients_step_as_in_torch():
+    """Nobody asked for a check: what torch makes of an infinity, we do."""
+    given = Adam([(40,)])
+    given.grads[0][3], given.grads[0][7] = math.inf, math.nan
+    theirs, ours = given.tensors(), given.tensors()
+    options = {**ADAM, "grad_scale": torch.tensor(3.7e4)}
+    torch_adam(theirs, decoupled_weight_decay=True, **options)
+    OP.adam_(*ours, [], [], decoupled_weight_decay=True, **options)
+    for name, right, got in zip(NAMES, theirs, ours, strict=False):
+        if name != "grad" and right:
+            assert torch.equal(right[0].nan_to_num(7.0, 8.0, 9.0), got[0].nan_to_num(7.0, 8.0, 9.0)), name
+
+
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.0,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "maximize": False,
+    "first_step": False,
+}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("params", "grads", "buffers", "remainders", "error", "text"),
+    [
+        ([1], [], [1], [], ValueError, "sgd_: 1 params and 0 grads; give one for each parameter."),
+        ([1], [1], [1, 1], [], ValueError, "1 params and 2 tensors of a state; give one for each parameter, or none"),
+        ([1], [2], [1], [], ValueError, r"grad 0 is of shape \[2\], layout Strided on cpu; it must be a dense"),
+        ([1], [1], [], [], ValueError, "momentum 0.9 with 0 momentum_buffers for 1 params; give one for each"),
+        ([1.0], [1], [1], [], TypeError, "param 0 is of dtype Double; allowed here: Float"),
+        ([1], [1], [1], [1], TypeError, "param 0 is of dtype Float; allowed here: BFloat16"),
+    ],
+)  # fmt: skip
+def test_errors_say_what_is_wrong(params, grads, buffers, remainders, error, text):
+    def made(sizes):
+        dtypes = [torch.float64 if isinstance(size, float) else torch.float32 for size in sizes]
+        return [torch.ones(int(size), dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+
+    with pytest.raises(error, match=text):
+        OP.sgd_(made(params), made(grads), made(buffers), made(remainders), [], **SGD)
+
+
+@pytest.mark.native
+def test_errors_of_adam_say_what_is_wrong():
+    params, grads, first, second, _, steps = Adam([(5,)]).tensors()
+    with pytest.raises(
+        ValueError, match="1 params, 1 exp_avgs, 0 exp_avg_sqs and 1 steps; give one for each"
+    ):
+        OP.adam_(params, grads, first, [], [], steps, [], [], decoupled_weight_decay=True, **ADAM)
+    with pytest.raises(ValueError, match="a step counter is of dtype Long and shape .* must be one float32"):
+        OP.adam_(
+            params, grads, first, second, [], [torch.tensor(1)], [], [], decoupled_weight_decay=True, **ADAM
+        )
+    low, half = [torch.zeros(5, dtype=torch.int16)], [torch.zeros(5, dtype=torch.float16)]
+    with pytest.raises(ValueError, match="remainders and copies are both given"):
+        OP.adam_(params, grads, first, second, [], steps, low, half, decoupled_weight_decay=True, **ADAM)
+
+
+def test_opcheck():
+    tensors = Adam([(5,), (3, 2)], amsgrad=True).tensors()
+    late = {"grad_scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0)}
+    torch.library.opcheck(
+        OP.adam_.default, (*tensors, [], []), {**ADAM, "decoupled_weight_decay": True, **late}
+    )
+    params, grads, buffers = (some([(5,), (3, 2)], seed) for seed in range(3))
+    torch.library.opcheck(OP.sgd_.default, (params, grads, buffers, [], []), {**SGD, **late})
+
+
+def test_both_ops_are_listed():
+    assert {"adam_", "sgd_"} <= ops.SCHEMAS.keys()
