@@ -34,7 +34,7 @@ def tiny_bert():
     config = transformers.BertConfig(
         vocab_size=64,
         hidden_size=32,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         intermediate_size=64,
         hidden_dropout_prob=0.1,
@@ -64,7 +64,7 @@ def train(folder, make=tiny_bert, resume=None, **arguments):
         logging_steps=1,
         disable_tqdm=True,
         save_strategy=arguments.pop("save_strategy", "no"),
-        num_train_epochs=arguments.pop("num_train_epochs", 6),
+        num_train_epochs=arguments.pop("num_train_epochs", 2),
         **arguments,
     )
     trainer = transformers.Trainer(make(), settings, train_dataset=examples, eval_dataset=examples[:16])
@@ -86,11 +86,7 @@ HABITS = {
         "load_best_model_at_end": True,
         "eval_strategy": "epoch",
         "save_strategy": "epoch",
-        "num_train_epochs": 3,
     },
-    "full evaluation": {"eval_strategy": "epoch", "bf16_full_eval": True},
-    "no clipping": {"max_grad_norm": 0.0},
-    "a fused optimizer": {"optim": "adamw_torch_fused"},
     "lora": {"make": with_lora},
 }
 
@@ -112,7 +108,7 @@ def test_in_bf16_it_trains_as_under_accelerates_own(habit, tmp_path):
     assert len(history) > 5
 
 
-@pytest.mark.parametrize("habit", [name for name in HABITS if name != "full evaluation"])
+@pytest.mark.parametrize("habit", ["gradient checkpointing", "label smoothing", "lora"])
 def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
     _, expected = train(tmp_path / "fp32", **options_of(habit))
     reset()
@@ -128,9 +124,9 @@ def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
 @needs_peft
 def test_lora_resumes_with_its_loss_scale(tmp_path):
     install(AmpKwargs(init_scale=2.0**8, growth_interval=2))
-    arguments = {"make": with_lora, "fp16": True, "save_strategy": "steps", "save_steps": 4, "max_steps": 8}
+    arguments = {"make": with_lora, "fp16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole, history = train(tmp_path, **arguments)
-    resumed, rest = train(tmp_path, resume=str(tmp_path / "checkpoint-4"), **arguments)
+    resumed, rest = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
     assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
     assert json.dumps(rest) == json.dumps(history)
     trained = [name for name, param in resumed.model.named_parameters() if param.requires_grad]
