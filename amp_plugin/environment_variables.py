@@ -34,6 +34,7 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "exact_schedulers",
     "fp32_modules",
     "eval_precision",
+    "weights",
 )
 KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS))
 

@@ -15,6 +15,7 @@ CPU = {
     "clipping": "gradient_path",
     "steps": "gradient_path",
     "tensors": "gradient_path",
+    "weights": "weights",
     "memory": "memory",
     "lightning": "lightning",
     "accelerate": "accelerate",

@@ -64,7 +64,8 @@ def checked_precision(option: str, given: object, source: str = "") -> Precision
         mine = WEIGHTS_IN_16_BITS[name]
         msg = (
             f"{place} keeps the weights themselves in 16 bits, which is not mixed precision: small updates "
-            f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32"
+            f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32. "
+            f"With weights={mine!r} too they stay in 16 bits, and are trained as exactly"
         )
     elif name in _DOUBLE:
         msg = (

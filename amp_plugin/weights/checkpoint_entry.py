@@ -6,13 +6,13 @@ It stands beside ``state`` and ``param_groups``, which are as with float32 weigh
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.stored_weight import StoredWeight
 
 KEY: Final = "amp_plugin_weights"
@@ -43,12 +43,10 @@ def load_entry(entry: Mapping[str, Any], form: str, weights: Mapping[int, Stored
     """
     if entry["form"] != form:
         if entry["rests"]:
-            warnings.warn(
+            warn_user(
                 f"the checkpoint was written with weights={entry['form']!r}, this run has weights={form!r}: "
                 "it goes on from the 16 bits that the model had, what they lack of float32 is left out. "
                 f"To keep it, load with weights={entry['form']!r} or weights='fp32'",
-                UserWarning,
-                stacklevel=6,
             )
         return int(entry["steps"])
     for number, rest in entry["rests"].items():

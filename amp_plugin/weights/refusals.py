@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.weights.forms import WeightsName
@@ -32,25 +31,52 @@ def checked_name(given: Any) -> WeightsName:
     raise ValueError(msg)
 
 
+def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
+    """Raise if a model would compute in another dtype than its weights are stored in.
+
+    Args:
+        weights: How weights are stored.
+        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
+        named: The option that gives it.
+
+    Raises:
+        ValueError: It would.
+    """
+    if weights == "fp32" or weights.partition("-")[0] == precision:
+        return
+    wanted = weights.partition("-")[0]
+    fits = f" or weights={precision!r}" if precision in _NAMES and precision != "fp32" else ""
+    msg = (
+        f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
+        f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
+    )
+    raise ValueError(msg)
+
+
 def refuse_sharded(model: nn.Module, weights: str) -> None:
     """Raise if a model's parameters are shards: FSDP stores float32 ones and casts them by itself.
 
     Raises:
         TypeError: They are.
     """
-    if weights == "fp32":
-        return
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    if any(isinstance(param, DTensor) for param in model.parameters()) or "FSDPModule" in kinds:
-        setting = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-    elif "FullyShardedDataParallel" in kinds:
-        setting = "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
-    elif "DeepSpeedEngine" in kinds:
-        setting = 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
-    else:
+    setting = sharded_by(model)
+    if setting is None or weights == "fp32":
         return
     msg = (
         f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers them "
         f"in 16 bits by itself; leave weights='fp32' and use {setting}"
     )
     raise TypeError(msg)
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
+    if has_shards or "FSDPModule" in kinds:
+        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    if "FullyShardedDataParallel" in kinds:
+        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
+    if "DeepSpeedEngine" in kinds:
+        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
+    return None

@@ -60,6 +60,7 @@ class TestPrecedence:
             "fp32_outputs": "0",
             "cast_cache": "True",
             "exact_schedulers": "1",
+            "weights": "bf16",
         }
         environment = {
             f"AMP_PLUGIN_{name.upper()}": text.get(name, "16") for name in OPTIONS if name != "rules"

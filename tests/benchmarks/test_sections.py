@@ -87,6 +87,7 @@ def test_promises_are_those_that_were_made():
     assert [each[2] for each in promised if each[0] == "clipping"] == [1.0] * 4 + [3.0, 5.0, 25.0, 50.0]
     assert ("steps", "theirs / ours", 1.35) in promised
     assert ("models", "ours / theirs", 1.0) in promised
+    assert [each[2] for each in promised if each[0] == "weights"] == [1.03, 1.05]
     assert [each[2] for each in promised if each[0] == "lightning"] == [1.0, 1.02, 1.02]
 
 

@@ -118,6 +118,7 @@ class AmpAccelerator(Accelerator):
             warn_of_slow_fp16(precision, device)
             engagement.warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
+        self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self.register_load_state_pre_hook(self._remember_folder)
         if self.ao_recipe_handler is not None:
             refuse_device(
@@ -144,6 +145,8 @@ class AmpAccelerator(Accelerator):
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
         models = [module for module in args if isinstance(module, nn.Module)]
         if self._engaged:
+            for model in models:
+                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
             self._keep_in_fp32(models)
             if self._changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
                 for model in models:
@@ -152,6 +155,7 @@ class AmpAccelerator(Accelerator):
             prepared = super().prepare(*args, **kwargs)
         if self._engaged:
             self._register_names()
+            self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -159,11 +163,15 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
         if not getattr(model, "_is_accelerate_prepared", False):
+            if not kwargs.get("evaluation_mode", len(args) > 1 and args[1]):
+                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
             self._keep_in_fp32([model])
             if self._changes_forward:
                 self._mix(model)
         with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
-            return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
+            prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
+        self._weights.wrap(prepared)
+        return prepared
 
     def _keep_in_fp32(self, models: Sequence[nn.Module]) -> None:
         """Put the modules that ``fp32_modules`` names under fp32; each name must be found by now."""
@@ -202,6 +210,7 @@ class AmpAccelerator(Accelerator):
         ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self.scaler)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
+            self._weights.add(self._models, [ours.optimizer])
         return ours
 
     def _register_names(self) -> None:

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, Pr
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
+from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.precision_names import (
     TRAINING_DTYPES,
     WEIGHTS_IN_16_BITS,
@@ -22,6 +23,7 @@ from amp_plugin.casting.rules import TABLES, OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.refusals import refuse_other_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,6 +156,30 @@ def _groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, list[ProcessGrou
     strategy = fsdp1.sharding_strategy or fsdp1.reshard_after_forward
     sharded = getattr(strategy, "name", "") in {"FULL_SHARD", "SHARD_GRAD_OP"}
     return {"sharded_groups" if sharded else "process_groups": [torch.distributed.group.WORLD]}
+
+
+def model_weights(precision: str, settings: Settings, distributed: DistributedType) -> ModelWeights:
+    """Return how the weights of prepared models are stored.
+
+    Args:
+        precision: the accelerator's ``mixed_precision``.
+        settings: the options.
+        distributed: its ``distributed_type``.
+
+    Raises:
+        ValueError: the models would compute in another dtype; the text names what set the option.
+        TypeError: FSDP shards them and stores float32 by itself.
+    """
+    weights = settings.adapter().weights
+    settings.build(lambda: refuse_other_precision(weights, precision, named="mixed_precision"))
+    if weights != "fp32" and distributed == DistributedType.FSDP:
+        msg = (
+            f"weights={weights!r} does not work under FSDP: it stores shards in float32 and gathers them in "
+            "16 bits by itself; leave weights='fp32' and use "
+            "FullyShardedDataParallelPlugin(mixed_precision_policy=...)"
+        )
+        raise TypeError(msg)
+    return ModelWeights(weights, casts=precision != "no")
 
 
 def region_options(device: str, precision: str, settings: Settings) -> RegionOptions:

@@ -24,6 +24,7 @@ from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
@@ -60,6 +61,8 @@ class AmpKwargs(KwargsHandler):
             (``"LayerNorm"``) of prepared models that compute in fp32; in text ``"LayerNorm,head.*"``.
         eval_precision: precision of prepared models in ``eval()`` mode: ``"fp16"``, ``"bf16"`` or
             ``"fp32"``; by default as in training.
+        weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
+            float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
 
     Example:
         >>> AmpKwargs(init_scale=1024.0).to_kwargs()
@@ -84,6 +87,7 @@ class AmpKwargs(KwargsHandler):
     exact_schedulers: bool | None = None
     fp32_modules: Sequence[str] | None = None
     eval_precision: PrecisionName | None = None
+    weights: WeightsName | None = None
 
 
 AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
@@ -103,6 +107,7 @@ class AdapterOptions:
     exact_schedulers: bool = False
     fp32_modules: Sequence[str] = ()
     eval_precision: PrecisionName | None = None
+    weights: WeightsName = "fp32"
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:

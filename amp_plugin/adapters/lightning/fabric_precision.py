@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any, TypeVar
@@ -25,6 +25,7 @@ from amp_plugin.adapters.precision_names import TRAINING_DTYPES
 from amp_plugin.casting.autocast_module import autocast_module
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.weights.refusals import refuse_sharded
 
 Member = TypeVar("Member")
 
@@ -65,14 +66,26 @@ class FabricPrecision(PrecisionCore):
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put ``fp32_modules`` under fp32; let DataParallel's threads run replicas in our region."""
+        self._weights.set_up(module, self.settings.fp32_modules)
         module = autocast_module(super().convert_module(module))
         self._modules[module] = None
         return module
+
+    def note_wrapped(self, module: nn.Module) -> None:
+        """Learn how a strategy has wrapped a module that was set up.
+
+        Raises:
+            TypeError: it has sharded the module, and weights are stored in 16 bits.
+            ValueError: its DDP keeps gradients in buckets, and weights are stored in 16 bits.
+        """
+        refuse_sharded(module, self.settings.weights)
+        self._weights.wrap(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
         if optimizer not in self._optimizers:
             self._optimizers[optimizer] = None
+            self._weights.add(self._modules, [optimizer])
             if self._started:
                 self._register(optimizer)
 
@@ -178,24 +191,26 @@ class FabricPrecision(PrecisionCore):
             guard._in_fabric_backward = before
 
 
-def report_set_up(wrapper: Any) -> None:
-    """Let Fabric's optimizers report to a FabricPrecision that they are set up.
+def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) -> None:
+    """Let Fabric's optimizers, or its modules, report to a FabricPrecision that they are set up.
 
     Fabric has no hook for that. ``setup`` and ``setup_optimizers`` show a plugin no optimizer, and the
-    strategies, which see them, do not all call their base class. But every optimizer ends in one private
-    class of Fabric, whose constructor is given the strategy, and the strategy knows the plugin. So the
-    report is made there; programs without a FabricPrecision are not affected.
+    strategies, which see them, do not all call their base class; the same is true of modules once they are
+    wrapped. But every optimizer and every module ends in a private class of Fabric, whose constructor is
+    given the strategy, and the strategy knows the plugin. So the report is made there; programs without a
+    FabricPrecision are not affected.
 
     Args:
-        wrapper: the package's ``_FabricOptimizer``.
+        wrapper: the package's ``_FabricOptimizer`` or ``_FabricModule``.
+        report: the plugin's method to call.
     """
     wrap = wrapper.__init__
 
     @functools.wraps(wrap)
-    def wrap_and_report(self: Any, optimizer: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        wrap(self, optimizer, strategy, *args, **kwargs)
+    def wrap_and_report(self: Any, wrapped: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, wrapped, strategy, *args, **kwargs)
         if isinstance(strategy.precision, FabricPrecision):
-            strategy.precision.add_optimizer(optimizer)
+            report(strategy.precision, wrapped)
 
     wrapper.__init__ = wrap_and_report
 

@@ -42,4 +42,5 @@ class AmpMonitor(Monitor, pytorch.Callback):
 
 
 surround_backward(FabricAmpPrecision.backward_allowed)
-report_set_up(fabric.wrappers._FabricOptimizer)
+report_set_up(fabric.wrappers._FabricOptimizer, FabricPrecision.add_optimizer)
+report_set_up(fabric.wrappers._FabricModule, FabricPrecision.note_wrapped)

@@ -16,6 +16,7 @@ from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, re
 from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
+from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.adapters.precision_names import (
     TRAINING_DTYPES,
@@ -37,6 +38,7 @@ from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 
@@ -67,6 +69,7 @@ class PrecisionCore:
         eval_precision: PrecisionName | StockName | torch.dtype | None = None,
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
+        weights: WeightsName = "fp32",
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         float8_config: Any = None,
@@ -90,6 +93,7 @@ class PrecisionCore:
             device=device,
             rules=rules,
             fp32_modules=fp32_modules,
+            weights=weights,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
             float8_config=self._float8_config(float8_config) if name == "fp8" else None,
@@ -110,9 +114,8 @@ class PrecisionCore:
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
         self.observers: list[Observer] = []
-        self._desired_input_dtype = TRAINING_DTYPES[
-            settings.precision
-        ]  # read by Lightning's throughput monitor
+        self._desired_input_dtype = TRAINING_DTYPES[name]  # read by Lightning's throughput monitor
+        self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
         self._attempted_steps = 0

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any
 from amp_plugin.adapters.option_checks import flag, number, rules_from
 from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName, TrainingPrecision
 from amp_plugin.scaling.loss_scale import LossScaleOptions
+from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from amp_plugin.casting.rules import OpRules
+    from amp_plugin.weights.forms import WeightsName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,6 +29,8 @@ class PrecisionSettings:
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
             (``"LayerNorm"``) which compute in fp32 whatever the precision.
+        weights: how trainable weights are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``,
+            ``"bf16-stochastic"``.
         cast_cache: keep cast weights over an accumulation window (2 bytes an element more); None: where
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
@@ -41,6 +45,7 @@ class PrecisionSettings:
     device: str | None = None
     rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
+    weights: WeightsName = "fp32"
     cast_cache: bool | None = None
     exact_schedulers: bool = False
     float8_config: Any = None
@@ -51,6 +56,10 @@ class PrecisionSettings:
         if self.device is not None:
             _check_device(self.device)
         _check_names("fp32_modules", self.fp32_modules)
+        object.__setattr__(self, "weights", checked_name(self.weights))
+        refuse_other_precision(self.weights, self.precision)
+        if self.eval_precision is not None:
+            refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)

@@ -43,6 +43,28 @@ def refuse_engine(model: nn.Module | None) -> None:
         raise TypeError(msg)
 
 
+_SHARDED = {
+    "FSDPStrategy": "strategy=FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+    "ModelParallelStrategy": "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+}
+
+
+def refuse_sharded_strategy(strategy: object, weights: str) -> None:
+    """Raise if weights are to be stored in 16 bits under a strategy that stores float32 shards by itself.
+
+    Raises:
+        TypeError: They are.
+    """
+    for kind in type(strategy).__mro__:
+        if weights != "fp32" and kind.__name__ in _SHARDED:
+            msg = (
+                f"weights={weights!r} does not work under {type(strategy).__name__}: it stores shards in "
+                "float32 and gathers them in 16 bits by itself; leave weights='fp32' and use "
+                f"{_SHARDED[kind.__name__]}"
+            )
+            raise TypeError(msg)
+
+
 def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
     """Return the model if FSDP's first version has wrapped it, else None."""
     return model if isinstance(model, FullyShardedDataParallel) else None

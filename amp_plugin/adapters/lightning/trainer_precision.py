@@ -22,7 +22,12 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again, gives_up_at_once
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
-from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_unsupported, scaler_options
+from amp_plugin.adapters.lightning.strategies import (
+    fsdp_root,
+    refuse_sharded_strategy,
+    refuse_unsupported,
+    scaler_options,
+)
 from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.parameter_names import names_in, names_of
@@ -45,6 +50,10 @@ class TrainerPrecision(TrainerCheckpoints):
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
             (``"LayerNorm"``) that compute in fp32.
+        weights: how trainable weights are stored. ``"fp32"``: those that come in 16 bits become float32
+            when training starts; ``"bf16"``: in bf16, with 16 bits more beside each, trained exactly as in
+            float32; ``"fp16"``: in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 alone, rounded
+            at random.
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
@@ -109,6 +118,9 @@ class TrainerPrecision(TrainerCheckpoints):
         self._manual = not module.automatic_optimization
         self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
+        if self._fitting:
+            refuse_sharded_strategy(trainer.strategy, self.settings.weights)
+            self._weights.set_up(module, self.settings.fp32_modules)
         return super().convert_module(module)
 
     def connect(
@@ -122,6 +134,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._stepped_after.clear()
         self._looked_at = self._user_clips = None
         self._holds.clear()
+        self._weights.add([model], optimizers)
         if self._scaler.is_enabled():
             named = names_in([model])
             for optimizer in optimizers:

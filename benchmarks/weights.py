@@ -1,0 +1,99 @@
+"""Weights stored in 16 bits: the time of forward and backward, and the bytes of each way to store them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from amp_plugin import store_weights
+from amp_plugin.weights.weight_bytes import weight_bytes
+from benchmarks.autocast import our_region, torch_region
+from benchmarks.forward_backward import BF16_MODEL, window
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.memory import peak
+from benchmarks.models import compute_bound_gpt, launch_bound_gpt
+from benchmarks.setting import Section, Setting
+
+IN_A_REGION = "weights='bf16', in a region"
+WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
+# Model -> how much longer than a bf16 model it may take, whose gradients are in bf16.
+MODELS = {
+    "GPT 6 x 64, launch-bound": (launch_bound_gpt, 1.05),
+    "GPT, compute-bound": (compute_bound_gpt, 1.03),
+}
+
+
+class StoredWeights(Section):
+    """Forward and backward with weights in bf16 and gradients in float32; memory of all ways."""
+
+    key = "weights"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield the models, then the ways to store weights."""
+        for name, (make, limit) in MODELS.items():
+            model = make(setting)
+            batches = model.batches(1, setting.device)
+            half, stored, fp32 = copy.deepcopy(model).bfloat16(), copy.deepcopy(model), model
+            store_weights(stored, weights="bf16")
+            calls = {
+                OURS: lambda m=stored, b=batches: window(m, b, nullcontext),
+                IN_A_REGION: lambda m=stored, b=batches: window(m, b, lambda: our_region(setting.device)),
+                "torch": lambda m=fp32, b=batches: window(m, b, lambda: torch_region(setting.device)),
+                BF16_MODEL: lambda m=half, b=batches: window(m, b, nullcontext),
+            }
+            small = make is launch_bound_gpt
+            yield Comparison(
+                name=name,
+                table="Forward + backward of one batch, weights stored in bf16",
+                samples={
+                    label: setting.host_clock(call, repeat=2 if small else 1) for label, call in calls.items()
+                },
+                rounds=setting.rounds(51 if small else 21),
+                gates=(Gate(limit=limit, against=BF16_MODEL),) if setting.device == "cpu" else (),
+            )
+        yield from self._memory(setting)
+
+    @staticmethod
+    def _memory(setting: Setting) -> Iterator[Comparison]:
+        for way in WAYS:
+            training = {
+                label: _Training(setting, weights) for label, weights in ((OURS, way), ("fp32", "fp32"))
+            }
+            count = training[OURS].parameters
+            for what in ("held between steps", "peak of a step above it"):
+                yield Comparison(
+                    name=f"weights={way!r}, {what}",
+                    table="Compute-bound GPT with AdamW: bytes a parameter",
+                    samples={label: _sample(run, what, setting.device) for label, run in training.items()},
+                    unit="bytes",
+                    rounds=1,
+                    per=count,
+                )
+
+
+class _Training:
+    """A model that has taken its first step."""
+
+    def __init__(self, setting: Setting, weights: str) -> None:
+        self.model: nn.Module = compute_bound_gpt(setting)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        store_weights(self.model, self.optimizer, weights=weights)  # type: ignore[arg-type]
+        self.parameters = sum(param.numel() for param in self.model.parameters())
+        for param in self.model.parameters():
+            param.grad = torch.zeros_like(param, dtype=torch.float32)
+        self.optimizer.step()
+
+    def held(self) -> float:
+        """Return the bytes held with gradients."""
+        return float(weight_bytes(self.model, self.optimizer).total)
+
+
+def _sample(run: _Training, what: str, device: str):  # type: ignore[no-untyped-def]
+    return run.held if what.startswith("held") else peak(run.optimizer.step, device)
+
+
+SECTIONS = (StoredWeights(),)

@@ -1,0 +1,325 @@
+"""Weights that come in 16 bits, or are stored in them, train in every framework as float32 ones do."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin.weights.conversion import convert_to_fp32
+from amp_plugin.weights.weight_store import store_of
+from tests.adapters.accelerate_pair import ours
+from tests.adapters.lightning_models import QUIET, Linear, fit, make_trainer
+
+pytestmark = [
+    *QUIET,
+    pytest.mark.filterwarnings("ignore:.*are float32 now:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning"),
+]
+
+WAYS = ["fp32", "bf16", "bf16-stochastic"]
+LR = 1e-5
+STEPS = 50
+
+
+def data(count=STEPS):
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, 4, 8, generator=generator)
+    return DataLoader(TensorDataset(x, x.sum(-1, keepdim=True)), batch_size=None)
+
+
+def module(**options):
+    return Linear(torch.optim.AdamW, weight_decay=0.0, **{"lr": LR, **options})
+
+
+def values(model):
+    """The weights in float32, exact where they are stored in 16 bits."""
+    store = store_of(model)
+    state = model.state_dict() if store is None else store.fp32_state_dict(model)
+    return {name: value.detach().float().clone() for name, value in state.items()}
+
+
+def share_moved(before, after):
+    moved = torch.cat([(after[name] != before[name]).flatten() for name in before])
+    return moved.float().mean().item()
+
+
+def in_trainer(model, weights, precision="bf16"):
+    fit(model, AmpPrecision(precision, weights=weights), steps=STEPS, data=data())
+    return model
+
+
+def in_fabric(model, weights, precision="bf16"):
+    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision(precision, weights=weights))
+    net, optimizer = fabric.setup(
+        model.net, torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
+    )
+    for x, y in data():
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    return model
+
+
+def in_accelerate(model, weights, precision="bf16"):
+    accelerator = ours(precision=precision, weights=weights)
+    optimizer = torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
+    optimizer, net = accelerator.prepare(optimizer, model.net)
+    for x, y in data():
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    return model
+
+
+def in_a_plain_loop(model, weights, precision="bf16"):
+    optimizer = torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
+    store_weights(model.net, optimizer, weights=weights)
+    for x, y in data():
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(model.net(x), y)
+        loss.backward()
+        optimizer.step()
+    return model
+
+
+PROGRAMS = [in_trainer, in_fabric, in_accelerate, in_a_plain_loop]
+
+
+@pytest.mark.parametrize("weights", WAYS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
+    model = module().bfloat16()
+    before = values(model)
+    after = values(program(model, weights))
+    moved = share_moved(before, after)
+    if weights == "bf16-stochastic":
+        assert moved > 0.1, "each weight moves with the probability of its update"
+    else:
+        assert moved == 1.0
+    assert model.net[0].weight.dtype is (torch.float32 if weights == "fp32" else torch.bfloat16)
+
+
+def test_without_any_of_it_the_layer_stands_still():
+    model = module().bfloat16()
+    before = values(model)
+    optimizer = torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
+    for x, y in data():
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(model.net(x), y)
+        loss.backward()
+        optimizer.step()
+    assert share_moved(before, values(model)) < 0.1
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:3])
+def test_stored_weights_end_near_the_float32_run(program):
+    ends = {}
+    for weights in ("fp32", "bf16"):
+        ends[weights] = values(program(module(lr=1e-2), weights))
+    for name, value in ends["fp32"].items():
+        torch.testing.assert_close(ends["bf16"][name], value, rtol=0, atol=STEPS * LR * 0.2)
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:3])
+@pytest.mark.parametrize("weights", ["fp32", "fp16"])
+def test_a_model_that_comes_in_float16_trains_in_float16(program, weights):
+    model = module().half()
+    before = values(model)
+    after = values(program(model, weights, "fp16"))
+    assert share_moved(before, after) > 0.9
+
+
+@pytest.mark.parametrize("program", PROGRAMS[:3])
+def test_one_line_says_what_became_float32(program):
+    model = module().bfloat16()
+    model.net[0].bias.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        program(model, "fp32")
+    told = [str(warning.message) for warning in caught if "float32 now" in str(warning.message)]
+    (line,) = told
+    assert line == (
+        "3 trainable parameters came in bfloat16 (290 bytes) and are float32 now (290 bytes more), since 16 bits "
+        "lose small updates. weights='bf16' keeps them in bfloat16, as exactly"
+    )
+    assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
+
+
+def test_buffers_of_converted_modules_follow():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16()
+    convert_to_fp32(model)
+    assert {tensor.dtype for tensor in model[1].buffers() if tensor.is_floating_point()} == {torch.float32}
+    with autocast("cpu", dtype=torch.bfloat16):
+        model(torch.ones(2, 1, 3, 3)).sum().backward()
+
+
+def test_nothing_is_converted_where_nothing_casts():
+    model = module().bfloat16()
+    accelerator = ours(precision="no")
+    with pytest.warns(
+        UserWarning, match="4 trainable parameters are in 16 bits and stay so: updates below 1/256"
+    ):
+        accelerator.prepare(model.net)
+    assert model.net[0].weight.dtype is torch.bfloat16
+
+
+# -- checkpoints ----------------------------------------------------------------------------------
+
+
+class Recorded(Linear):
+    """Keeps the exact weights that training starts with."""
+
+    def on_train_start(self):
+        self.started = values(self)
+
+
+def recorded():
+    return Recorded(torch.optim.AdamW, lr=1e-2)
+
+
+def trainer_run(folder, weights, steps, resume=None):
+    model = recorded()
+    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    trainer = make_trainer(
+        AmpPrecision("bf16", weights=weights), steps, enable_checkpointing=True, callbacks=[checkpoint]
+    )
+    same = [next(iter(data(1)))] * 20  # the Trainer begins an epoch's data anew
+    trainer.fit(model, DataLoader(same, batch_size=None), ckpt_path=resume)
+    return model
+
+
+@pytest.mark.parametrize("weights", WAYS)
+def test_a_trainer_resumes_bit_for_bit(weights, tmp_path):
+    whole = trainer_run(tmp_path / "whole", weights, 8)
+    resumed = trainer_run(tmp_path / "resumed", weights, 8, resume=tmp_path / "whole" / "step=4.ckpt")
+    for name, value in values(whole).items():
+        assert torch.equal(values(resumed)[name], value), name
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_a_trainer_loads_the_other_way_of_storing_without_losing_a_bit(first, second, tmp_path):
+    saved = trainer_run(tmp_path, first, 4)
+    loaded = trainer_run(tmp_path / "second", second, 5, resume=tmp_path / "step=4.ckpt")
+    for name, value in values(saved).items():
+        assert torch.equal(loaded.started[name], value), name
+    states = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
+    assert states["state_dict"]["net.0.weight"].dtype is (
+        torch.bfloat16 if first == "bf16" else torch.float32
+    )
+    assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
+
+
+def accelerate_run(folder, weights, steps, resume=None, save_at=None):
+    accelerator = ours(precision="bf16", weights=weights)
+    model = recorded()
+    net, optimizer = accelerator.prepare(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
+    if resume is not None:
+        accelerator.load_state(resume)
+    started = values(model.net)
+    for number, (x, y) in enumerate(data(20)):
+        if number < (4 if resume else 0) or number >= steps:
+            continue
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+        if number + 1 == save_at:
+            accelerator.save_state(folder, safe_serialization=True)
+    return started, values(model.net)
+
+
+@pytest.mark.parametrize("weights", WAYS)
+def test_accelerate_resumes_bit_for_bit_from_safetensors(weights, tmp_path):
+    _, whole = accelerate_run(tmp_path, weights, 8, save_at=4)
+    assert (tmp_path / "model.safetensors").is_file()
+    _, resumed = accelerate_run(tmp_path, weights, 8, resume=tmp_path)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_accelerate_loads_the_other_way_of_storing(first, second, tmp_path):
+    _, saved = accelerate_run(tmp_path, first, 4, save_at=4)
+    loaded, _ = accelerate_run(tmp_path, second, 5, resume=tmp_path)
+    assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def test_fabric_resumes_bit_for_bit(tmp_path):
+    def run(steps, resume):
+        fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights="bf16"))
+        model = recorded()
+        net, optimizer = fabric.setup(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
+        if resume:
+            fabric.load(tmp_path / "state.ckpt", {"model": net, "optimizer": optimizer})
+        for number, (x, y) in enumerate(data(20)):
+            if number < (4 if resume else 0) or number >= steps:
+                continue
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
+            if number == 3:
+                fabric.save(tmp_path / "state.ckpt", {"model": net, "optimizer": optimizer})
+        return values(model.net)
+
+    whole, resumed = run(8, resume=False), run(8, resume=True)
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
+def test_options_of_lightning_are_checked(plugin):
+    with pytest.raises(
+        ValueError, match=r"weights='bfloat16' is unknown; allowed are .* did you mean weights='bf16'"
+    ):
+        plugin("bf16", weights="bfloat16")
+    with pytest.raises(
+        ValueError, match=r"weights='bf16' needs precision='bf16', not 'fp16': .* or weights='fp16'"
+    ):
+        plugin("fp16", weights="bf16")
+    with pytest.raises(ValueError, match=r"weights='fp16' needs eval_precision='fp16', not 'fp32'"):
+        plugin("fp16", weights="fp16", eval_precision="fp32")
+
+
+def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"needs mixed_precision='bf16', not 'fp16'.*weights comes from AmpKwargs"
+    ):
+        ours(precision="fp16", weights="bf16")
+    with pytest.raises(
+        ValueError, match="weights='half' from AmpKwargs is not allowed; give fp32 or bf16 or fp16"
+    ):
+        ours(precision="fp16", weights="half")
+    monkeypatch.setenv("AMP_PLUGIN_WEIGHTS", "bf16")
+    model = nn.Linear(2, 2)
+    ours(precision="bf16").prepare(model, torch.optim.SGD(model.parameters()))
+    assert model.weight.dtype is torch.bfloat16
+
+
+def test_fp32_modules_are_stored_in_float32():
+    model = module()
+    trainer_module = copy.deepcopy(model)
+    fit(trainer_module, AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"]), steps=2, data=data())
+    dtypes = {name: param.dtype for name, param in trainer_module.named_parameters()}
+    assert dtypes["net.0.weight"] is torch.bfloat16
+    assert dtypes["net.2.weight"] is torch.float32
+
+
+def test_strategies_that_shard_are_refused():
+    from lightning.pytorch.strategies import FSDPStrategy
+
+    from amp_plugin.adapters.lightning.strategies import refuse_sharded_strategy
+
+    strategy = FSDPStrategy.__new__(FSDPStrategy)
+    with pytest.raises(
+        TypeError, match="weights='bf16' does not work under FSDPStrategy: .* leave weights='fp32'"
+    ):
+        refuse_sharded_strategy(strategy, "bf16")
+    refuse_sharded_strategy(strategy, "fp32")

@@ -1,0 +1,220 @@
+"""What each of several processes does in test_ddp.py; writes FOLDER/rankN.json.
+
+python -m torch.distributed.run --nproc-per-node 2 tests/weights/ranks.py FOLDER
+"""
+
+import copy
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin.weights.ddp import reduce_in_fp32
+from tests.adapters.accelerate_pair import ours
+from tests.process_groups import leave
+
+STEPS, MICRO_BATCHES, ROWS = 20, 2, 4
+
+
+class Net(nn.Module):
+    """A convolution in channels_last, a norm, a layer: 3 memory orders and two dtypes in one model."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.norm, self.out = nn.LayerNorm(12), nn.Linear(12, 1)
+
+    def forward(self, x):
+        return self.out(self.norm(self.conv(x).flatten(1)))
+
+
+def batch(step, micro, rank):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    x = torch.randn(ROWS, 2, 3, 3, generator=generator)
+    return x, x.flatten(1).sum(1, keepdim=True)
+
+
+def loss_of(model, x, y):
+    with autocast("cpu", dtype=torch.bfloat16):
+        out = model(x)
+    return nn.functional.mse_loss(out.float(), y)
+
+
+def exact(store, model):
+    return torch.cat([value.flatten() for value in store.fp32_state_dict(model).values()])
+
+
+def train(weights, ranks, *, ddp):
+    """Windows of two micro-batches; without DDP each has the rows of all ranks."""
+    rank = dist.get_rank()
+    model = Net(seed=rank if ddp else 0)  # DDP gives all the first rank's
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    store = store_weights(model, optimizer, weights=weights, fp32_modules=["norm"])
+    net = DistributedDataParallel(model) if ddp else model
+    reduce_in_fp32(net)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(MICRO_BATCHES):
+            rows = [rank] if ddp else range(ranks)
+            x, y = (torch.cat(parts) for parts in zip(*(batch(step, micro, r) for r in rows), strict=True))
+            if ddp:
+                net.require_backward_grad_sync = micro == MICRO_BATCHES - 1
+            (loss_of(net, x, y) / MICRO_BATCHES).backward()
+        optimizer.step()
+    return exact(store, model)
+
+
+def compare_with_one_process(weights, ranks):
+    together = train(weights, ranks, ddp=True)
+    alone = train(weights, ranks, ddp=False)
+    gathered = [torch.empty_like(together) for _ in range(ranks)]
+    dist.all_gather(gathered, together)
+    return {
+        "same_on_all_ranks": all(torch.equal(part, together) for part in gathered),
+        "distance": (together - alone).abs().mean().item(),
+        "moved": (alone - exact_start(weights)).abs().mean().item(),
+    }
+
+
+def exact_start(weights):
+    model = Net()
+    return exact(store_weights(model, weights=weights, fp32_modules=["norm"]), model)
+
+
+def reduced_gradients(ranks):
+    """Gradients of a window, and the mean over ranks of what each has added up by itself in float32."""
+    model = Net()
+    store_weights(model, weights="bf16")
+    net = DistributedDataParallel(model, find_unused_parameters=True)
+    reduce_in_fp32(net)
+    alone = copy.deepcopy(model)
+    rank, same = dist.get_rank(), []
+    for parts in (model, alone):
+        for param in parts.parameters():
+            param.grad = None
+    for micro in range(2):
+        net.require_backward_grad_sync = micro == 1
+        x, y = batch(0, micro, rank)
+        for way in (net, alone):
+            loss_of(way, x, y).backward()
+    for param, single in zip(model.parameters(), alone.parameters(), strict=True):
+        mean = single.grad.clone().contiguous() / ranks
+        dist.all_reduce(mean)
+        same.append(torch.equal(param.grad, mean) and param.grad.dtype is torch.float32)
+    return same
+
+
+def refusals():
+    model = Net()
+    store_weights(model, weights="bf16")
+    found = {}
+    try:
+        reduce_in_fp32(DistributedDataParallel(model, gradient_as_bucket_view=True))
+    except ValueError as error:
+        found["bucket_views"] = str(error)
+    net = DistributedDataParallel(model)
+    net.register_comm_hook(
+        None, lambda _, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reduce_in_fp32(net)
+    found["own_hook"] = str(caught[0].message)
+    return found
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, data, _):
+        return nn.functional.mse_loss(self.net(data[0]).float(), data[1])
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self):
+        parts = [
+            torch.cat(part)
+            for part in zip(*(batch(s, 0, self.trainer.global_rank) for s in range(3)), strict=True)
+        ]
+        return DataLoader(TensorDataset(*parts), batch_size=ROWS)
+
+
+def in_trainer(ranks):
+    module = Module()
+    Trainer(
+        strategy="ddp", accelerator="cpu", devices=ranks, max_steps=3, plugins=[AmpPrecision("bf16", weights="bf16")],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False,
+    ).fit(module)  # fmt: skip
+    return module.net
+
+
+def in_fabric(ranks):
+    fabric = Fabric(
+        strategy="ddp", accelerator="cpu", devices=ranks, plugins=FabricAmpPrecision("bf16", weights="bf16")
+    )
+    fabric.launch()
+    inner = Net()
+    net, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
+    for step in range(3):
+        x, y = batch(step, 0, fabric.global_rank)
+        optimizer.zero_grad()
+        fabric.backward(nn.functional.mse_loss(net(x).float(), y))
+        optimizer.step()
+    return inner
+
+
+def in_accelerate(_):
+    accelerator = ours(precision="bf16", weights="bf16")
+    inner = Net()
+    net, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters(), lr=1e-3))
+    for step in range(3):
+        x, y = batch(step, 0, accelerator.process_index)
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x).float(), y))
+        optimizer.step()
+    return inner
+
+
+def main(folder):
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo")
+    ranks = dist.get_world_size()
+    report = {
+        "against_one_process": {
+            w: compare_with_one_process(w, ranks) for w in ("fp32", "bf16", "bf16-stochastic")
+        },
+        "reduced": reduced_gradients(ranks),
+        "refusals": refusals(),
+    }
+    if ranks == 2:
+        for run in (in_trainer, in_fabric, in_accelerate):
+            params = list(run(ranks).parameters())
+            halves = torch.cat([param.detach().float().flatten() for param in params])
+            others = [torch.empty_like(halves) for _ in range(ranks)]
+            dist.all_gather(others, halves)
+            report[run.__name__] = {
+                "halves": params[0].dtype is torch.bfloat16,
+                "same": all(torch.equal(other, halves) for other in others),
+                "gradients": str(params[0].grad.dtype) if params[0].grad is not None else None,
+                "sum": halves.double().sum().item(),
+            }
+    Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

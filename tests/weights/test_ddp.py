@@ -1,0 +1,66 @@
+"""Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(count, folder):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
+        *(str(ROOT / "tests" / "weights" / "ranks.py"), str(folder)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.whole_run])],
+    ids="{}-ranks".format,
+)
+def ranks(request, tmp_path_factory):
+    return run(request.param, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.dist
+class TestDistributedDataParallel:
+    def test_ranks_have_the_same_weights(self, ranks):
+        for report in ranks:
+            assert {w: found["same_on_all_ranks"] for w, found in report["against_one_process"].items()} == {
+                "fp32": True,
+                "bf16": True,
+                "bf16-stochastic": True,
+            }
+
+    def test_they_are_as_near_to_one_process_as_with_float32_weights(self, ranks):
+        found = ranks[0]["against_one_process"]
+        assert found["bf16"]["moved"] > 100 * found["bf16"]["distance"]
+        assert found["bf16"]["distance"] <= 1.5 * found["fp32"]["distance"] + 1e-6
+
+    def test_gradients_of_a_window_are_averaged_in_float32(self, ranks):
+        assert all(all(report["reduced"]) for report in ranks)
+
+    def test_what_would_reduce_in_16_bits_is_told(self, ranks):
+        told = ranks[0]["refusals"]
+        assert "gradient_as_bucket_view=True) keeps gradients in the 16 bits" in told["bucket_views"]
+        assert "has a communication hook, which reduces gradients in the 16 bits" in told["own_hook"]
+
+    @pytest.mark.parametrize("framework", ["in_trainer", "in_fabric", "in_accelerate"])
+    def test_frameworks_reduce_in_float32_by_themselves(self, ranks, framework):
+        if len(ranks) > 2:
+            pytest.skip("run on two ranks")
+        for report in ranks:
+            assert report[framework]["halves"]
+            assert report[framework]["same"]
+            assert report[framework]["gradients"] in {"torch.float32", None}
+        sums = {run: ranks[0][run]["sum"] for run in ("in_trainer", "in_fabric", "in_accelerate")}
+        assert len(set(sums.values())) == 1, sums
