@@ -13,7 +13,7 @@ CPU = {
     "depth": "forward_backward",
     "kernels": "gradient_path",
     "clipping": "gradient_path",
-    "steps": "gradient_path",
+    "steps": "steps",
     "tensors": "gradient_path",
     "weights": "weights",
     "host": "host_time",

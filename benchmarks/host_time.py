@@ -1,4 +1,4 @@
-"""What an op on a GPU costs the host: CUDA tensors in host memory, a driver that does nothing."""
+"""What an op on a GPU costs the host, without one: CUDA tensors in host memory and a driver doing nothing."""
 
 from __future__ import annotations
 
