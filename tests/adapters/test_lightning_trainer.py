@@ -572,9 +572,9 @@ def test_a_manual_step_returns_what_its_closure_does(precision, overflow):
 
 def test_parameters_in_float16_are_refused_or_allowed():
     class Half(OneWeight):
-        def __init__(self):
-            super().__init__()
+        def configure_optimizers(self):  # after set-up, which would make it float32
             self.w = torch.nn.Parameter(self.w.data.half())
+            return super().configure_optimizers()
 
     with pytest.raises(ValueError, match=r"'w' is float16: .*, or pass fp16_gradients=True and lose"):
         fit(Half(), AmpPrecision("fp16"))
