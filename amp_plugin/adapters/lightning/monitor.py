@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked, number
 from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.weight_bytes import weight_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from amp_plugin.scaling.step_result import StepResult
+    from amp_plugin.weights.weight_bytes import WeightBytes
 
 
 class Monitor:
@@ -20,6 +22,8 @@ class Monitor:
     The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
     the unscaled gradients before clipping. In bf16 and fp32, where nothing is scaled or skipped, they
     get ``grad_norm`` alone; it costs one more read of the gradients at each optimizer step there.
+    After the first optimizer step one line tells the bytes a parameter (weights, what is kept beside them,
+    gradients, optimizer state); ``weight_bytes`` holds them.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
@@ -55,6 +59,7 @@ class Monitor:
         self._in_a_row: dict[int, int] = {}
         self._unread: list[tuple[int, StepResult]] = []
         self._warned = False
+        self.weight_bytes: WeightBytes | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -85,6 +90,7 @@ class Monitor:
         self.skipped_steps = trainer.precision_plugin.skipped_steps
         self._in_a_row.clear()
         self._unread.clear()
+        self.weight_bytes = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
@@ -94,6 +100,9 @@ class Monitor:
         """Log the newest optimizer step; read the device every few steps."""
         if not self._unread:
             return
+        if self.weight_bytes is None:
+            self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+            self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
         last = self._unread[-1][1]
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
