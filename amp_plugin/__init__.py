@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
+    from amp_plugin.numerics.diagnosis import diagnose as diagnose
+    from amp_plugin.numerics.replayed import diagnose_skip as diagnose_skip
+    from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
@@ -48,12 +51,15 @@ _HOME = {
     "autocast_module": "amp_plugin.casting.autocast_module",
     "custom_bwd": "amp_plugin.casting.custom_fwd",
     "custom_fwd": "amp_plugin.casting.custom_fwd",
+    "diagnose": "amp_plugin.numerics.diagnosis",
+    "diagnose_skip": "amp_plugin.numerics.replayed",
     "dtype_report": "amp_plugin.casting.dtype_report",
     "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.rule_sets",
+    "shadow_run": "amp_plugin.numerics.shadow_run",
     "store_weights": "amp_plugin.weights.store_weights",
 }
 

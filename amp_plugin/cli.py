@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import sys
 import textwrap
@@ -19,10 +18,12 @@ import typer
 from rich import filesize
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 import amp_plugin
+from amp_plugin import numerics_commands
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import program_named
+from amp_plugin.terminal import fail, show
 
 app = typer.Typer(
     name="amp-plugin",
@@ -92,7 +93,7 @@ def doctor(
     try:
         report = examine(precision, device or default_device())
     except ValueError as error:
-        _fail(str(error), code=2)
+        fail(str(error), code=2)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -134,7 +135,7 @@ def build(
     except (OSError, RuntimeError, ValueError) as error:
         if as_json:
             print(json.dumps({"built": False, "reason": str(error)}))
-        _fail(str(error), code=1)
+        fail(str(error), code=1)
     seconds = library.seconds + region.seconds
     if as_json:
         paths = {"library": str(library.path), "region": str(region.path)}
@@ -175,43 +176,29 @@ def casts(
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.script_casts import Program, rows, run_logged  # noqa: PLC0415
+    from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
 
     try:
-        program = Program.of_module(script) if as_module else Program.of_file(script)
+        program = program_named(script, as_module=as_module, command="casts")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
-        _fail(str(error), code=1)
+        fail(str(error), code=1)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        run = run_logged(program, arguments or [])
+        log, run = run_logged(program, arguments or [])
     if as_json:
-        print(json.dumps({"script": script, "by": by, "rows": rows(run.log, by)}))
-    elif len(run.log) or not run.failed:
-        table = run.log.table(by=by)  # type: ignore[arg-type]
+        print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))
+    elif len(log) or not run.failed:
+        table = log.table(by=by)  # type: ignore[arg-type]
         table.caption = table.caption and _NO_CASTS
-        _show(table)
+        show(table)
     raise typer.Exit(run.code)
 
 
-def _show(table: Table) -> None:
-    """Print a table without trailing blanks, in full width if this is no terminal."""
-    console = Console(highlight=False)
-    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
-        console.width = max(
-            console.width, console.measure(table, options=console.options.update(width=10_000)).maximum
-        )
-    with console.capture() as text:
-        console.print(table)
-    for line in text.get().splitlines():
-        print(line.rstrip())
-
-
-def _fail(message: str, *, code: int) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
-    raise typer.Exit(code)
+app.command(context_settings={"allow_interspersed_args": False})(numerics_commands.diagnose)
+app.command()(numerics_commands.compare)
 
 
 def _print_report(report: dict[str, Any]) -> None:

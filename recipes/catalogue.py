@@ -27,6 +27,7 @@ NAMES = (
     "several_models_accelerate",
     "custom_functions",
     "fp32_module",
+    "diagnose",
     "threads",
     "ddp",
     "fsdp2",

@@ -10,11 +10,12 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, Mode
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin.adapters.accelerate import install, uninstall
 from amp_plugin.doctor import plan
 from amp_plugin.weights.conversion import convert_to_fp32
 from amp_plugin.weights.weight_store import store_of
-from tests.adapters.accelerate_pair import ours
+from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, fit, make_trainer
 
 pytestmark = [
@@ -105,6 +106,39 @@ def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
     else:
         assert moved == 1.0
     assert model.net[0].weight.dtype is (torch.float32 if weights == "fp32" else torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_bert_in_bfloat16_moves_wholly_under_transformers_trainer(weights, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reset()
+    install(AmpKwargs(weights=weights))
+    try:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+        model = transformers.BertForSequenceClassification(config).bfloat16()
+        before = values(model)
+        examples = [{"input_ids": torch.arange(8) % 16, "labels": torch.tensor(i % 2)} for i in range(16)]
+        settings = transformers.TrainingArguments(
+            str(tmp_path),
+            learning_rate=LR,
+            max_steps=STEPS,
+            bf16=True,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )
+        transformers.Trainer(model, settings, train_dataset=examples).train()
+    finally:
+        uninstall()
+    layer = [name for name in before if "intermediate.dense.weight" in name]
+    share = share_moved({name: before[name] for name in layer}, values(model))
+    assert share == 1.0
+    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
 
 
 def test_without_any_of_it_the_layer_stands_still():

@@ -46,6 +46,7 @@ FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 ma
     "several_models": ("test_accuracy", (0.90, 1), 0.04),
     "custom_functions": ("test_accuracy", (0.90, 1), 0.04),
     "fp32_module": ("test_accuracy", (0.90, 1), 0.04),
+    "diagnose": ("test_accuracy", (0.88, 1), 0.04),
     "threads": ("test_accuracy", (0.92, 1), 0.03),
     "ddp": ("test_accuracy", (0.92, 1), 0.03),
     "fsdp2": ("test_accuracy", (0.92, 1), 0.03),

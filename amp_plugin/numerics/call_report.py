@@ -1,0 +1,132 @@
+"""All there is to say about one call of an op, put together when there is a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_plugin.numerics.advice import advice_for
+from amp_plugin.numerics.finding import Finding, Kind
+from amp_plugin.numerics.forward_sites import ForwardSites, Site
+from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.op_call import Argument, arguments_of, scalars_of
+from amp_plugin.numerics.op_traits import OpTraits
+from amp_plugin.numerics.places import called_from
+from amp_plugin.numerics.region_rules import rule_of
+from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary, summarise
+
+
+class CallReport:
+    """One call of an op, while it runs.
+
+    Args:
+        traits: of the op.
+        args, kwargs: what it was given.
+        modules: knows which module runs.
+        sites: know the forward ops of a backward pass.
+    """
+
+    def __init__(
+        self,
+        traits: OpTraits,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        modules: ModulePaths,
+        sites: ForwardSites,
+    ) -> None:
+        self.traits = traits
+        self.arguments = arguments_of(traits, args, kwargs)
+        self.node = torch._C._current_autograd_node()
+        self._args, self._kwargs = args, kwargs
+        self._modules, self._sites = modules, sites
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
+        return self.node is not None and not torch.is_grad_enabled()
+
+    @property
+    def scalars(self) -> dict[str, float]:
+        """The Python numbers among the arguments, by name."""
+        return scalars_of(self.traits, self._args, self._kwargs)
+
+    def site(self) -> Site:
+        """Return where the op was called; in a backward pass, where its forward op was."""
+        forward = self._sites.of(self.node) if self.node is not None else None
+        return forward or Site(self.traits.name, self._modules.current(), called_from())
+
+    def finding(
+        self,
+        kind: Kind,
+        result: Tensor,
+        values: NonFinite,
+        read: Argument | None = None,
+        made: Site | None = None,
+    ) -> Finding:
+        """Describe an origin that this op made or was the first to read.
+
+        Args:
+            kind: what kind of origin.
+            result: a result that is not finite.
+            values: the numbers that the origin is of.
+            read: the argument that held them already.
+            made: where they were made, if not here.
+        """
+        site = made or self.site()
+        shown = [read] if read else self.arguments
+        in_backward = made is None and self.is_backward
+        finding = Finding(
+            kind=kind,
+            op=made.op if made else self.traits.name,
+            direction="backward" if in_backward else "forward",
+            forward_op=self._forward_op() if in_backward else "",
+            values=values,
+            module=site.module,
+            place=site.where.place,
+            caller=site.where.caller,
+            dtype=result.dtype,
+            limit=torch.finfo(result.dtype).max,
+            rule=rule_of(self.traits.name, result.device.type),
+            output=summarise(result),
+            inputs=tuple(self._summary(argument) for argument in shown),
+            numbers=tuple(self.scalars.items()),
+            rank=_rank(),
+        )
+        return replace(finding, advice=advice_for(finding, self.traits.base, self._exponent()))
+
+    def here(self) -> str:
+        """Say where the op was called, in one line."""
+        site = self.site()
+        return " at ".join(filter(None, (self.traits.name, str(site.where.place or ""))))
+
+    def weight(self, tensor: Tensor) -> str:
+        """Return the path of a weight; empty if the tensor is none."""
+        return self._modules.weight(tensor) or (
+            "(a parameter)" if isinstance(tensor, torch.nn.Parameter) else ""
+        )
+
+    def _summary(self, argument: Argument) -> TensorSummary:
+        name = self._modules.weight(argument.tensor)
+        written = " (now)" if argument.name in self.traits.written else ""
+        return summarise(argument.tensor, (name or argument.label) + written)
+
+    def _forward_op(self) -> str:
+        """Return the forward op's name; of a function of the user's, that of its node."""
+        forward = self._sites.of(self.node)
+        if isinstance(self.node, torch.autograd.function.BackwardCFunction) or forward is None:
+            return str(self.node.name())
+        return forward.op
+
+    def _exponent(self) -> float | None:
+        return self.scalars.get("exponent")
+
+
+def _rank() -> int | None:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

@@ -1,0 +1,94 @@
+"""Find the first op that makes a number which is not finite, in a region of a program."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import torch
+from torch import nn
+from typing_extensions import Self
+
+from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.numerics.finding import Finding, NonFiniteError
+from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.watch import Watch
+
+
+class Diagnosis:
+    """A region in which every op is watched; see ``diagnose``.
+
+    Attributes:
+        findings: what was found, in order; one at most unless ``keep_going``.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._raises = not keep_going
+        self._modules = ModulePaths(model)
+        self._watch = Watch(self._modules, self._found, strict=strict)
+        self._stance = torch.compiler.set_stance("default")
+
+    def __enter__(self) -> Self:
+        """Start watching; compiled functions run eagerly meanwhile."""
+        KERNELS.install()
+        self._stance = torch.compiler.set_stance("force_eager")
+        self._stance.__enter__()
+        self._modules.open()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop watching.
+
+        Raises:
+            NonFiniteError: an infinity is left, and nothing was found before.
+        """
+        self._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        self._modules.close()
+        self._stance.__exit__(kind, error, traceback)
+        if error is None or isinstance(error, SystemExit):
+            self._raises = self._raises and error is None
+            self._watch.left_over()
+
+    def report(self) -> str:
+        """Return all findings as text; says so if there is none."""
+        return "\n\n".join(map(str, self.findings)) or "every number that mattered was finite"
+
+    def _found(self, finding: Finding) -> None:
+        self.findings.append(finding)
+        if self._raises:
+            raise NonFiniteError(finding)
+
+
+def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:
+    """Watch every op of a region and stop at the first one that makes a nan or a harmful infinity.
+
+    Forward, backward and optimizer step, in any precision, with autocast or without. The error names op,
+    module, line, dtype, rule, the ranges of the inputs, and what to do. An infinity is followed until a nan
+    comes of it or it reaches a loss, a gradient, a weight or a Python number: masks of -inf and
+    infinities that vanish again raise nothing. Threads that the region starts are not watched, nor is
+    what happens in other processes; compiled functions run eagerly. Each op waits for the device: use it to
+    look for a fault, not to train.
+
+    Args:
+        model: gives the module and parameter names; default: whatever module is called, its class in front.
+        keep_going: collect findings instead of raising at the first.
+        strict: report an infinity at once, also if nothing comes of it.
+
+    Returns:
+        A context manager; ``findings`` holds what was found, ``report()`` is its text.
+
+    Raises:
+        NonFiniteError: in the region or at its end, unless ``keep_going``; a FloatingPointError.
+
+    Example:
+        >>> with diagnose(keep_going=True) as diagnosis:
+        ...     y = torch.zeros(2).log().sum() * 0
+        >>> diagnosis.findings[0].op
+        'aten::log.default'
+    """
+    return Diagnosis(model, keep_going=keep_going, strict=strict)

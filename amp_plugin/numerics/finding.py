@@ -1,0 +1,151 @@
+"""What a diagnosis found: one origin of numbers that are not finite, as data and as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.numerics.places import Place
+from amp_plugin.numerics.region_rules import callers_of
+from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
+
+Kind = Literal["made", "weight", "input", "unwritten", "collective"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """An origin of numbers that are not finite.
+
+    Attributes:
+        kind: ``"made"`` by the op from finite inputs, or from infinities that were put there on purpose;
+            ``"weight"`` or ``"input"``: it was there before the op, which read it first; ``"unwritten"``:
+            memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank.
+        op: full name of the op, ``"aten::exp.default"``.
+        direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
+        forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
+        values: which numbers it made or read.
+        module: path of the module; empty outside of modules.
+        place: the line that called the op, or that called its forward op; None if unknown.
+        caller: the program's line that led there, if ``place`` is in an installed library.
+        dtype: what the op computed in.
+        limit: the largest number of that dtype.
+        rule: the rule that autocast has for the op.
+        output: the result.
+        inputs: the tensors among the arguments.
+        numbers: the Python numbers among them, by name.
+        rank: of this process; None where there is one process.
+        reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
+        advice: what to do.
+    """
+
+    kind: Kind
+    op: str
+    direction: Literal["forward", "backward"]
+    forward_op: str
+    values: NonFinite
+    module: str
+    place: Place | None
+    caller: Place | None
+    dtype: torch.dtype
+    limit: float
+    rule: str
+    output: TensorSummary
+    inputs: tuple[TensorSummary, ...]
+    numbers: tuple[tuple[str, float], ...]
+    rank: int | None
+    reached: str = ""
+    advice: str = ""
+
+    @property
+    def headline(self) -> str:
+        """What happened, in one sentence."""
+        held = str(self.values)
+        if self.kind == "made":
+            where = (
+                f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}"
+            )
+            return f"{self.op} made {held} {where}, in {short_name(self.dtype)}"
+        if self.kind == "weight":
+            return f"the weight {self._culprit or '(without a name)'} held {held} before {self.op} read it"
+        if self.kind == "unwritten":
+            return f"{self.op} returned memory that nobody wrote; it holds {held}"
+        if self.kind == "collective":
+            return f"{self.op} brought {held}: another rank made it"
+        return f"the input {self._culprit} of {self.op} held {held} already"
+
+    @property
+    def rule_names(self) -> tuple[str, ...]:
+        """The ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes them."""
+        return callers_of(self.forward_op or self.op)
+
+    @property
+    def _culprit(self) -> str:
+        return next((given.name for given in self.inputs if given.nan or given.inf), "")
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Yield what is known, as names and texts, for people."""
+        if self.module:
+            yield "module", self.module
+        if self.place:
+            yield "line", f"{self.place}{': ' if self.place.text else ''}{self.place.text}"
+        if self.caller:
+            yield "called from", f"{self.caller}{': ' if self.caller.text else ''}{self.caller.text}"
+        for number, given in enumerate(self.inputs):
+            yield "" if number else "inputs", str(given)
+        if self.numbers:
+            yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
+        if self.kind == "made":
+            yield "output", f"{self.output}{_first(self.output)}"
+        yield (
+            "ran in",
+            f"{short_name(self.dtype)}, largest number {self.limit:.5g}; autocast rule {self.rule}",
+        )
+        if self.reached:
+            yield "then", self.reached
+        if self.rank is not None:
+            yield "rank", str(self.rank)
+        yield "do", self.advice
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as values that JSON has, nan and inf as words."""
+        return {"headline": self.headline, **_plain(asdict(self))}
+
+    def __str__(self) -> str:
+        rows = list(self.rows())
+        width = max(len(name) for name, _ in rows)
+        return "\n".join([self.headline, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+
+
+class NonFiniteError(FloatingPointError):
+    """Raised by ``diagnose`` at the first number that is not finite and matters.
+
+    Attributes:
+        finding: the origin.
+    """
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(str(finding))
+        self.finding = finding
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.finding,)
+
+
+def _first(output: TensorSummary) -> str:
+    return f", first at {list(output.first)}" if output.first else ""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, float) and not torch.tensor(value).isfinite():
+        return str(value)
+    return value

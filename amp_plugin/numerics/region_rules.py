@@ -1,0 +1,88 @@
+"""The autocast rule of an op, asked while it runs below autocast."""
+
+from __future__ import annotations
+
+from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.rule_sets import rules_of
+from amp_plugin.casting.rules import TABLES, OpRules
+
+# What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
+_CALLED_AS = {
+    "addmm": ("linear", "addmm"),
+    "baddbmm": ("baddbmm",),
+    "bmm": ("matmul", "bmm"),
+    "convolution": ("conv1d", "conv2d", "conv3d"),
+    "mm": ("linear", "matmul", "mm"),
+}
+
+# The same where there is one other name.
+_MADE_OF = {
+    "_log_softmax": "log_softmax",
+    "_softmax": "softmax",
+    "_scaled_dot_product_flash_attention_for_cpu": "scaled_dot_product_attention",
+    "_scaled_dot_product_flash_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_efficient_attention": "scaled_dot_product_attention",
+    "_scaled_dot_product_attention_math": "scaled_dot_product_attention",
+    "native_batch_norm": "batch_norm",
+    "native_group_norm": "group_norm",
+    "native_layer_norm": "layer_norm",
+    "nll_loss_forward": "nll_loss",
+    "nll_loss2d_forward": "nll_loss2d",
+    "linalg_vector_norm": "norm",
+}
+
+
+def autocast_name(op: str) -> str:
+    """Return the name by which a rule reaches an op, without overload.
+
+    Args:
+        op: full name of what ran, ``"aten::_softmax.default"``.
+
+    Returns:
+        ``"aten::softmax"``; the op's own name without overload for most.
+    """
+    namespace, _, rest = op.partition("::")
+    packet = rest.split(".")[0]
+    return f"{namespace}::{_MADE_OF.get(packet, packet.rstrip('_'))}"
+
+
+def callers_of(op: str) -> tuple[str, ...]:
+    """Return the names to give a rule to, so that it reaches an op however the program called it.
+
+    Args:
+        op: full name of what ran, ``"aten::bmm.default"``.
+
+    Returns:
+        ``("aten::matmul", "aten::bmm")``; the op's own name without overload for most.
+    """
+    namespace, _, rest = op.partition("::")
+    names = _CALLED_AS.get(rest.split(".")[0].rstrip("_"))
+    return tuple(f"{namespace}::{name}" for name in names) if names else (autocast_name(op),)
+
+
+def rule_of(op: str, device_type: str) -> str:
+    """Return the rule that autocast has for an op: the open region's, else the default one.
+
+    Args:
+        op: full name of what ran.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+
+    Returns:
+        A value of OpRule; ``"unchanged"`` too where no autocast is known for the device.
+    """
+    if device_type not in TABLES:
+        return "unchanged"
+    rules = _rules(device_type).rules
+    if op in rules:
+        return rules[op].value
+    name = autocast_name(op)
+    found = {rule.value for known, rule in rules.items() if known.split(".")[0] == name}
+    return ", ".join(sorted(found)) or "unchanged"
+
+
+def _rules(device_type: str) -> OpRules:
+    """Return the rules of this thread's innermost region on a device."""
+    for device, number, _ in KERNELS.innermost_regions():
+        if device == DEVICE_NUMBERS[device_type]:
+            return rules_of(number) or OpRules.default(device_type)
+    return OpRules.default(device_type)

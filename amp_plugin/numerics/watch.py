@@ -1,0 +1,243 @@
+"""The dispatch mode that looks at every result, and at the inputs of those that are not finite."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import Self
+
+from amp_plugin.numerics.call_report import CallReport
+from amp_plugin.numerics.finding import Finding, Kind
+from amp_plugin.numerics.forward_sites import ForwardSites, Site
+from amp_plugin.numerics.judgement import GivenTensor, Judgement, given_before, judge, related
+from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.op_call import Argument, results_of
+from amp_plugin.numerics.op_traits import traits_of
+from amp_plugin.numerics.origin import ON_PURPOSE, Origin
+from amp_plugin.numerics.scaled_gradients import ScaledGradients
+from amp_plugin.numerics.storages import Storages
+from amp_plugin.numerics.tensor_summary import is_finite, non_finite
+from amp_plugin.numerics.unwatched import unwatched
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_LOSS = "aten::ones_like.default"  # autograd's first op: the gradient of the loss
+_ORDERS = frozenset({"ord", "p", "norm_type"})
+_TO_PYTHON = "aten::_local_scalar_dense.default"
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Watch the ops of this thread and of the backward passes it starts.
+
+    An infinity is followed, since many come to nothing: exp(-inf) is 0. It matters once a nan comes of it,
+    or it reaches a loss, a gradient, a weight or a Python number. A nan matters at once.
+
+    Args:
+        modules: knows which module runs; open.
+        found: called with each finding that matters; may raise to end the program there.
+        strict: an infinity matters at once, too.
+    """
+
+    def __init__(self, modules: ModulePaths, found: Callable[[Finding], None], *, strict: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._modules = modules
+        self._found = found
+        self._strict = strict
+        self._sites = ForwardSites()
+        self._scaled = ScaledGradients()
+        self._origins: Storages[Origin] = Storages()
+        self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
+
+    def __enter__(self) -> Self:
+        self._sites.open()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and look at what it made."""
+        kwargs = kwargs or {}
+        if any(kind not in _PLAIN for kind in types):
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                return func(*args, **kwargs)
+            return NotImplemented  # the subclass's own ops come here one by one
+        traits = traits_of(func)
+        if torch.is_grad_enabled():
+            self._sites.note(traits.name, self._modules.current())
+        report = CallReport(traits, args, kwargs, self._modules, self._sites)
+        if report.is_backward:
+            self._scaled.enter(torch._C._current_graph_task_id())
+        with unwatched():
+            self._arrive(report)
+            before = given_before(report.arguments, traits) if traits.written else []
+        try:
+            output = func(*args, **kwargs)
+        except Exception:
+            with unwatched():
+                self._refused(report)
+            raise
+        if not traits.is_view:
+            with unwatched():
+                self._look(report, before, output)
+        return output
+
+    def left_over(self) -> None:
+        """Report the infinities that nothing has come of, but that are still there, and not on purpose."""
+        if (overflow := self._scaled.last) is not None:
+            self._report(
+                overflow, f"gradients that are not finite, in the last {self._scaled.passes} backward passes"
+            )
+        for origin in dict.fromkeys(self._origins.alive()):
+            if origin.is_accident and not origin.is_scaled_gradient:
+                self._report(origin, "still there at the end of the region")
+
+    def _arrive(self, report: CallReport) -> None:
+        """Report what has reached a loss, a gradient or a Python number by this op."""
+        for argument in report.arguments:
+            origin = self._origins.get(argument.tensor)
+            if origin is None or origin is ON_PURPOSE or origin.is_reported or self._is_waiting(origin):
+                continue
+            if report.traits.name == _TO_PYTHON:
+                self._report(origin, "a number in Python (item, float, print)")
+            elif report.traits.name == _LOSS and _is_called_by_autograd(sys._getframe()):
+                self._report(origin, "the loss, of which a backward pass begins")
+            elif report.is_backward and report.node.name().endswith("AccumulateGrad"):
+                leaf = report.node.variable  # type: ignore[attr-defined]
+                self._report(origin, f"the gradient of {report.weight(leaf) or 'a leaf'}")
+
+    def _refused(self, report: CallReport) -> None:
+        """Report what was in the arguments of an op that raised an error."""
+        for argument in report.arguments:
+            origin = self._origins.get(argument.tensor)
+            if origin is not None:
+                self._report(origin, f"an error of {report.here()}")
+
+    def _look(self, report: CallReport, before: list[GivenTensor], output: Any) -> None:
+        """Look at the results, and at the arguments that were written."""
+        results = [given.argument for given in before]
+        known = {id(written.tensor) for written in results}
+        results += [result for result in results_of(output) if id(result.tensor) not in known]
+        if report.traits.is_unwritten or report.traits.is_collective:
+            for result in results:
+                self._origins.forget(result.tensor)
+                self._unjudged.set(result.tensor, report.site())
+            return
+        given: list[GivenTensor] | None = None
+        for result in results:
+            if is_finite(result.tensor):
+                self._origins.forget(result.tensor)
+                self._unjudged.forget(result.tensor)
+                continue
+            given = given or self._given(report, before)
+            self._trace(report, result, related(result, given, report.traits))
+
+    @staticmethod
+    def _given(report: CallReport, before: list[GivenTensor]) -> list[GivenTensor]:
+        """Return all arguments as they were before the op."""
+        read = [argument for argument in report.arguments if argument.name not in report.traits.written]
+        return [
+            *before,
+            *(GivenTensor(argument=argument, held=non_finite(argument.tensor)) for argument in read),
+        ]
+
+    def _trace(self, report: CallReport, result: Argument, given: list[GivenTensor]) -> None:
+        """Find the origin of a result that is not finite, note it, and report it if it matters."""
+        judged = judge(result, given, report.traits, _constants(report))
+        if judged.verdict in {"on purpose", "masked"}:
+            origin, what = ON_PURPOSE, ""
+        elif judged.verdict == "made":
+            origin, what = self._made(report, result, judged)
+        else:
+            origin, what = self._passed_on(report, result, judged)
+        self._origins.set(result.tensor, origin)
+        self._unjudged.forget(result.tensor)
+        if origin is ON_PURPOSE or origin.is_reported:
+            return
+        written = report.weight(result.tensor) if result.name and not report.is_backward else ""
+        if written and report.traits.written:
+            what = what or f"the weight {written}, written by {report.here()}"
+        elif self._is_waiting(origin):
+            if report.is_backward and (first := self._scaled.overflow(origin)) is not None:
+                self._report(
+                    first, f"gradients that are not finite, in {self._scaled.passes} backward passes"
+                )
+            return
+        elif report.is_backward:
+            what = what or f"the gradients, by {report.here()}"
+        if what or self._strict or (judged.verdict == "made" and judged.values.nan):
+            self._report(origin, what)
+
+    def _is_waiting(self, origin: Origin) -> bool:
+        """Whether it takes a row of backward passes to make a fault of it."""
+        return origin.is_scaled_gradient and not self._strict
+
+    def _made(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:
+        """Return the origin of numbers an op made, which is an earlier one if that explains them."""
+        for given in judged.of:
+            origin = self._origins.get(given.argument.tensor)
+            if origin is not None and origin.is_accident:
+                return origin, f"{judged.values} in {report.here()}"
+        finding = report.finding("made", result.tensor, judged.values)
+        return Origin("made", finding), self._beside(finding) if report.is_backward else ""
+
+    def _beside(self, finding: Finding) -> str:
+        """Say what a gradient's fault reaches, and what was infinite before it."""
+        reached = f"the gradients of {finding.forward_op}"
+        waiting = [
+            o.finding for o in self._origins.alive() if o.is_accident and not o.is_reported and o.finding
+        ]
+        return f"{reached}; still there from before: {waiting[0].headline}" if waiting else reached
+
+    def _passed_on(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:
+        """Return the origin of numbers that came in, and what they reached if this op computes with them."""
+        origins = [(given, self._origins.get(given.argument.tensor)) for given in judged.of]
+        accidents = [origin for _, origin in origins if origin and origin.is_accident]
+        given, origin = origins[0]
+        if accidents and not given.held.nan:
+            return accidents[0], ""
+        if origin is None:
+            origin = self._came_in(report, result, given)
+            if not given.was_written:
+                self._origins.set(given.argument.tensor, origin)
+        computes = not report.traits.moves and origin.waits_for_arithmetic
+        return origin, f"{judged.values} in {report.here()}" if computes else ""
+
+    def _came_in(self, report: CallReport, result: Argument, given: GivenTensor) -> Origin:
+        """Return the origin of numbers that no watched op made."""
+        argument = given.argument
+        made = self._unjudged.get(argument.tensor)
+        if made is not None:
+            kind: Kind = "collective" if made.op.startswith(("c10d", "_c10d")) else "unwritten"
+            return Origin(kind, report.finding(kind, result.tensor, given.held, argument, made))
+        if report.weight(argument.tensor):
+            return Origin("weight", report.finding("weight", result.tensor, given.held, argument))
+        if given.held.nan:
+            return Origin("input", report.finding("input", result.tensor, given.held, argument))
+        return ON_PURPOSE  # a mask that was made before
+
+    def _report(self, origin: Origin, reached: str) -> None:
+        if not origin.is_reported and origin.finding is not None:
+            origin.is_reported = True
+            self._found(replace(origin.finding, reached=reached))
+
+
+def _constants(report: CallReport) -> list[float]:
+    """Return the numbers the caller gave as values; the inf of a norm's order is none."""
+    return [number for name, number in report.scalars.items() if name not in _ORDERS]
+
+
+def _is_called_by_autograd(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is torch.autograd._make_grads.__code__:
+            return True
+        frame = frame.f_back
+    return False

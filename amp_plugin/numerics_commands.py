@@ -1,0 +1,150 @@
+"""The commands about numbers: `amp-plugin diagnose` and `amp-plugin compare`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import Program, program_named
+from amp_plugin.terminal import fail, show
+
+_WIDE = {"fp32": "float32", "fp64": "float64"}
+_NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+
+
+def _wide_dtype(given: str | None) -> str | None:
+    if given is None or given in _WIDE:
+        return given
+    hint = did_you_mean(given, tuple(_WIDE), aliases=_NAMES, written=repr)
+    msg = f"{given!r} is not one of 'fp32', 'fp64'{hint}"
+    raise typer.BadParameter(msg)
+
+
+Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
+AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def diagnose(
+    script: Script,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="List every origin, not the first alone.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
+    ] = False,
+    compare: Annotated[
+        str | None,
+        typer.Option(metavar="fp32|fp64", callback=_wide_dtype, help="Measure each op's error instead."),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
+    try:
+        program = program_named(script, as_module=as_module, command="diagnose")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    if compare is not None:
+        if keep_going or strict or save:
+            fail(
+                "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
+                code=2,
+            )
+        _compare_precision(program, arguments or [], compare, plot, rows, as_json)
+    if save is not None:
+        if keep_going or strict or plot:
+            fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
+        _record(program, arguments or [], save, steps)
+    if plot is not None:
+        fail("--plot draws the errors of --compare fp32; give both", code=2)
+    _find_non_finite(program, arguments or [], keep_going, strict, as_json)
+
+
+def _find_non_finite(
+    program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
+) -> None:
+    from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
+
+    with _script_output(as_json):
+        diagnosis, run = diagnosed(program, arguments, keep_going=keep_going, strict=strict)
+    if as_json:
+        findings = [finding.to_dict() for finding in diagnosis.findings]
+        print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
+    elif diagnosis.findings:
+        console = Console(highlight=False, soft_wrap=True)
+        for finding in diagnosis.findings:
+            headline, _, rest = str(finding).partition("\n")
+            console.print(f"\n[bold red]{escape(headline)}[/]\n{escape(rest)}")
+    elif not run.failed:
+        print(diagnosis.report())
+    raise typer.Exit(1 if diagnosis.findings else run.code)
+
+
+def _compare_precision(
+    program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
+) -> None:
+    from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
+
+    with _script_output(as_json):
+        errors, run = compared(program, arguments, dtype=_WIDE[dtype])
+    if plot is not None:
+        try:
+            errors.plot(plot, rows=rows)
+        except (ImportError, OSError, ValueError) as error:
+            fail(str(error), code=1)
+    if as_json:
+        print(json.dumps({"script": program.name, "exit_code": run.code, **errors.to_dict()}))
+    elif errors.errors() or not run.failed:
+        show(errors.table(rows))
+        for op, calls in errors.not_compared().items():
+            print(f"{op} could not run in {dtype}: {calls} calls were taken as exact")
+    raise typer.Exit(run.code)
+
+
+def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
+    from amp_plugin.numerics.script_diagnosis import recorded  # noqa: PLC0415 - loads torch
+
+    recorder, run = recorded(program, arguments, path=path, steps=steps)
+    if recorder.records:
+        print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
+    else:
+        print(f"no op made a floating-point number; {path} is empty")
+    raise typer.Exit(run.code)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A run by diagnose --save.")],
+    second: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Name the first result in which two recorded runs differ; exit code 1 if it is more than rounding."""
+    from amp_plugin.numerics.run_comparison import compare_runs  # noqa: PLC0415 - loads torch
+
+    try:
+        comparison = compare_runs(first, second)
+    except (ImportError, OSError, ValueError) as error:
+        fail(str(error), code=2)
+    print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
+    raise typer.Exit(1 if comparison.unexplained else 0)
+
+
+def _script_output(as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Send what the script prints to standard error where standard output is one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

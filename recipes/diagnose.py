@@ -1,0 +1,127 @@
+"""An op that overflows in fp16, found by diagnose before the training, and cured by the rule it names.
+
+    python -m recipes run diagnose [precision=bf16] [key=value ...]
+
+The attention divides its scores after the product instead of before: in fp16 the product is infinite and the
+loss is nan. One step under ``diagnose`` names op, module and line; ``finding.rule_names`` are the ops to give
+the rule fp32.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+
+import torch
+from rich.progress import track
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import amp_plugin
+from amp_plugin import GradScaler, OpRules, autocast
+from recipes.bounds import number
+from recipes.catalogue import run
+from recipes.digits import CLASSES, accuracy, digits_batches, digits_loaders
+from recipes.settings import RecipeConfig
+from recipes.training_record import TrainingRecord
+
+SIZE = 150.0  # of queries and keys; their products are some 1e5
+ROWS = 8  # of an image; each is a token
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    steps: int = 400
+    width: int = number(32, least=1)
+    cure: bool = True
+
+
+class Attention(nn.Module):
+    """Attention whose scores are divided too late."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the values that each token attends to, ``[B, tokens, width]`` as ``x``."""
+        scores = (SIZE * self.query(x)) @ (SIZE * self.key(x)).transpose(-1, -2)
+        return (scores / SIZE**2 / x.shape[-1] ** 0.5).softmax(-1) @ self.value(x)
+
+
+class Classifier(nn.Module):
+    """Names a digit from its rows of pixels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embed, self.place = nn.Linear(ROWS, width), nn.Parameter(torch.randn(ROWS, width))
+        self.attention, self.norm = Attention(width), nn.LayerNorm(width)
+        self.name = nn.Sequential(nn.Linear(ROWS * width, 64), nn.GELU(), nn.Linear(64, CLASSES))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the logits, ``[B, 10]``, of ``images [B, 1, 8, 8]``."""
+        tokens = self.norm(self.embed(images.squeeze(1)) + self.place)
+        return self.name((tokens + self.attention(tokens)).flatten(1))
+
+
+def rules_for(model: nn.Module, images: Tensor, labels: Tensor, config: Config) -> tuple[OpRules, str]:
+    """Run one step under diagnose, and return rules that cure what it found, and the op (``"none"``)."""
+    rules = OpRules.default(config.device.partition(":")[0])
+    with amp_plugin.diagnose(model, keep_going=True) as diagnosis, region_of(config, rules):
+        cross_entropy(model(images), labels).backward()
+    model.zero_grad()
+    if not diagnosis.findings:
+        return rules, "none"
+    finding = diagnosis.findings[0]
+    print(finding)
+    for op in finding.rule_names:
+        rules = rules.with_rule(op, "fp32")
+    return rules, f"{finding.op} in {finding.module}"
+
+
+def region_of(config: Config, rules: OpRules) -> AbstractContextManager[object]:
+    """Return the region of the config's precision, by these rules."""
+    device, precision = config.device.partition(":")[0], config.precision
+    return autocast(device, precision.dtype, enabled=precision.mixed, rules=rules)
+
+
+def train(config: Config) -> TrainingRecord:
+    """Look for an overflow, cure it, train a digits classifier, test it, and return what happened.
+
+    Args:
+        config: a checked config.
+    """
+    config.start()
+    record = TrainingRecord(title=f"diagnose, {config.precision.value}")
+    loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
+    model = Classifier(config.width).to(config.device)
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    images, labels = (tensor.to(config.device) for tensor in next(iter(loaders.train)))
+    rules, overflows = rules_for(model, images, labels, config)
+    if not config.cure:
+        rules = OpRules.default(rules.device_type)
+    region = region_of(config, rules)
+
+    start = time.perf_counter()
+    batches = digits_batches(loaders, steps=config.steps, device=config.device)
+    for images, labels in track(batches, "training", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            loss = cross_entropy(model(images), labels)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        record.add_scaled_step(loss, scaler, optimizer)
+    record.seconds = time.perf_counter() - start
+    record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
+    record.results["op that overflows"] = overflows
+    return record
+
+
+if __name__ == "__main__":
+    run("diagnose")

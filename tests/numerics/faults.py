@@ -1,0 +1,82 @@
+"""Put one wrong number into the result of one op, below whatever watches the program."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from amp_plugin.numerics.op_call import arguments_of, results_of
+from amp_plugin.numerics.op_traits import traits_of
+from amp_plugin.numerics.unwatched import unwatched
+
+
+@dataclass(frozen=True)
+class Target:
+    """A call of an op that can be given a fault."""
+
+    number: int
+    op: str
+    direction: str
+
+
+class Faults(TorchDispatchMode):
+    """Count the calls of ops that compute numbers; put ``value`` into one element of what call ``at`` made."""
+
+    def __init__(self, at: int = -1, value: float = math.nan, element: int = 0) -> None:
+        super().__init__()
+        self.at, self.value, self.element = at, value, element
+        self.targets: list[Target] = []
+        self.calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        output = func(*args, **kwargs)
+        traits = traits_of(func)
+        if traits.is_view or traits.is_unwritten or traits.is_collective:
+            return output
+        written = [a.tensor for a in arguments_of(traits, args, kwargs) if a.name in traits.written]
+        results = [r.tensor for r in results_of(output)]
+        results = [t for t in written + results if t.numel() and t.layout is torch.strided]
+        if not results:
+            return output
+        backward = torch._C._current_autograd_node() is not None
+        target = Target(self.calls, traits.name, "backward" if backward else "forward")
+        self.targets.append(target)
+        if self.calls == self.at:
+            with unwatched():
+                self.spoil(results[0])
+        self.calls += 1
+        return output
+
+    def spoil(self, tensor: torch.Tensor) -> None:
+        index = tuple(torch.unravel_index(torch.tensor(self.element % tensor.numel()), tensor.shape))
+        tensor[index] = self.value
+
+
+def program(op, sample, dtype=None):
+    """Return a function that runs a sample of torch's database forward and backward, on fresh leaves."""
+
+    def run() -> None:
+        torch.manual_seed(0)
+
+        def fresh(leaf):
+            is_tensor = isinstance(leaf, torch.Tensor)
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_tensor else leaf
+
+        leaf, args, kwargs = tree_map(fresh, (sample.input, sample.args, sample.kwargs))
+        outputs = [t for t in tree_leaves(op(leaf, *args, **kwargs)) if isinstance(t, torch.Tensor)]
+        losses = [(t.abs() if t.is_complex() else t).sum() for t in outputs if t.requires_grad]
+        if losses:
+            sum(losses).backward()
+
+    return run
+
+
+def samples_of(info, count, dtype=torch.float32):
+    """Return the first samples of an op; ``info.sample_inputs()`` inspects the stack, slow under pytest."""
+    return list(itertools.islice(info.sample_inputs_func(info, "cpu", dtype, info.supports_autograd), count))

@@ -1,0 +1,146 @@
+"""record_run and compare_runs: the first difference, and whether rounding explains it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from amp_plugin import autocast
+from amp_plugin.cli import app
+from amp_plugin.numerics.fingerprint import fingerprint
+from amp_plugin.numerics.recorded_run import load_records
+from amp_plugin.numerics.recorder import record_run
+from amp_plugin.numerics.run_comparison import compare_runs
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x, fault=0.0):
+        hidden = self.first(x).tanh()
+        return self.last(hidden + fault)
+
+
+def record(path: Path, *, fault_at=-1, fault=0.1, dtype=torch.bfloat16, enabled=True, steps=3, threads=1):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record_run(path, steps=steps):
+        for number in range(3):
+            with autocast("cpu", dtype=dtype, enabled=enabled):
+                loss = model(torch.randn(8, 16), fault if number == fault_at else 0.0).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return path
+
+
+def test_equal_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
+    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz"))
+    assert (found.differing, found.only_first, found.only_second, found.first) == (0, 0, 0, None)
+    assert found.compared > 50
+    assert (
+        found.report()
+        == f"{found.compared} results compared, 0 differ: what both runs have is equal, bit for bit"
+    )
+
+
+def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:
+    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz", fault_at=1))
+    first = found.first
+    assert (first.first.op, first.first.step, first.first.module) == ("aten::add.Tensor", 1, "Net")
+    assert "return self.last(hidden + fault)" in Path(first.first.line.split(":")[0]).read_text()
+    assert not first.is_rounding
+    assert found.unexplained is first
+    assert "rounding does not explain it" in found.report()
+
+
+def test_bf16_beside_fp32_is_rounding(tmp_path: Path) -> None:
+    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz", enabled=False))
+    assert found.differing > 20
+    assert found.only_first > 0  # the casts
+    assert found.unexplained is None
+    assert "rounding explains every difference" in found.report()
+    assert "bfloat16[8x32] against float32" in found.report()
+
+
+def test_a_bug_stands_out_of_rounding(tmp_path: Path) -> None:
+    found = compare_runs(
+        record(tmp_path / "a.npz"), record(tmp_path / "b.npz", enabled=False, fault_at=0, fault=3.0)
+    )
+    assert found.first.is_rounding
+    assert found.unexplained.first.op == "aten::add.Tensor"
+    assert "first that rounding does not explain: aten::add.Tensor" in found.report()
+
+
+def test_steps_bound_the_file(tmp_path: Path) -> None:
+    records = load_records(record(tmp_path / "a.npz", steps=2))
+    assert {entry.step for entry in records} == {0, 1}
+    with pytest.raises(ValueError, match=r"record_run\(steps=0\): give at least 1"):
+        record_run(tmp_path / "b.npz", steps=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_fingerprint_sees_any_bit_and_any_exchange(dtype) -> None:
+    x = torch.randn(100, dtype=dtype)
+    y, z = x.clone(), x.clone()
+    y[57] = y[57] * (1 + 4 * torch.finfo(dtype).eps)
+    z[[3, 4]] = z[[4, 3]]
+    assert fingerprint(x) == fingerprint(x.clone())
+    assert len({fingerprint(tensor).checksum for tensor in (x, y, z)}) == 3
+    assert fingerprint(x).difference(fingerprint(2 * x)) == pytest.approx(0.5)
+    y[0] = math.nan
+    assert fingerprint(x).difference(fingerprint(y)) == math.inf
+
+
+def test_files_that_are_no_runs(tmp_path: Path) -> None:
+    text = tmp_path / "a.npz"
+    text.write_text("no zip")
+    np.savez(tmp_path / "b.npz", other=np.zeros(2))
+    for path in (text, tmp_path / "b.npz"):
+        with pytest.raises(
+            ValueError, match=r"is no recorded run; make one with: amp-plugin diagnose --save"
+        ):
+            load_records(path)
+    with record_run(tmp_path / "c.npz"):
+        pass
+    run = record(tmp_path / "d.npz")
+    with pytest.raises(ValueError, match=r"have no result in common; record the same program twice"):
+        compare_runs(tmp_path / "c.npz", run)
+
+
+def amp(*words: str):
+    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys, torch\ntorch.manual_seed(0)\nx = torch.randn(4, 4)\n"
+        "y = (x @ x).relu()\nz = y * float(sys.argv[1])\n"
+    )
+    runs = [str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), str(tmp_path / "c.npz")]
+    for run, factor in zip(runs, ("1.0", "1.0", "1.5"), strict=True):
+        result = amp("diagnose", "--save", run, str(script), factor)
+        assert result.exit_code == 0, result.output
+        assert f"results of 1 steps are in {run}" in result.stdout
+    assert amp("compare", runs[0], runs[1]).exit_code == 0
+    result = amp("compare", runs[0], runs[2])
+    assert result.exit_code == 1
+    assert "first difference: aten::mul.Tensor, forward, step 0, float32[4x4]" in result.stdout
+    answer = json.loads(amp("compare", "--json", runs[0], runs[2]).stdout)
+    assert answer["first"]["line"].endswith("train.py:5 in <module>")
+    assert answer["first"]["relative"] == pytest.approx(1 / 3)
+    result = amp("compare", runs[0], str(script))
+    assert result.exit_code == 2
+    assert "is no recorded run" in result.stderr
+    assert amp("diagnose", "--save", runs[0], "--strict", str(script)).exit_code == 2

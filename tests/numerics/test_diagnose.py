@@ -1,0 +1,441 @@
+"""diagnose: the op, the line and the advice, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from amp_plugin import GradScaler, OpRules, autocast, diagnose
+from amp_plugin.numerics.finding import NonFiniteError
+
+HERE = Path(__file__).name
+
+
+def found(program, **options):
+    """Run a program under diagnose and return the finding that ends it; None if there is none."""
+    try:
+        with diagnose(**options) as diagnosis:
+            program()
+    except NonFiniteError as error:
+        return error.finding
+    assert diagnosis.findings == []
+    return None
+
+
+def line_of(finding) -> str:
+    assert finding.place is not None
+    assert finding.place.file.endswith(HERE)
+    return finding.place.text
+
+
+class Attention(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.query, self.scale = nn.Linear(16, 16), scale
+
+    def forward(self, x):
+        query = self.query(x) * self.scale
+        scores = query @ query.transpose(-1, -2)
+        return scores.softmax(-1) @ x
+
+
+class Net(nn.Module):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.attention, self.out = Attention(scale), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.out(self.attention(x).mean(1))
+
+
+def loss_of(model, scale=1.0, dtype=torch.float16):
+    with autocast("cpu", dtype=dtype):
+        return functional.cross_entropy(model(scale * torch.randn(2, 5, 16)), torch.tensor([0, 1]))
+
+
+# -- what is found -----------------------------------------------------------------------------------------
+
+
+def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
+    torch.manual_seed(0)
+    finding = found(lambda: loss_of(Net(scale=1000.0)).backward())
+    assert (finding.op, finding.kind, finding.direction) == ("aten::bmm.default", "made", "forward")
+    assert finding.module == "Net.attention"
+    assert line_of(finding) == "scores = query @ query.transpose(-1, -2)"
+    assert (finding.dtype, finding.limit, finding.rule) == (torch.float16, 65504.0, "lower_precision")
+    assert finding.inputs[0].largest > 100
+    assert finding.output.inf
+    assert finding.reached.startswith("nan in aten::_softmax.default at ")
+    assert "divides q by sqrt(d)" in finding.advice
+    assert "give aten::matmul and aten::bmm the rule fp32" in finding.advice
+
+
+def test_a_rule_that_cures_it_is_one_the_advice_gives():
+    rules = OpRules.default("cpu").with_rule("aten::bmm", "fp32").with_rule("aten::matmul", "fp32")
+    torch.manual_seed(0)
+    x, model = torch.randn(2, 5, 16), Attention(scale=1000.0)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16, rules=rules):
+            model(x)
+
+    assert found(program) is None
+
+
+def test_the_log_of_zero_in_a_loss():
+    weight = torch.randn(3, 4, requires_grad=True)
+
+    def program():
+        probabilities = functional.relu(weight)
+        loss = -probabilities.log().mean()
+        loss.backward()
+
+    finding = found(program)
+    assert (finding.op, str(finding.values)) == ("aten::log.default", "-inf")
+    assert line_of(finding) == "loss = -probabilities.log().mean()"
+    assert finding.reached == "the loss, of which a backward pass begins"
+    assert "log of 0" in finding.advice
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_was_no_number_at_load(value):
+    model = Net()
+    model.out.weight.data[1, 2] = value
+    finding = found(lambda: loss_of(model, dtype=torch.bfloat16).backward())
+    assert finding.kind == "weight"
+    assert finding.inputs[0].name == "Net.out.weight"
+    assert finding.headline.startswith(
+        f"the weight Net.out.weight held {value} before aten::_to_copy.default"
+    )
+    assert "checkpoint" in finding.advice
+
+
+def test_a_batch_that_came_in_with_nan():
+    batch = torch.ones(2, 16)
+    batch[0, 3] = math.nan
+    model = nn.Linear(16, 1)
+    finding = found(lambda: model(batch))
+    assert (finding.kind, finding.op, finding.module) == ("input", "aten::addmm.default", "Linear")
+    assert "look at the data" in finding.advice
+    assert finding.inputs[0].nan == 1
+
+
+def test_a_gradient_behind_where_is_traced_to_the_forward_line():
+    x = torch.zeros(3, requires_grad=True)
+
+    def program():
+        root = x.sqrt()
+        torch.where(x > 0, root, 0.0).sum().backward()
+
+    finding = found(program)
+    assert (finding.direction, finding.forward_op) == ("backward", "aten::sqrt.default")
+    assert line_of(finding) == "root = x.sqrt()"
+    assert "derivative of sqrt at 0" in finding.advice
+
+
+def test_a_function_of_the_users_is_named_in_the_backward_pass():
+    class Halve(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x / 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad / 0.0
+
+    x = torch.ones(3, requires_grad=True)
+    finding = found(lambda: Halve.apply(x).sum().backward())
+    assert (finding.forward_op, finding.op) == ("HalveBackward", "aten::div.Tensor")
+    assert finding.direction == "backward"
+
+
+def test_a_gradient_in_a_checkpoint_is_traced_to_its_module():
+    class Root(nn.Module):
+        def forward(self, x):
+            return x.sqrt()
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.root = Root()
+
+        def forward(self, x):
+            return checkpoint(self.root, x, use_reentrant=False)
+
+    x = torch.zeros(3, requires_grad=True)
+    finding = found(lambda: Whole()(x).sum().backward())
+    assert (finding.direction, finding.module) == ("backward", "Whole.root")
+
+
+def test_a_gradient_that_overflows_fp16_tells_of_the_loss_scale():
+    model = nn.Linear(4, 4)
+    with torch.no_grad():
+        model.weight.fill_(1e-3)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            loss = model(torch.ones(3, 4)).float().sum()
+        (loss * 2.0**40).backward()
+
+    finding = found(program)
+    assert (finding.direction, finding.dtype) == ("backward", torch.float16)
+    assert "GradScaler halves it" in finding.advice
+
+
+def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps, scale):
+        scaler = GradScaler("cpu", init_scale=scale)
+        for _ in range(steps):
+            with autocast("cpu", dtype=torch.float16):
+                loss = model(torch.ones(3, 4)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler
+
+    skipped = []
+    assert found(lambda: skipped.append(train(12, 2.0**20).skipped_steps())) is None
+    assert skipped[0] > 2
+    assert "in 20 backward passes" in found(lambda: train(30, 2.0**60)).reached
+    assert "in the last 1 backward passes" in found(lambda: train(1, 2.0**60)).reached
+    assert found(lambda: train(12, 2.0**20), strict=True).direction == "backward"
+
+
+def test_a_step_that_overflows_a_weight():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
+
+    def program():
+        for _ in range(3):
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+
+    finding = found(program)
+    assert finding.reached.startswith("the weight Linear.weight, written by aten::")
+    assert "the numbers grow" in finding.advice
+
+
+def test_memory_that_nobody_wrote():
+    def program():
+        buffer = torch.empty(8)
+        buffer.numpy()[:] = math.nan  # what memory may hold
+        buffer[:4] = 1.0
+        return float((2 * buffer).sum())
+
+    finding = found(program)
+    assert (finding.kind, finding.op) == ("unwritten", "aten::empty.memory_format")
+    assert line_of(finding) == "buffer = torch.empty(8)"
+    assert "use torch.zeros" in finding.advice
+
+
+def test_an_infinity_that_is_left_at_the_end():
+    kept = []
+    finding = found(lambda: kept.append(torch.full((2,), 12.0, dtype=torch.float16).exp()))
+    assert finding.reached == "still there at the end of the region"
+    assert "exp overflows fp16 above 11.09; give aten::exp the rule fp32" in finding.advice
+
+
+def test_strict_stops_where_an_infinity_is_made():
+    def program():
+        torch.zeros(2).log().exp()
+        raise AssertionError
+
+    assert found(program, strict=True).op == "aten::log.default"
+
+
+def test_the_row_of_a_softmax_that_is_masked_altogether():
+    mask = torch.tensor([[True, True], [False, True]])
+    finding = found(lambda: torch.randn(2, 2).masked_fill(mask, -math.inf).softmax(-1))
+    assert finding.op == "aten::_softmax.default"
+    assert "every position of it is masked" in finding.advice
+
+
+def test_one_element_of_many_in_a_list():
+    params = [torch.ones(3), torch.zeros(3), torch.full((3,), math.inf)]
+    finding = found(lambda: torch._foreach_reciprocal(params)[1].sum().item())
+    assert finding.op == "aten::_foreach_reciprocal.default"
+    assert finding.output.inf == 3
+
+
+def test_an_op_that_refuses_what_it_is_given():
+    def program():
+        matrix = 1 / torch.zeros(2, 2)
+        torch.linalg.eigvals(matrix)
+
+    finding = found(program)
+    assert line_of(finding) == "matrix = 1 / torch.zeros(2, 2)"
+    assert finding.reached.startswith("an error of aten::linalg_eig")
+
+
+# -- what is left alone ------------------------------------------------------------------------------------
+
+
+def masks():
+    scores, mask = torch.randn(2, 4), torch.tensor([[True, False, True, False], [False, False, True, False]])
+    scores.masked_fill(mask, -math.inf).softmax(-1)
+    torch.where(mask, scores, -math.inf).softmax(-1)
+    (scores + torch.zeros(2, 4).masked_fill(mask, -math.inf)).log_softmax(-1)
+    lowest = torch.zeros(2, 4).masked_fill(mask, torch.finfo(torch.float32).min)
+    (scores.half() + lowest.half()).softmax(-1)  # beyond fp16: -inf
+    (scores + 2 * lowest).softmax(-1)
+    torch.full((2, 4), -math.inf).maximum(scores).sum().item()
+    torch.tensor([-math.inf, 1.0]).softmax(-1)
+    functional.scaled_dot_product_attention(*3 * [torch.randn(1, 1, 4, 4)], is_causal=True)
+
+
+def absorbed():
+    torch.zeros(2).log().exp().sum().item()
+    torch.nan_to_num(torch.full((2,), math.inf), posinf=1.0).sum().item()
+    (1 / torch.zeros(2)).clamp(max=3).sum().item()
+    positions = torch.log(torch.arange(4).float()).to(torch.long)  # T5's buckets
+    torch.where(torch.arange(4) < 1, torch.arange(4), positions)
+
+
+def labels_with_holes():
+    labels = torch.tensor([1.0, math.nan])
+    torch.where(labels.isnan(), 0.0, labels).sum().item()
+    labels.nan_to_num().sum().item()
+
+
+def memory():
+    buffer = torch.empty(8)
+    buffer.numpy()[:] = math.nan
+    buffer[:4] = 1.0
+    buffer[4:] = 2.0
+    torch.empty_like(buffer).copy_(buffer).sum().item()
+    torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2)).sum().item()
+
+
+def norm_of_order_inf():
+    torch.linalg.vector_norm(torch.ones(3, requires_grad=True), ord=math.inf).backward()
+
+
+@pytest.mark.parametrize("program", [masks, absorbed, labels_with_holes, memory, norm_of_order_inf])
+def test_no_alarm(program):
+    assert found(program) is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
+    def train():
+        torch.manual_seed(0)
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        scaler = GradScaler("cpu", init_scale=256.0, enabled=dtype is torch.float16)
+        for _ in range(3):
+            scaler.scale(loss_of(model, dtype=dtype)).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    expected = train()
+    with diagnose() as diagnosis:
+        got = train()
+    assert diagnosis.report() == "every number that mattered was finite"
+    assert all(a.equal(b) for a, b in zip(expected, got, strict=True))
+
+
+def test_a_compiled_model_runs_eagerly_and_is_watched():
+    compiled = torch.compile(lambda x: (x - 1).sqrt().sum(), backend="eager")
+    assert found(lambda: compiled(torch.zeros(2))).op == "aten::sqrt.default"
+
+
+# -- the region --------------------------------------------------------------------------------------------
+
+
+def test_keep_going_lists_each_origin_once():
+    with diagnose(keep_going=True) as diagnosis:
+        for _ in range(2):
+            torch.zeros(2).log().mean().item()
+        ((torch.zeros(2) / 0.0) + 1).sum().item()
+    assert [finding.op for finding in diagnosis.findings] == ["aten::log.default"] * 2 + ["aten::div.Tensor"]
+    assert diagnosis.report().count("\n\n") == 2
+
+
+def test_names_are_those_of_the_model_that_is_given():
+    model = nn.Sequential(nn.Linear(4, 4), Net(scale=1e6))
+    torch.manual_seed(0)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            model[1](torch.randn(2, 5, 16))
+
+    assert found(program).module == "Net.attention"
+    with pytest.raises(NonFiniteError) as error, diagnose(model):
+        program()
+    assert error.value.finding.module == "1.attention"
+
+
+def test_an_error_of_the_program_comes_through_and_nothing_is_left():
+    def program():
+        kept.append(torch.zeros(2).log())
+        raise KeyError
+
+    kept = []
+    with pytest.raises(KeyError), diagnose():
+        program()
+    assert kept[0].isinf().all()
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_finding_is_data():
+    finding = found(lambda: torch.zeros(1).log().item())
+    assert json.loads(json.dumps(finding.to_dict()))["output"]["inf"] == 1
+    error = pickle.loads(pickle.dumps(NonFiniteError(finding)))
+    assert str(error.finding) == str(finding)
+    assert isinstance(error, FloatingPointError)
+
+
+def test_another_thread_is_not_watched():
+    results = []
+    thread = threading.Thread(target=lambda: results.append(torch.zeros(1).log().item()))
+    with diagnose():
+        thread.start()
+        thread.join()
+    assert results == [-math.inf]
+
+
+def test_the_text_has_everything():
+    text = str(found(lambda: torch.full((2, 2), 300.0, dtype=torch.float16).square().sum().item()))
+    assert re.search(r"^aten::pow\.Tensor_Scalar made inf in forward, in fp16\n", text)
+    for row in (
+        rf"line +\S*{HERE}:\d+ in <lambda>: text = str",
+        r"inputs +self fp16\[2x2\] 300 to 300",
+        r"exponent=2",
+        r"output +fp16\[2x2\] no finite element, 4 inf, first at \[0, 0\]",
+        r"ran in +fp16, largest number 65504; autocast rule unchanged",
+        r"then +a number in Python",
+        r"do +pow overflows fp16 above 255\.9; give aten::pow the rule fp32",
+    ):
+        assert re.search(row, text), text
+
+
+def test_nothing_stays_behind_when_the_region_is_closed():
+    from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+    model = Net()
+    with diagnose(model, keep_going=True):
+        loss_of(model).backward()
+    assert _len_torch_dispatch_stack() == 0
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

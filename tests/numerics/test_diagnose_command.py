@@ -1,0 +1,131 @@
+"""The command `amp-plugin diagnose`, as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from amp_plugin.cli import app
+
+SCRIPT = """\
+import sys, torch
+
+def loss_of(x):
+    return x.clamp(min=0).log().mean()
+
+print("argument", sys.argv[1])
+x = torch.tensor([1.0, -1.0], requires_grad=True)
+for _ in range(2):
+    loss = loss_of(x)
+    loss.backward()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def amp(*words: str):
+    return CliRunner().invoke(
+        app, ["diagnose", *words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
+    )
+
+
+def test_a_script_stops_at_the_op(script: Path) -> None:
+    result = amp(str(script), "0")
+    assert result.exit_code == 1
+    assert result.stdout.startswith("argument 0\n\naten::log.default made -inf in forward, in fp32\n")
+    assert "train.py:4 in loss_of: return x.clamp(min=0).log().mean()" in result.stdout
+    assert "then    the loss, of which a backward pass begins" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_keep_going_runs_to_the_end(script: Path) -> None:
+    result = amp("--keep-going", str(script), "3")
+    assert result.exit_code == 1
+    assert result.stdout.count("aten::log.default made -inf in forward") == 2
+    assert "made inf in the backward pass of aten::log.default" in result.stdout
+
+
+def test_json_alone_is_on_standard_output(script: Path) -> None:
+    result = amp("--json", str(script), "0")
+    answer = json.loads(result.stdout)
+    assert answer["script"] == str(script)
+    assert [finding["op"] for finding in answer["findings"]] == ["aten::log.default"]
+    assert answer["findings"][0]["place"]["line"] == 4
+    assert result.stderr == "argument 0\n"
+
+
+def test_a_clean_script_says_so_and_keeps_its_exit_code(script: Path) -> None:
+    script.write_text("import sys, torch\ntorch.ones(2).log().sum().item()\nsys.exit(3)")
+    result = amp(str(script))
+    assert result.exit_code == 3
+    assert result.stdout == "every number that mattered was finite\n"
+
+
+def test_an_error_of_the_script_is_printed_as_python_does(script: Path) -> None:
+    script.write_text("raise RuntimeError('of the script')")
+    result = amp(str(script))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.endswith("RuntimeError: of the script\n")
+
+
+def test_an_infinity_left_by_a_script_that_exits(script: Path) -> None:
+    script.write_text("import sys, torch\nkept = torch.zeros(2).log()\nsys.exit(0)")
+    result = amp(str(script))
+    assert result.exit_code == 1
+    assert "still there at the end of the region" in result.stdout
+
+
+MIXED = """\
+import torch
+model = torch.nn.Linear(8, 8)
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    model(torch.randn(4, 8)).sum().backward()
+print("trained")
+"""
+
+
+def test_compare_lists_errors_and_draws_them(script: Path, tmp_path: Path) -> None:
+    script.write_text(MIXED)
+    picture = tmp_path / "error.png"
+    result = amp("--compare", "fp32", "--plot", str(picture), str(script))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith("trained\n")
+    assert "own/eps" in result.stdout
+    assert "Linear " in result.stdout
+    assert picture.stat().st_size > 1000
+    answer = json.loads(amp("--compare", "fp64", "--json", str(script)).stdout)
+    assert {"aten::addmm.default", "aten::_to_copy.default"} <= {row["op"] for row in answer["rows"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64'; did you mean 'fp32'?"),
+        (["--plot", "error.png"], "--plot draws the errors of --compare fp32; give both"),
+        (["--compare", "fp32", "--strict"], "leave --keep-going, --strict and --save out"),
+    ],
+)
+def test_options_that_do_not_go_together(words: list[str], answer: str, script: Path) -> None:
+    result = amp(*words, str(script))
+    assert result.exit_code == 2
+    assert answer in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_module_is_run_as_python_does(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(script.parent)
+    result = amp("-m", "train", "0")
+    assert result.exit_code == 1
+    assert "train.py:4 in loss_of" in result.stdout
+    result = amp("json.tool")
+    assert result.exit_code == 2
+    assert "for a module write: diagnose -m json.tool" in " ".join(result.output.replace("│", " ").split())

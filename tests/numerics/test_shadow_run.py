@@ -1,0 +1,154 @@
+"""shadow_run: errors of each op against float64, and where it points."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from amp_plugin import OpRules, autocast, shadow_run
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.out = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        query = self.query(x) * 3
+        weights = (query @ query.transpose(-1, -2)).softmax(-1)
+        return self.out(weights @ x)
+
+
+def step(model, rules, dtype=torch.float16):
+    torch.manual_seed(0)
+    with autocast("cpu", dtype=dtype, rules=rules):
+        loss = functional.cross_entropy(model(torch.randn(4, 16, 32)).mean(1), torch.arange(4))
+    (loss * 1024).backward()
+    return [loss.detach(), *(param.grad for param in model.parameters())]
+
+
+def rules(softmax):
+    return OpRules.default("cpu").with_rule("aten::softmax", softmax)
+
+
+@pytest.mark.native
+def test_it_points_at_a_softmax_that_is_forced_to_fp16():
+    torch.manual_seed(0)
+    model = Attention()
+    with shadow_run() as run:
+        step(model, rules("lower_precision"))
+    (module, op, direction), errors = next(iter(run.errors().items()))
+    assert (module, op, direction) == ("Attention", "aten::_softmax.default", "forward")
+    assert errors.own_in_eps > 10
+    assert errors.underflowed > 0
+    with shadow_run() as run:
+        step(model, rules("fp32"))
+    assert not any("_softmax.default" in op for _, op, _ in run.errors())  # it returns fp32
+    assert run.not_compared() == {}
+
+
+def test_the_program_is_not_changed():
+    torch.manual_seed(0)
+    model = Attention()
+    expected = step(model, None)
+    model.zero_grad()
+    with shadow_run(dtype=torch.float64):
+        got = step(model, None)
+    assert all(a.equal(b) for a, b in zip(expected, got, strict=True))
+
+
+def test_an_ops_own_error_is_against_the_same_inputs():
+    torch.manual_seed(0)
+    x = torch.randn(64, 64).bfloat16()
+    with shadow_run(dtype=torch.float64) as run:
+        y = x.exp()
+    exact = x.double().exp()
+    ((_, errors),) = run.errors().items()
+    assert errors.own == pytest.approx(float(((y.double() - exact).abs() / exact).mean()), rel=1e-9)
+    assert errors.arriving == pytest.approx(float((y.double() - exact).norm() / exact.norm()), rel=1e-9)
+    assert 0.1 < errors.own_in_eps < 0.3
+    assert errors.elements == 64 * 64
+
+
+def test_what_arrives_is_against_a_run_without_rounding():
+    torch.manual_seed(0)
+    x = (0.3 * torch.randn(32, 32)).requires_grad_()
+    with shadow_run(dtype=torch.float64) as run:
+        half = x.half()
+        half.mul_(3)
+        view = half.view(-1)[:512].view(16, 32)
+        (view.exp().tanh() @ half.t()).sum().backward()
+    wide = x.detach().double().requires_grad_()
+    y = wide * 3
+    z = y.view(-1)[:512].view(16, 32)
+    (z.exp().tanh() @ y.t()).sum().backward()
+    errors = {op: found for (_, op, direction), found in run.errors().items() if direction == "backward"}
+    gradient_error = float((x.grad.double() - wide.grad).norm() / wide.grad.norm())
+    assert gradient_error > 0
+    last = errors["aten::mul.Tensor"].arriving  # the largest of several products in the backward pass
+    assert last > 0
+    assert run.not_compared() == {}
+    forward = {op: found for (_, op, direction), found in run.errors().items() if direction == "forward"}
+    values = (z.exp().tanh() @ y.t()).detach()
+    got = (
+        (3 * x.detach().half()).view(-1)[:512].view(16, 32).exp().tanh() @ (3 * x.detach().half()).t()
+    ).double()
+    expected = float((got - values).norm() / values.norm())
+    assert forward["aten::mm.default"].arriving == pytest.approx(expected, rel=1e-6)
+    assert forward["aten::mm.default"].arriving > forward["aten::mm.default"].own
+
+
+def test_underflow_headroom_and_exponents():
+    x = torch.tensor([1.0, 2.0, 4.0, 2.0**-30, 2.0**-20, 0.0])
+    with shadow_run() as run:
+        x.half()
+    ((_, errors),) = run.errors().items()
+    assert (errors.underflowed, errors.subnormal, errors.elements) == (1, 1, 6)
+    assert errors.headroom == pytest.approx(14.0, abs=0.01)
+    told = errors.to_dict()
+    assert told["first_exponent"] == -20
+    assert [told["exponents"][index] for index in (0, 20, 21, 22)] == [1, 1, 1, 1]
+    assert errors.own == pytest.approx(1 / 6)
+
+
+def test_an_overflow_is_an_infinite_error():
+    with shadow_run() as run:
+        torch.tensor([70000.0, 1.0]).half()
+    ((_, errors),) = run.errors().items()
+    assert errors.infinite == 1
+    assert math.isinf(errors.arriving)
+    json.dumps(run.to_dict())
+
+
+def test_dropout_keeps_its_mask():
+    torch.manual_seed(0)
+    with shadow_run() as run, autocast("cpu", dtype=torch.bfloat16):
+        y = functional.dropout(torch.randn(64, 64).bfloat16(), 0.5)
+        y @ y
+    assert max(found.arriving for found in run.errors().values()) < 0.05
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(
+        ValueError, match=r"shadow_run\(dtype=torch.float16\): give torch.float32, or torch.float64"
+    ):
+        shadow_run(dtype=torch.float16)
+
+
+def test_table_and_plot(tmp_path: Path):
+    with shadow_run() as run:
+        step(Attention(), None)
+    table = run.table(rows=3)
+    assert table.row_count == 3
+    assert "rows with smaller errors" in str(table.caption)
+    run.plot(tmp_path / "error.png", rows=5)
+    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
+    with shadow_run() as run:
+        torch.ones(2)
+    assert "was the code in an autocast block?" in str(run.table().caption)
