@@ -16,6 +16,7 @@ CPU = {
     "steps": "gradient_path",
     "tensors": "gradient_path",
     "weights": "weights",
+    "diagnosis": "diagnosis",
     "memory": "memory",
     "lightning": "lightning",
     "accelerate": "accelerate",
