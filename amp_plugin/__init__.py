@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.numerics.diagnosis import diagnose as diagnose
+    from amp_plugin.numerics.replayed import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
     from amp_plugin.weights.store_weights import store_weights as store_weights
@@ -51,6 +52,7 @@ _HOME = {
     "custom_bwd": "amp_plugin.casting.custom_fwd",
     "custom_fwd": "amp_plugin.casting.custom_fwd",
     "diagnose": "amp_plugin.numerics.diagnosis",
+    "diagnose_skip": "amp_plugin.numerics.replayed",
     "dtype_report": "amp_plugin.casting.dtype_report",
     "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",

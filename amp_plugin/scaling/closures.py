@@ -62,7 +62,7 @@ def step(
     if uses_gradients_before_closure(optimizer) and _has_earlier(window) and calls.overflowed():
         calls.close()
         return None
-    saved = _Snapshot(optimizer) if _may_change_weights_before_closure(optimizer) else None
+    saved = Snapshot(optimizer) if _may_change_weights_before_closure(optimizer) else None
     try:
         value = optimizer.step(calls.run, *args, **kwargs)
     except _OverflowError:
@@ -159,7 +159,7 @@ def _may_change_weights_before_closure(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
 
 
-class _Snapshot:
+class Snapshot:
     """Copies of an optimizer's parameters and state."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -60,6 +60,11 @@ def in_one_pass(
     window.obstacle = "step() was given arguments" if args or kwargs else window.one_pass_obstacle()
     if window.obstacle:
         return None
+    for gradients in window.sets:
+        window.assume_scaled(gradients)
+    if foldable(window) is None:
+        window.obstacle = "its gradients are unscaled already, shared, or of several scales"
+        return None
     try:
         return collect(optimizer)
     except NotInOnePassError as error:
@@ -95,7 +100,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
     """Step an optimizer with AMP support; no host sync."""
     loss_scale, clip, norm, found = _checked(window)
     if not window.has_momentum:
-        without = _without_momentum(optimizer)
+        without = without_momentum(optimizer)
         window.has_momentum = not without
         if any(param.grad is not None for param in without) and found.item() > 0:
             _leave(window, loss_scale, found)
@@ -180,7 +185,7 @@ def _give_to_kernel(optimizer: Optimizer, factor: Tensor | None, found: Tensor) 
     optimizer.grad_scale, optimizer.found_inf = factor, found  # type: ignore[attr-defined]
 
 
-def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+def without_momentum(optimizer: Optimizer) -> list[Tensor]:
     """The parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
 
     torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -14,18 +16,22 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, fused, plain
+from amp_plugin.scaling import clipping, closures, fused, guarded_steps, plain
 from amp_plugin.scaling.backward import Backwards
 from amp_plugin.scaling.collectives import Groups, Ranks
+from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.replay import Explainer
+from amp_plugin.scaling.skip_explanations import SkipExplanations
+from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.torch_interface import TorchInterface
-from amp_plugin.scaling.unscaled_steps import UnscaledSteps
 from amp_plugin.scaling.updates import Updates
 from amp_plugin.user_warnings import warn_user
 
@@ -57,7 +63,8 @@ class GradScaler(TorchInterface):
         growth_factor: Factor of a growth, more than 1.
         backoff_factor: Factor of a backoff, between 0 and 1.
         growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False makes every method pass through; :meth:`last_step` tells of steps all the same.
+        enabled: False scales nothing, for bfloat16 and float32; :meth:`step` skips as ever, and
+            :meth:`last_step` tells of it.
         min_scale: Floor of the scale; None only keeps it above 0.
         max_scale: Ceiling of the scale; None means float32's largest number.
         hysteresis: Overflows tolerated before a backoff, the last included.
@@ -73,6 +80,10 @@ class GradScaler(TorchInterface):
         fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
         sync_free: True skips steps of optimizers without AMP support on the device, without
             waiting for it; see :mod:`amp_plugin.scaling.sync_free`.
+        on_nonfinite: A step with a gradient that is not finite changes nothing: ``"skip"``. ``"raise"``: it
+            also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
+            ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
+            skipped all the same.
         one_pass: False lets torch's own code step Adam, AdamW and SGD too, which writes gradients.
 
     Raises:
@@ -114,6 +125,7 @@ class GradScaler(TorchInterface):
         sharded_groups: Sequence[ProcessGroup] = (),
         fp16_gradients: bool = False,
         sync_free: bool = False,
+        on_nonfinite: OnNonfinite = "skip",
         one_pass: bool = True,
     ) -> None:
         self._device = str(device)
@@ -134,6 +146,7 @@ class GradScaler(TorchInterface):
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
+        self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
         self._one_pass = one_pass
         self._skipped_before = 0
         self._start()
@@ -147,7 +160,7 @@ class GradScaler(TorchInterface):
 
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
-        kept = vars(self).keys() - {"_groups"}
+        kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
             ranks=Ranks(self._groups),
@@ -158,7 +171,16 @@ class GradScaler(TorchInterface):
         self._registry = Registry(shared)
         self._updates = Updates(self._scales, self._registry)
         self._backwards = Backwards(self._registry)
-        self._unscaled_steps = UnscaledSteps()
+        self._guard = Guard(
+            ranks=shared.ranks,
+            skipped=SkipsByDevice(),
+            sync_free=self._sync_free,
+            checks=self._on_nonfinite != "ignore",
+        )
+        options = self._scales.default.options
+        blameless = max(1.0, options.floor) if options.dynamic else math.inf
+        self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
+        self._explanations = SkipExplanations()
         self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
@@ -207,7 +229,9 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        self._updates.settle(force=True)
+        again = self._explanations.replaying  # its gradients are nobody's
+        if not again:
+            self._updates.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             loss_scale.materialize(tensor.device)
@@ -215,10 +239,44 @@ class GradScaler(TorchInterface):
                 tensor = tensor.float()
             reading = loss_scale.read()
             scaled = tensor * reading.on(tensor.device)
-            self._backwards.watch(scaled, reading)
+            if not again:
+                self._backwards.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
+
+    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run forward and backward passes so that they can be run again: see :meth:`explain_skips`.
+
+        Nothing is kept but while steps are being skipped: then the call, with its arguments, and the
+        state of torch's random number generators.
+
+        Args:
+            call: Computes the loss, and calls backward on ``scale(loss)``; takes no step.
+            *args: For ``call``.
+            **kwargs: For ``call``.
+
+        Returns:
+            What ``call`` returns.
+        """
+        return cast("T", self._explanations.run(partial(call, *args, **kwargs)))
+
+    def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
+        """Have the failing step of a run that only skips run again, once, and warn of what was found.
+
+        Args:
+            explainer: Gets the :class:`Replay` of the calls that went through :meth:`recorded`, calls its
+                ``run()``, and returns a text; ``amp_plugin.diagnose_skip`` is one.
+            after: Skipped steps in a row of one optimizer.
+
+        Raises:
+            ValueError: ``after`` is below 2.
+
+        Example:
+            >>> scaler = GradScaler("cpu")
+            >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
+        """
+        self._explanations.begin(explainer, after)
 
     # -- its gradients ------------------------------------------------------------------------
 
@@ -343,7 +401,7 @@ class GradScaler(TorchInterface):
         norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         known = [target] if isinstance(target, Optimizer) else self._registry.optimizers_of_exactly(params)
         for optimizer in known:
-            self._unscaled_steps.note_norm(optimizer, norm)
+            self._registry.window(optimizer).unscaled.note_clip(norm, norm_type)
         return norm
 
     def clip_grad_value_(
@@ -368,7 +426,7 @@ class GradScaler(TorchInterface):
     # -- the step -----------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Unscale, and call ``optimizer.step`` unless a gradient is not finite.
+        """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
         Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
         ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
@@ -379,15 +437,20 @@ class GradScaler(TorchInterface):
             **kwargs: For ``optimizer.step``; ``closure`` may scale and run backward itself.
 
         Returns:
-            What ``optimizer.step`` returns, None if it was skipped; :meth:`last_step` tells more.
+            What ``optimizer.step`` returns; None if it was skipped, the closure's loss if nothing is scaled.
+            :meth:`last_step` tells more.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
                 parameters took scaled gradients away.
+            FloatingPointError: With ``on_nonfinite="raise"``: the step was skipped, and no lower loss scale
+                would help; of a fused optimizer on CUDA as soon as the host knows.
         """
         if not self._enabled:
-            value = optimizer.step(*args, **kwargs)
-            self.note_step(optimizer)
+            if not _is_optimizer(optimizer):
+                return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
+            value = guarded_steps.step(self._guard, self._registry.window(optimizer), optimizer, args, kwargs)
+            self._note_step(optimizer, self.last_step(optimizer))
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is None:
@@ -399,7 +462,14 @@ class GradScaler(TorchInterface):
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
             self._updates.note_step(window.result)
+            self._note_step(optimizer, window.result)
         return value
+
+    def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
+        self._explanations.note(
+            optimizer, result, lambda: [param for window in self._registry for param in window.params]
+        )
+        self._nonfinite.note(optimizer, result)
 
     def _step_once(
         self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
@@ -430,13 +500,18 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: It has not stepped yet.
         """
-        window = self._registry.find(optimizer)
-        result = None if window is None else window.result
-        result = result or self._unscaled_steps.last(optimizer)
+        result = self.result_of(optimizer)
+        if result is None and not (self._enabled or _is_optimizer(optimizer)):
+            return StepResult.unscaled()
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)
         return result
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
+        window = self._registry.find(optimizer)
+        return None if window is None else window.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or of all: a host sync.
@@ -445,7 +520,7 @@ class GradScaler(TorchInterface):
             optimizer: The optimizer; None for all.
         """
         if optimizer is None:
-            return self._skipped_before + self._updates.skipped.item()
+            return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
         window = self._registry.find(optimizer)
         return 0 if window is None else window.skipped.item()
 
@@ -460,8 +535,9 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: Called before ``scale()``.
             FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
-                one update later.
+                one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
         """
+        self._nonfinite.raise_if_known()
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
@@ -514,8 +590,11 @@ class GradScaler(TorchInterface):
 
         The next call then does not read them again. For who knows that no user code has run in between.
         """
+        window = self._registry.window(optimizer)
         if self._enabled:
-            self._registry.window(optimizer).assume_unchanged()
+            window.assume_unchanged()
+        else:
+            window.unscaled.assume_unchanged()
 
     def measure(self, optimizer: Optimizer) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
@@ -526,19 +605,23 @@ class GradScaler(TorchInterface):
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
-        return self._unscaled_steps.measure(optimizer, self._shared.ranks)
+        window = self._registry.window(optimizer)
+        found = window.unscaled.measure(window.params, window.layouts, self._shared.ranks)
+        if found is None:
+            return None
+        window.unscaled.note_norm(found[1])
+        return found[1]
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._unscaled_steps.note_norm(optimizer, norm)
+        self._registry.window(optimizer).unscaled.note_norm(norm)
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Note a step taken without :meth:`step`, and return what there is to tell of it."""
-        result = self._unscaled_steps.note_step(optimizer)
-        window = self._registry.find(optimizer)
-        if window is not None:
-            window.result = result
-        return result
+        if not _is_optimizer(optimizer):
+            return StepResult.unscaled()
+        self._guard.note_taken(self._registry.window(optimizer))
+        return self.last_step(optimizer)
 
     # -- saving and copying -------------------------------------------------------------------
 
@@ -628,6 +711,11 @@ class GradScaler(TorchInterface):
         self.end_iteration()
         state = {name: value for name, value in vars(self).items() if name not in self._made_anew}
         return {**state, "_skipped_before": self.skipped_steps()}
+
+
+def _is_optimizer(given: Any) -> bool:
+    """Whether something has parameters that can be looked at: a mock or another engine has none."""
+    return isinstance(getattr(given, "param_groups", None), list | tuple)
 
 
 def _usable(device: str) -> bool:

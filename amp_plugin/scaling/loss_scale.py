@@ -259,14 +259,14 @@ class LossScale:
 
         Returns:
             1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim); None if
-            nobody asked for that.
+            neither a floor nor an error there was asked for.
         """
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
             return None
         value = self.require()
-        watched = options.on_min_scale == "raise"
+        watched = options.on_min_scale == "raise" or options.min_scale is not None
         at_floor = torch.logical_and(found > 0, value <= self.floor).float() if watched else None
         torch.ops.amp_plugin.update_scale_(
             value,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.scaling import one_pass
+from amp_plugin.scaling.attribution import Attribution
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
@@ -24,6 +23,7 @@ from amp_plugin.scaling.parameter_names import ParameterNames, params_of
 from amp_plugin.scaling.shard_layout import ShardLayout
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.unscaled_gradients import UnscaledGradients
 from amp_plugin.user_warnings import warn_user
 
 # A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
@@ -70,6 +70,7 @@ class OptimizerWindow:
         result: The last step's; None before the first.
         result_scale: The first loss scale whose gradients that step had.
         skipped: How many of its steps were skipped.
+        unscaled: What is known of its gradients where nothing is scaled.
         found_inf_per_device: As torch's scaler keeps it.
     """
 
@@ -90,6 +91,7 @@ class OptimizerWindow:
         self.result: StepResult | None = None
         self.result_scale = shared.scales.default
         self.skipped = SkippedSteps()
+        self.unscaled = UnscaledGradients()
         self._stage = (OptState.READY, 0)
         self._steps_since_update = (0, 0)
         self._unchanged = False
@@ -360,7 +362,7 @@ class OptimizerWindow:
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
-            flags=partial(_flags_by_name, self.params, flagged, self.names, self._optimizer),
+            report=Attribution(self.params, flagged, self.names, self._optimizer).report,
             known=known,
             obstacle=self.obstacle,
         )
@@ -388,28 +390,9 @@ class OptimizerWindow:
             warn_user(msg)
 
     def _all_skipped_text(self) -> str:
-        report = "" if self.result is None else f" ({self.result.overflow_report()})"
+        report = "" if self.result is None else f" ({self.result.overflow_report().summary()})"
         return (
             f"{RUN} steps of {type(self.optimizer).__name__} in a row were skipped: its gradients "
             f"are not finite{report}, and the loss scale is {self.result_scale.item():g}. If it still falls, "
             "training may recover; else look for nan in the loss or the data, or use bfloat16."
         )
-
-
-def _flags_by_name(
-    all_params: list[Tensor],
-    flagged: list[tuple[list[Tensor], Measurement]],
-    names: ParameterNames,
-    optimizer: weakref.ref[Optimizer],
-) -> Iterator[tuple[str, int]]:
-    """Look up which parameters overflowed, when asked: the device is waited for."""
-    index = {id(param): i for i, param in enumerate(all_params)}
-    found: dict[int, int] = {}
-    for params, measured in flagged:
-        positions = range(len(params)) if measured.positions is None else measured.positions
-        for position, flag in zip(positions, measured.flagged().tolist(), strict=True):
-            if flag:
-                place = index[id(params[position])]
-                found[place] = found.get(place, 0) | flag
-    named = names.of(all_params, optimizer())
-    return iter((named[place], found[place]) for place in sorted(found))

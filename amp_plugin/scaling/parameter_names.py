@@ -32,6 +32,11 @@ class ParameterNames:
             self._given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)
         ]
 
+    def has(self, param: Tensor, optimizer: Optimizer | None) -> bool:
+        """Whether a parameter has a name of its own, given here or by the optimizer."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        return id(param) in self._given or any("param_names" in group for group in groups)
+
 
 def default_names(optimizer: Optimizer) -> list[str]:
     """Name parameters by what the optimizer knows: their names, else group and index."""

@@ -101,7 +101,8 @@ class Registry:
     def refresh(self, windows: Iterable[OptimizerWindow]) -> bool:
         """Look at the parameters of optimizers again; returns whether some have joined or left."""
         changed = bool(self._gone)
-        self._gone.clear()
+        if changed:
+            self._gone.clear()
         for window in windows:
             params, known = params_of(window.optimizer), window.params
             if len(params) != len(known) or not all(map(is_, params, known)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from amp_plugin.scaling.loss_scale import capturing
@@ -44,3 +45,18 @@ class SkippedSteps:
             return False
         self._told = bool(self._run.known())
         return self._told
+
+
+class SkipsByDevice:
+    """The count of all optimizers where each decides on the device of its own gradients."""
+
+    def __init__(self) -> None:
+        self._counts: dict[torch.device, SkippedSteps] = {}
+
+    def add(self, found_inf: Tensor) -> None:
+        """Count a step, skipped if ``found_inf`` is 1."""
+        self._counts.setdefault(found_inf.device, SkippedSteps()).add(found_inf)
+
+    def item(self) -> int:
+        """Return the count: a host sync for each device."""
+        return sum(skipped.item() for skipped in self._counts.values())

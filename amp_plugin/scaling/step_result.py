@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.scaling.loss_scale import LaterScale, capturing
+from amp_plugin.scaling.overflow_report import OverflowReport
 
 
 class HostFlag:
@@ -50,40 +50,6 @@ class HostFlag:
         return bool(self._flag.item() > 0) if known is None else known
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OverflowReport:
-    """Which parameters had gradients that are not finite.
-
-    Attributes:
-        inf: Names of those with an infinite element.
-        nan: Names of those with a nan; a parameter may be in both.
-        elsewhere: True if this rank's gradients are finite and another's made the step be skipped.
-    """
-
-    inf: tuple[str, ...] = ()
-    nan: tuple[str, ...] = ()
-    elsewhere: bool = False
-
-    def __bool__(self) -> bool:
-        """Whether anything overflowed."""
-        return bool(self.inf or self.nan or self.elsewhere)
-
-    def __str__(self) -> str:
-        """Return one line, naming the first few parameters."""
-        if not self:
-            return "no overflow"
-        lines = [
-            f"{kind} in {_first(names)}" for kind, names in (("inf", self.inf), ("nan", self.nan)) if names
-        ]
-        return "; ".join(lines) or "overflow on another rank"
-
-
-def _first(names: Sequence[str], count: int = 5) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    gradients = "1 gradient" if len(names) == 1 else f"{len(names)} gradients"
-    return f"{gradients}: {', '.join(names[:count])}{more}"
-
-
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
@@ -104,7 +70,7 @@ class StepResult:
         norm: Tensor | None,
         found_inf: Tensor,
         scale_before: Tensor | None,
-        flags: Callable[[], Iterable[tuple[str, int]]],
+        report: Callable[[], OverflowReport],
         scale_after: LaterScale | None = None,
         known: bool | None = None,
         obstacle: str = "nothing was to be unscaled, clipped or checked",
@@ -114,7 +80,7 @@ class StepResult:
         self.found_inf = found_inf
         self._scale_before = scale_before
         self._scale_after = scale_after or LaterScale()
-        self._flags = flags
+        self._report = report
         self._skipped = known
         self._flag = None if known is not None else HostFlag(found_inf)
 
@@ -122,7 +88,7 @@ class StepResult:
     def unscaled(cls, norm: Tensor | None = None) -> StepResult:
         """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
         never = torch.zeros((), device="cpu")
-        return cls(norm=norm, found_inf=never, scale_before=None, flags=tuple, known=False)
+        return cls(norm=norm, found_inf=never, scale_before=None, report=OverflowReport, known=False)
 
     @property
     def one_pass(self) -> bool:
@@ -157,15 +123,14 @@ class StepResult:
         return self.scale_before if after is None else float(after.item())
 
     def overflow_report(self) -> OverflowReport:
-        """Return the names of the parameters whose gradients were not finite."""
-        inf: list[str] = []
-        nan: list[str] = []
-        for name, flag in self._flags():
-            if flag & INF_FLAG:
-                inf.append(name)
-            if flag & NAN_FLAG:
-                nan.append(name)
-        return OverflowReport(inf=tuple(inf), nan=tuple(nan), elsewhere=self.skipped and not (inf or nan))
+        """Return the names of the parameters whose gradients were not finite, and what that means."""
+        report = self._report()
+        if report:
+            return replace(report, scaled=self.scale_before > 1.0)
+        if self.skipped:
+            return OverflowReport(elsewhere=True)
+        not_finite = self.norm is not None and not bool(torch.isfinite(self.norm))
+        return OverflowReport(unattributed=True) if not_finite else report
 
     def __repr__(self) -> str:
         """Show the numbers: a host sync."""

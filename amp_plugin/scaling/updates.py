@@ -19,6 +19,11 @@ _NO_STEP = (
     "to come, call scaler.register(optimizer) before."
 )
 
+_AT_FLOOR = (
+    "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
+    "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
+)
+
 
 class Updates:
     """The requested update of the loss scales, and the steps it will be told of.
@@ -36,6 +41,7 @@ class Updates:
         self._registry = registry
         self._requested = False
         self._at_floor: list[HostFlag] = []
+        self._told_of_floor = False
         self.skipped = SkippedSteps()
 
     def note_step(self, result: StepResult) -> None:
@@ -48,7 +54,7 @@ class Updates:
         Raises:
             FloatingPointError: An overflow at the floor is known of, with ``on_min_scale="raise"``.
         """
-        self._raise_at_floor()
+        self._tell_of_floor()
         self._scales.updates_requested += 1
         if self.skipped.count is None and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
@@ -64,7 +70,7 @@ class Updates:
         """
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._raise_at_floor()
+        self._tell_of_floor()
         self._scales.updates_requested += 1
         self._requested = False
         for loss_scale in self._scales.materialized():
@@ -111,7 +117,7 @@ class Updates:
                     self._at_floor.append(HostFlag(at_floor))
                 self.convert(loss_scale, old)
             loss_scale.tell()
-        self._raise_at_floor()
+        self._tell_of_floor()
 
     def _half_gradients_wait(self) -> bool:
         return any(
@@ -150,19 +156,17 @@ class Updates:
             for gradients in carriers:
                 gradients.rescale_(factor)
 
-    def _raise_at_floor(self) -> None:
-        """Raise if the host knows by now of an overflow at the floor."""
+    def _tell_of_floor(self) -> None:
+        """Raise, or warn once, if the host knows by now of an overflow at the floor."""
         for flag in list(self._at_floor):
             known = flag.known()
             if known is not None:
                 self._at_floor.remove(flag)
-            if known:
-                msg = (
-                    "gradients overflowed although the loss scale is at min_scale: lowering it further does "
-                    "not help. Look at last_step(optimizer).overflow_report(), lower min_scale, or use "
-                    "bfloat16."
-                )
-                raise FloatingPointError(msg)
+            if known and self._scales.default.options.on_min_scale == "raise":
+                raise FloatingPointError(_AT_FLOOR)
+            if known and not self._told_of_floor:
+                self._told_of_floor = True
+                warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
 
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:

@@ -71,7 +71,7 @@ class Module(LightningModule):
             "norm": last.norm.item(),
             "scale": last.scale_after,
             "skipped": plugin.skipped_steps,
-            "overflow": str(last.overflow_report()),
+            "overflow": last.overflow_report().summary(),
             "weights": [w.detach().double().sum().item() for w in weights],
         }
         (self.folder / f"rank{self.trainer.global_rank}.json").write_text(json.dumps(result))

@@ -54,9 +54,11 @@ class TestPrecedence:
         text = {
             "hysteresis_mode": "megatron",
             "on_min_scale": "raise",
+            "on_nonfinite": "ignore",
             "dynamic": "false",
             "fp16_gradients": "yes",
             "sync_free": "on",
+            "one_pass": "off",
             "fp32_outputs": "0",
             "cast_cache": "True",
             "exact_schedulers": "1",
@@ -70,6 +72,8 @@ class TestPrecedence:
         assert found.get("dynamic") is False
         assert found.get("fp32_outputs") is False
         assert found.get("sync_free") is True
+        assert found.get("one_pass") is False
+        assert found.get("on_nonfinite") == "ignore"
         assert type(found.get("hysteresis")) is int
 
     def test_rules_from_a_file(self, tmp_path):
@@ -87,6 +91,7 @@ class TestErrorsNameTheirSource:
             ("AMP_PLUGIN_GROWTH_INTERVAL", "2.5", "give a whole number"),
             ("AMP_PLUGIN_DYNAMIC", "maybe", "give true or false"),
             ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "give apex or megatron or deepspeed"),
+            ("AMP_PLUGIN_ON_NONFINITE", "stop", "give skip or raise or ignore"),
         ],
     )
     def test_bad_text(self, variable, value, allowed):
@@ -97,6 +102,12 @@ class TestErrorsNameTheirSource:
         monkeypatch.setenv("AMP_PLUGIN_BACKOFF_FACTOR", "2")
         with pytest.raises(ValueError, match=r"backoff_factor comes from AMP_PLUGIN_BACKOFF_FACTOR"):
             AmpAccelerator(mixed_precision="fp16", cpu=True)
+
+    def test_a_negative_limit_of_skips(self, monkeypatch):
+        monkeypatch.setenv("AMP_PLUGIN_MAX_SKIPS_IN_A_ROW", "-1")
+        text = r"max_skips_in_a_row=-1 is not allowed; give a number of optimizer steps, or 0.*comes from AMP"
+        with pytest.raises(ValueError, match=text):
+            AmpAccelerator(mixed_precision="bf16", cpu=True)
 
     def test_a_misspelt_variable(self):
         with pytest.raises(ValueError, match=r"AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"):

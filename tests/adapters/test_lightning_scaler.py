@@ -139,7 +139,7 @@ def test_what_a_replaced_scaler_does_is_told(fused, clip, tmp_path):
     module = OneWeight(overflow_at=(1,), lr=0.1, fused=fused, **HALVES)
     monitor = AmpMonitor()
     reports = []
-    plugin.observers.append(lambda optimizer, result: reports.append(str(result.overflow_report())))
+    plugin.observers.append(lambda optimizer, result: reports.append(result.overflow_report().summary()))
     trainer = fit(module, plugin, steps=3, callbacks=[monitor], gradient_clip_val=clip)
     assert (plugin.skipped_steps, plugin.optimizer_steps, monitor.skipped_steps) == (1, 2, 1)
     assert module.lrs == pytest.approx([0.05, 0.05, 0.025])

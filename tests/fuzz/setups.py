@@ -128,6 +128,8 @@ def _options(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
         options["hysteresis_mode"] = rng.choice(("apex", "megatron", "deepspeed"))
     if rng.random() < 0.25:
         options["sync_free"] = True
+    if rng.random() < 0.4:
+        options["one_pass"] = False
     if "default_floor" in without:
         options["min_scale"] = LOW_FLOOR
     elif rng.random() < 0.15:

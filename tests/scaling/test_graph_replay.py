@@ -45,7 +45,7 @@ class Loop:
             "counts": self.counts(),
             "skipped": last.skipped,
             "scales": (last.scale_before, last.scale_after),
-            "overflow": str(last.overflow_report()),
+            "overflow": last.overflow_report().summary(),
             "weights": [p.detach().cpu() for p in self.model.parameters()],
         }
 

@@ -162,6 +162,7 @@ def test_a_lowered_interval_takes_effect():
 
 
 @pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.filterwarnings("ignore:gradients overflowed although the loss scale is at min_scale")
 def test_at_the_floor(weights, fused):
     for choice in ("hold", "raise"):
         one = weights(fused=fused)
@@ -176,6 +177,21 @@ def test_at_the_floor(weights, fused):
                 break
             scaler.update()
         assert scaler.get_scale() == 1.0
+
+
+def test_an_overflow_at_the_floor_is_told_of_once(weights):
+    one, scaler = weights(), GradScaler("cpu", init_scale=2.0, min_scale=1.0)
+
+    def step():
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(math.inf)).backward()
+        scaler.step(one.optimizer)
+        scaler.update()
+
+    step()
+    with pytest.warns(UserWarning, match="loss scale is at min_scale.*on_min_scale='raise' ends the run"):
+        step()
+    step()
 
 
 def test_a_constant_scale_still_skips(weights):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -23,6 +24,9 @@ from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
+from amp_plugin.adapters.endless_skips import explanation
+from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
@@ -32,8 +36,11 @@ from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
+from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 
+T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
 
 
@@ -45,7 +52,7 @@ class AmpAccelerator(Accelerator):
     is right for any parameters, any number of times, and does nothing within an accumulation window;
     several optimizers, closures and optimizers without gradients work. Processes started by torchrun
     without a GPU form a group on the CPU. DeepSpeed, Megatron-LM, XLA
-    and fp8 are left to Accelerate.
+    and fp8 by other means than torchao are left to Accelerate.
 
     Args:
         *args: Accelerator's.
@@ -89,16 +96,27 @@ class AmpAccelerator(Accelerator):
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
+        self._skips = SkipLedger(
+            exact=self._options.exact_schedulers,
+            max_in_a_row=self._options.max_skips_in_a_row,
+            explain=self._explain,
+        )
+        self._recorder = Recorder()
+        self._logged: dict[int, StepResult | None] = {}
+        ask_in_transformers()
         self._wanted_in_fp32: Sequence[str] = self._options.fp32_modules
         self._found_in_fp32: set[str] = set()
-        self._skips = SkipLedger(exact=self._options.exact_schedulers)
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
         super().__init__(**given)
         explicit = len(given["kwargs_handlers"]) != len(handlers)
         self._engaged = engagement.is_ours(
-            self.distributed_type, self.mixed_precision, self._settings, explicit=explicit
+            self.distributed_type,
+            self.mixed_precision,
+            self._settings,
+            explicit=explicit,
+            float8_recipe=self.ao_recipe_handler,
         )
         if self._engaged:
             self._engage()
@@ -115,6 +133,10 @@ class AmpAccelerator(Accelerator):
         self.native_amp = precision != "no"
         self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self.register_load_state_pre_hook(self._remember_folder)
+        if self.ao_recipe_handler is not None:
+            refuse_device(
+                f"{type(self).__name__}(mixed_precision='fp8')", device, self.ao_recipe_handler.config
+            )
         self._region = engagement.region_options(device, precision, self._settings)
         if self._changes_forward:
             engagement.rules_of_blocks(device, self._settings)
@@ -172,8 +194,10 @@ class AmpAccelerator(Accelerator):
             require_matches(
                 models, [name for name in self._wanted_in_fp32 if name not in self._found_in_fp32]
             )
-        for model, names in found.items():
-            apply_fp32_modules(model, names)
+        for model, patterns in found.items():
+            names = apply_fp32_modules(model, patterns)
+            if names and self.ao_recipe_handler is not None:
+                leave_out(self.ao_recipe_handler, model, names)
 
     def _mix(self, module: nn.Module) -> None:
         precision = self._options.eval_precision
@@ -248,6 +272,39 @@ class AmpAccelerator(Accelerator):
             self._grad_scaler.end_iteration()
             if self._cast_cache is not None:
                 self._cast_cache.end_window()
+
+    def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Run forward and backward passes so that they can be run again, should every step be skipped.
+
+        The error that ends such a run (``max_skips_in_a_row``) then names the op that made the first number
+        which is not finite. Nothing is kept but while steps are being skipped.
+
+        Args:
+            call: computes the loss and calls :meth:`backward`; takes no step.
+            *args: for ``call``.
+            **kwargs: for ``call``.
+
+        Returns:
+            What ``call`` returns.
+        """
+        again = partial(call, *args, **kwargs)
+        self._recorder.remember(again, wanted=self._skips.going_on())
+        value = again()
+        if self.sync_gradients:
+            self._recorder.end_window()
+        return value
+
+    def _explain(self, step: ReadStep) -> str:
+        optimizers = [given for given in self._optimizers if id(given) == step.key]
+        models = [self.unwrap_model(model) for model in self._models]
+        replay = Replay(
+            optimizer=torch_optimizer(optimizers[0]),
+            result=step.result,
+            in_a_row=step.in_a_row,
+            calls=tuple(self._recorder.calls),
+            params=[param for model in models for param in model.parameters()],
+        )
+        return explanation(replay, models[0] if len(models) == 1 else None)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -330,8 +387,8 @@ class AmpAccelerator(Accelerator):
             optimizer: prepared or not.
 
         Returns:
-            The result; where nothing is scaled (bf16, no mixed precision) no step is skipped, both
-            scales are 1 and ``norm`` is that of :meth:`clip_grad_norm_`, if its parameters were clipped.
+            The result; where nothing is scaled (bf16, no mixed precision) both scales are 1. ``norm`` is that
+            of :meth:`clip_grad_norm_` if its parameters were clipped, else that of the gradients.
 
         Raises:
             RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
@@ -353,6 +410,35 @@ class AmpAccelerator(Accelerator):
             return {}
         scaler = self._grad_scaler
         return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Log to all trackers as Accelerator does, after optimizer steps the loss scale, skips and norms too.
+
+        Args:
+            values: what to log; its own ``loss_scale``, ``skipped_steps`` and ``grad_norm`` are kept.
+            *args: Accelerator's.
+            **kwargs: Accelerator's.
+        """
+        return super().log({**self.metrics_since_log(), **values}, *args, **kwargs)
+
+    def metrics_since_log(self) -> dict[str, float | int]:
+        """Return :meth:`amp_metrics` and ``grad_norm`` after new optimizer steps, else nothing: a host sync.
+
+        With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
+        the order they were prepared in. Before clipping, unscaled.
+        """
+        if not self._engaged:
+            return {}
+        results = [self._grad_scaler.result_of(torch_optimizer(optimizer)) for optimizer in self._optimizers]
+        stepped = {i: result for i, result in enumerate(results) if result is not self._logged.get(i)}
+        self._logged = dict(enumerate(results))
+        names = ["grad_norm"] if len(results) == 1 else [f"grad_norm/{i}" for i in range(len(results))]
+        norms = {
+            names[i]: result.norm.item()
+            for i, result in stepped.items()
+            if result is not None and result.norm is not None
+        }
+        return {**self.amp_metrics(), **norms} if stepped else {}
 
     # -- checkpoints and the end -----------------------------------------------------------------
 

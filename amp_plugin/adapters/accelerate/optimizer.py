@@ -81,7 +81,8 @@ class AmpOptimizer(AcceleratedOptimizer):
     def unscaled(self) -> Iterator[None]:
         """Step without the scaler: checkpoints make optimizer state by a step with zero gradients."""
         own = self._grad_scaler, self._skips
-        self._grad_scaler, self._skips = GradScaler("cpu", enabled=False), SkipLedger(exact=False)
+        plain = GradScaler("cpu", enabled=False, on_nonfinite="ignore")
+        self._grad_scaler, self._skips = plain, SkipLedger(exact=False)
         try:
             yield
         finally:

@@ -24,6 +24,7 @@ from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
@@ -35,8 +36,8 @@ class AmpKwargs(KwargsHandler):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names. Those before ``rules`` belong to the scaler: they are
-    checked in any precision and have an effect in fp16 only.
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. Those up to ``fp16_gradients`` belong to the loss scale: they
+    are checked in any precision and have an effect in fp16 only.
 
     Attributes:
         init_scale: first loss scale; 65536.
@@ -51,6 +52,11 @@ class AmpKwargs(KwargsHandler):
         dynamic: False keeps the scale constant.
         fp16_gradients: True allows parameters in float16.
         sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
+        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
+        on_nonfinite: what a step does whose gradients are not finite, in any precision: ``"skip"``,
+            ``"raise"`` or ``"ignore"``, as GradScaler's; ``"skip"``.
+        max_skips_in_a_row: skipped steps in a row of one optimizer after which ``step()`` raises, with the
+            names of the parameters; 0 goes on for ever; 50.
         rules: op rules other than the default ones, or a YAML file of them.
         fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
         cast_cache: cast each weight once per accumulation window; by default wherever the window has
@@ -81,6 +87,9 @@ class AmpKwargs(KwargsHandler):
     dynamic: bool | None = None
     fp16_gradients: bool | None = None
     sync_free: bool | None = None
+    one_pass: bool | None = None
+    on_nonfinite: OnNonfinite | None = None
+    max_skips_in_a_row: int | None = None
     rules: OpRules | str | Path | None = None
     fp32_outputs: bool | None = None
     cast_cache: bool | None = None
@@ -101,6 +110,9 @@ class AdapterOptions:
 
     fp16_gradients: bool = False
     sync_free: bool = False
+    one_pass: bool = True
+    on_nonfinite: OnNonfinite = "skip"
+    max_skips_in_a_row: int = 50
     rules: OpRules | None = None
     fp32_outputs: bool = True
     cast_cache: bool | None = None
@@ -108,6 +120,14 @@ class AdapterOptions:
     fp32_modules: Sequence[str] = ()
     eval_precision: PrecisionName | None = None
     weights: WeightsName = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.max_skips_in_a_row < 0:
+            msg = (
+                f"max_skips_in_a_row={self.max_skips_in_a_row} is not allowed; give a number of optimizer "
+                "steps, or 0 to go on for ever"
+            )
+            raise ValueError(msg)
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -156,8 +176,12 @@ class Settings:
         return self.build(lambda: LossScaleOptions(**self._given(LossScaleOptions)))
 
     def adapter(self) -> AdapterOptions:
-        """Return the other options."""
-        return AdapterOptions(**self._given(AdapterOptions))
+        """Return the other options.
+
+        Raises:
+            ValueError: a number is out of range; the text names what set it.
+        """
+        return self.build(lambda: AdapterOptions(**self._given(AdapterOptions)))
 
     def _given(self, options: type[LossScaleOptions | AdapterOptions]) -> dict[str, Any]:
         names = {option.name for option in fields(options)}

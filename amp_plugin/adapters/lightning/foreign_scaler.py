@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import LaterScale
+from amp_plugin.scaling.overflow_report import OverflowReport
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.skipped_steps import SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
@@ -119,7 +119,7 @@ class ForeignScaler(GradScaler):
                 found_inf=taken[0] if taken else torch.ones(()),
                 scale_before=before,
                 scale_after=self._later,
-                flags=partial(_flags, optimizer, self.parameter_names),
+                report=partial(_report, optimizer, self.parameter_names),
             )
         self._results[optimizer] = result
         self._skipped.add(result.found_inf)
@@ -226,9 +226,12 @@ def _has_gradients(optimizer: Any) -> bool:
     return any(param.grad is not None for param in params_of(optimizer))
 
 
-def _flags(optimizer: Optimizer, names: Callable[[Optimizer], list[str]]) -> Iterator[tuple[str, int]]:
-    """Give each parameter's name and what its gradient holds now."""
-    for name, param in zip(names(optimizer), params_of(optimizer), strict=True):
-        if param.grad is not None:
-            has_inf, has_nan = bool(param.grad.isinf().any()), bool(param.grad.isnan().any())
-            yield name, has_inf * INF_FLAG | has_nan * NAN_FLAG
+def _report(optimizer: Optimizer, names: Callable[[Optimizer], list[str]]) -> OverflowReport:
+    """Say which gradients are not finite now."""
+    named = zip(names(optimizer), params_of(optimizer), strict=True)
+    grads = [(name, param.grad) for name, param in named if param.grad is not None]
+    return OverflowReport(
+        inf=tuple(name for name, grad in grads if grad.isinf().any()),
+        nan=tuple(name for name, grad in grads if grad.isnan().any()),
+        checked=len(grads),
+    )

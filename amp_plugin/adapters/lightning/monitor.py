@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from amp_plugin.adapters.endless_skips import EndlessSkips, explanation
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked, number
+from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -18,8 +22,11 @@ class Monitor:
     """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
 
     The progress bar and any logger get ``loss_scale``, ``skipped_steps`` and ``grad_norm``, the norm of
-    the unscaled gradients before clipping. In bf16 and fp32, where nothing is scaled or skipped, they
-    get ``grad_norm`` alone; it costs one more read of the gradients at each optimizer step there.
+    the unscaled gradients before clipping; with several optimizers one each: ``grad_norm/0``,
+    ``grad_norm/1``, in the order of ``configure_optimizers``. In bf16 and fp32, where nothing is scaled, they
+    get ``grad_norm``, and ``skipped_steps`` from the first skip on.
+    A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
+    under :func:`amp_plugin.diagnose`; the error holds its report.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
@@ -51,10 +58,19 @@ class Monitor:
                 raise ValueError(msg)
         self.max_skips_in_a_row = max_skips_in_a_row
         self.every_n_steps = every_n_steps
-        self.skipped_steps = 0
-        self._in_a_row: dict[int, int] = {}
-        self._unread: list[tuple[int, StepResult]] = []
+        remedies = (
+            "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16'), or raise "
+            "AmpMonitor(max_skips_in_a_row=...)"
+        )
+        self._skips = EndlessSkips(max_skips_in_a_row, remedies)
+        self._recorder = Recorder()
+        self._stepped_in_batch: dict[int, StepResult] = {}
         self._warned = False
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps skipped so far, as far as they are read."""
+        return self._skips.count
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -78,59 +94,65 @@ class Monitor:
         self.teardown(trainer, pl_module, "")
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._unread.append((id(optimizer), result))
+        self._skips.note(id(optimizer), result)
+        self._stepped_in_batch[id(optimizer)] = result
+        self._recorder.end_window()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on counting where a resumed run has stopped."""
-        self.skipped_steps = trainer.precision_plugin.skipped_steps
-        self._in_a_row.clear()
-        self._unread.clear()
+        self._skips.begin_anew(trainer.precision_plugin.skipped_steps)
+        self._stepped_in_batch.clear()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
-        self._read()
+        self._read(trainer, pl_module)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """While steps are being skipped, note how to run this one again."""
+        again = partial(trainer.precision_plugin.run_again, pl_module, batch, batch_idx)
+        self._recorder.remember(again, wanted=self._skips.going_on())
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """Log the newest optimizer step; read the device every few steps."""
-        if not self._unread:
+        """Log the newest optimizer steps; read the device every few steps."""
+        stepped, self._stepped_in_batch = self._stepped_in_batch, {}
+        if not stepped:
             return
-        last = self._unread[-1][1]
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
-        if len(self._unread) >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
-            self._read()
-        if last.norm is not None:
-            pl_module.log("grad_norm", last.norm, prog_bar=True)
-        scale = plugin.current_scale()  # last.scale_after waits for the device
-        if scale is None:
-            return
-        pl_module.log("loss_scale", scale.clone(), prog_bar=True)
-        pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
+        if self._skips.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+            self._read(trainer, pl_module)
+        for place, optimizer in enumerate(trainer.optimizers):
+            result = stepped.get(id(optimizer))
+            if result is not None and result.norm is not None:
+                name = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{place}"
+                pl_module.log(name, result.norm, prog_bar=True)
+        scale = plugin.current_scale()  # a result's scale_after waits for the device
+        if scale is not None:
+            pl_module.log("loss_scale", scale.clone(), prog_bar=True)
+        if scale is not None or self.skipped_steps:
+            pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
 
-    def _read(self) -> None:
-        unread, self._unread = self._unread, []
-        for optimizer, result in unread:
-            in_a_row = self._in_a_row.get(optimizer, 0) + 1 if result.skipped else 0
-            self._in_a_row[optimizer] = in_a_row
-            self.skipped_steps += result.skipped
-            if in_a_row >= self.max_skips_in_a_row:
-                self._stop(result, in_a_row)
+    def _read(self, trainer: Any, pl_module: Any) -> None:
+        explain = partial(self._explain, trainer, pl_module)
+        for result in self._skips.results(wait=True, explain=explain):
             if result.skipped and not self._warned and result.scale_after < 1.0:
                 self._warn_below_one(result)
+
+    def _explain(self, trainer: Any, pl_module: Any, step: ReadStep) -> str:
+        optimizer = next(optimizer for optimizer in trainer.optimizers if id(optimizer) == step.key)
+        replay = Replay(
+            optimizer=optimizer,
+            result=step.result,
+            in_a_row=step.in_a_row,
+            calls=tuple(self._recorder.calls),
+            params=list(pl_module.parameters()),
+        )
+        return explanation(replay, pl_module)
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True
         self.package.utilities.rank_zero_only(warn_user)(
             f"the loss scale fell to {result.scale_after:g}, below 1: gradients overflow without any "
-            f"scaling ({result.overflow_report()}). Look for a diverging loss, lower the learning rate, or "
-            "use AmpPrecision('bf16')"
+            f"scaling ({result.overflow_report().summary()}). Look for a diverging loss, lower the learning "
+            "rate, or use AmpPrecision('bf16')"
         )
-
-    def _stop(self, result: StepResult, in_a_row: int) -> None:
-        cause = f"loss scale {result.scale_after:g}; {result.overflow_report()}"
-        msg = (
-            f"{in_a_row} optimizer steps in a row were skipped because gradients overflowed ({cause}). "
-            "Look for nan in the loss or the data, compute the named modules in fp32 (fp32_modules=[...]), "
-            "use AmpPrecision('bf16'), or raise AmpMonitor(max_skips_in_a_row=...)"
-        )
-        raise RuntimeError(msg)

@@ -11,12 +11,14 @@ all numbers are theirs. One optimizer step::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import inspect
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -42,8 +44,9 @@ class TrainerPrecision(TrainerCheckpoints):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
     Args:
-        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``; Lightning's names
-            (``"16-mixed"``) and dtypes are understood.
+        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``, or ``"fp8"``: Linear
+            layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
+            understood.
         device: device type, an error where training runs on another; None: the one it runs on.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
@@ -56,7 +59,8 @@ class TrainerPrecision(TrainerCheckpoints):
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
-        init_scale: first loss scale. This and the options that follow have an effect in fp16 only.
+        float8_config: torchao's Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.
+        init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
         growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
         backoff_factor: factor of the scale after an overflow.
         growth_interval: optimizer steps without overflow before the scale grows.
@@ -67,10 +71,15 @@ class TrainerPrecision(TrainerCheckpoints):
         on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
         fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
+        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD.
+        on_nonfinite: in every precision, a step with a gradient that is not finite is ``"skip"``-ped: it
+            changes nothing, and schedulers wait. ``"raise"`` ends the run, in fp16 once the scale is no
+            longer the cause; ``"ignore"`` checks nothing in bf16 and fp32.
 
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
             device is not the one given.
+        ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
             precision of its own (DeepSpeed, XLA).
 
@@ -88,6 +97,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def _begin(self) -> None:
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
+        self._runs_again = False
         self._evaluated = False
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
@@ -132,13 +142,13 @@ class TrainerPrecision(TrainerCheckpoints):
         self._looked_at = self._user_clips = None
         self._holds.clear()
         self._weights.add([model], optimizers)
-        if self._scaler.is_enabled():
-            named = names_in([model])
-            for optimizer in optimizers:
-                self._scaler.register(optimizer, names=names_of(optimizer, named))
+        named = names_in([model])
+        for optimizer in optimizers:
+            self._scaler.register(optimizer, names=names_of(optimizer, named))
+        if self._may_skip:
             lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
-            if self._manual:
-                self._strays.watch(optimizers)
+        if self._scaler.is_enabled() and self._manual:
+            self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
@@ -217,12 +227,29 @@ class TrainerPrecision(TrainerCheckpoints):
             loss: Tensor = self._plain.post_backward(self, tensor, module)
             return loss
 
+    def run_again(self, module: Any, batch: Any, batch_idx: int) -> None:
+        """Run the forward and backward pass of a batch, without hooks and without a step."""
+        names = inspect.signature(module.training_step).parameters
+        args = (batch, batch_idx) if "batch_idx" in names or len(names) > 1 else (batch,)
+        self._runs_again = True
+        try:
+            with self.train_step_context():
+                output = module.trainer.strategy.training_step(*args)
+        finally:
+            self._runs_again = False
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and not self._manual:
+            with self._no_region():
+                torch.autograd.backward(self._scaler.scale(loss))
+
     # -- step ---------------------------------------------------------------------------------
 
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure, unscale, call the hooks, clip, then step or skip; return what the closure did."""
+        if self._runs_again:  # a manual training_step
+            return closure()
         closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
@@ -253,12 +280,22 @@ class TrainerPrecision(TrainerCheckpoints):
         result = closure()
         if self._scaler.is_enabled():
             self._unscale(optimizer, model)
-        elif self.observers:
+        elif self.observers and self._norm_is_lost(model):
             self._scaler.measure(optimizer)  # before they are clipped
         self._plain._after_closure(self, model, optimizer)
-        if self._scaler.has_scaled and self._is_clipped_last(model):
+        if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
             self._scaler.assume_unchanged(optimizer)
         return result
+
+    @property
+    def _may_skip(self) -> bool:
+        return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
+
+    def _norm_is_lost(self, model: Any) -> bool:
+        """Whether nothing else takes the norm of unscaled gradients, or only once they were changed."""
+        trainer = model.trainer
+        by_value = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm == "value"
+        return not self._may_skip or (not self._manual and (by_value or self._gradients_are_looked_at(model)))
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
         """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
@@ -270,15 +307,12 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.ensure_unscaled(optimizer)
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
+        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
         if self._looked_at is None:
-            self._looked_at = (
-                self._is_overridden("configure_gradient_clipping", model)
-                or self._is_overridden("on_before_optimizer_step", model)
-                or any(
-                    self._is_overridden("on_before_optimizer_step", callback)
-                    for callback in model.trainer.callbacks
-                )
+            self._looked_at = self._is_overridden("configure_gradient_clipping", model) or any(
+                self._is_overridden(hook, owner)
+                for owner in (model, *model.trainer.callbacks)
+                for hook in ("on_before_optimizer_step", "on_before_zero_grad")
             )
         return self._looked_at
 
@@ -315,9 +349,11 @@ class TrainerPrecision(TrainerCheckpoints):
         if self._scaler.has_scaled:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
         elif self._sharded_root is not None:
-            self._sharded_root.clip_grad_norm_(clip_val)
-        else:
+            self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
+        elif self._scaler.is_enabled():
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
+        else:
+            self._scaler.clip_grad_norm_(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""

@@ -2,13 +2,10 @@
 
 #include <initializer_list>
 
+#include "memory_order.h"
+
 namespace amp_plugin {
 namespace {
-
-bool same_memory_order(const at::Tensor& one, const at::Tensor& other) {
-  if (one.is_contiguous() && other.is_contiguous()) return true;
-  return one.strides() == other.strides() && one.is_non_overlapping_and_dense();
-}
 
 Weight weight_of(const at::Tensor& param, const at::Tensor* copy, bool pair) {
   if (pair) return Weight::bfloat16_pair;

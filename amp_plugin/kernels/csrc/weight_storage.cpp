@@ -10,6 +10,7 @@
 #include <cstring>
 #include <vector>
 
+#include "memory_order.h"
 #include "weight_pair.h"
 
 namespace amp_plugin {
@@ -36,11 +37,6 @@ void check(
 void check_count(const char* op, size_t masters, size_t other, const char* name) {
   TORCH_CHECK_VALUE(
       masters == other, op, ": ", masters, " masters and ", other, " ", name, "; give one for each master.");
-}
-
-bool same_memory_order(const at::Tensor& one, const at::Tensor& other) {
-  return one.strides() == other.strides() && one.is_non_overlapping_and_dense() &&
-      other.is_non_overlapping_and_dense();
 }
 
 // A tensor in the memory order of another: itself, or a copy.

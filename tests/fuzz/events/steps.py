@@ -20,7 +20,8 @@ def step(run: Run, o: int) -> None:
         run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
     elif run.may_call(o) and _is_taken_on(run, o):
         run.take_side(o)
-        skipped = run.see_skip(o, run.oracle.check(o, write=not run.oracle.fused[o]))
+        writes = not (run.oracle.fused[o] or run.stepped_in_one_pass(o))
+        skipped = run.see_skip(o, run.oracle.check(o, write=writes))
         run.oracle.step(o, skipped)
         run.count_skip(o, skipped)
         run.scene.compare_weights()

@@ -7,7 +7,6 @@
 #include "gradient_ledger.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Device.h>
@@ -22,12 +21,12 @@
 #include <utility>
 #include <vector>
 
+#include "direct_call.h"
+
 namespace amp_plugin {
 namespace {
 
 namespace py = pybind11;
-using c10::DispatchKey;
-using c10::DispatchKeySet;
 using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
@@ -73,16 +72,6 @@ bool is_supported(at::ScalarType type) {
       type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
-// Whether a kernel may take the tensor as it is: strided memory, no wrapper and no lazy bit around it.
-bool is_plain(const at::Tensor& tensor) {
-  static const DispatchKeySet special(
-      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate, DispatchKey::Negative,
-       DispatchKey::ZeroTensor, DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
-       DispatchKey::FuncTorchBatched});
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special) &&
-      is_supported(tensor.scalar_type());
-}
-
 const at::Tensor& param_at(const py::list& params, size_t i) {
   return THPVariable_Unpack(PyList_GET_ITEM(params.ptr(), i));
 }
@@ -91,11 +80,6 @@ const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTenso
 
 py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 // Below autograd, which records nothing here and would box and look at every gradient.
@@ -174,7 +158,8 @@ class GradientLedger {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& grad = grad_of(param_at(params, i));
       if (!grad.defined()) continue;
-      if (!is_plain(grad) || (first != nullptr && first->device() != grad.device()))
+      if (!is_plain(grad) || !is_supported(grad.scalar_type()) ||
+          (first != nullptr && first->device() != grad.device()))
         return py::make_tuple(py::none(), py::none());
       if (first == nullptr) first = &grad;
       present.push_back(static_cast<int64_t>(i));
@@ -206,17 +191,18 @@ class GradientLedger {
 
   py::tuple norm_check(const py::list& params, const py::handle& inv_scale, double norm_type) const {
     static const auto op =
-        find<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
+        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
     return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
   }
 
   py::tuple unscale_(const py::list& params, const py::handle& inv_scale, double norm_type) const {
-    static const auto op = find<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
+    static const auto op =
+        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
     return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
   }
 
   py::object multiply_(const py::list& params, const py::handle& factor) const {
-    static const auto op = find<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
+    static const auto op = find_op<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
     return wrap(call(op, gradients(params), THPVariable_Unpack(factor.ptr())));
   }
 

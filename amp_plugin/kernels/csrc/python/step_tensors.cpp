@@ -3,7 +3,6 @@
 #include "step_tensors.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -16,12 +15,12 @@
 #include <utility>
 #include <vector>
 
+#include "direct_call.h"
+
 namespace amp_plugin {
 namespace {
 
 namespace py = pybind11;
-using c10::DispatchKey;
-using c10::DispatchKeySet;
 using Tensors = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
 
@@ -31,14 +30,6 @@ constexpr size_t kMostStates = 3;
 struct Obstacle {
   std::string text;
 };
-
-bool is_plain(const at::Tensor& tensor) {
-  static const DispatchKeySet special(
-      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate, DispatchKey::Negative,
-       DispatchKey::ZeroTensor, DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
-       DispatchKey::FuncTorchBatched});
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special);
-}
 
 void refuse_if(bool unfit, const char* what, const at::Tensor& tensor) {
   if (!unfit) return;
@@ -60,11 +51,6 @@ const at::Tensor& tensor_in(PyObject* holder, PyObject* name) {
   if (!THPVariable_Check(value))
     throw Obstacle{"has a state " + py::str(name).cast<std::string>() + " that is no tensor"};
   return THPVariable_Unpack(value);
-}
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 Number number(const py::object& given) {
@@ -110,7 +96,7 @@ class StepTensors {
     using Signature = void(
         List, List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
         const Number&, const Number&, const Number&);
-    static const auto op = find<Signature>("amp_plugin::adam_");
+    static const auto op = find_op<Signature>("amp_plugin::adam_");
     const Number rate = number(lr_tensor), scale = number(grad_scale), found = number(found_inf);
     const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
@@ -126,7 +112,7 @@ class StepTensors {
     using Signature = void(
         List, List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
         const Number&, const Number&);
-    static const auto op = find<Signature>("amp_plugin::sgd_");
+    static const auto op = find_op<Signature>("amp_plugin::sgd_");
     const Number rate = number(lr_tensor), scale = number(grad_scale), found = number(found_inf);
     const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;

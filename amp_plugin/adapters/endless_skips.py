@@ -1,0 +1,61 @@
+"""End a run that only skips, with its cause: it trains nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from amp_plugin.scaling.replay import Replay
+from amp_plugin.scaling.skips_in_a_row import ReadStep, SkipsInARow
+from amp_plugin.scaling.step_result import StepResult
+
+
+class EndlessSkips(SkipsInARow):
+    """Counts skipped steps, and raises where too many of one optimizer come in a row.
+
+    Args:
+        limit: So many in a row are too many; 0: never.
+        remedies: What else to try, the end of the error's text.
+    """
+
+    def __init__(self, limit: int, remedies: str) -> None:
+        super().__init__()
+        self.limit = limit
+        self._remedies = remedies
+
+    def results(self, *, wait: bool, explain: Callable[[ReadStep], str]) -> Iterator[StepResult]:
+        """Read the results in order, and yield them.
+
+        Args:
+            wait: wait for the device; else read up to the first result that the host does not know yet.
+            explain: runs the step once more that ends the run, and returns what it has found.
+
+        Raises:
+            RuntimeError: the limit is reached; the text names the parameters.
+        """
+        for step in self.read(wait=wait):
+            if step.in_a_row and step.in_a_row == self.limit:
+                raise RuntimeError("\n\n".join(filter(None, [self._text(step), explain(step)])))
+            yield step.result
+
+    def _text(self, step: ReadStep) -> str:
+        report = step.result.overflow_report()
+        return (
+            f"{step.in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss "
+            f"scale {step.result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the "
+            f"loss or the data, {self._remedies}"
+        )
+
+
+def explanation(replay: Replay, model: Any) -> str:
+    """Run a skipped step once more under ``diagnose``, and return what was found; empty if nobody noted it.
+
+    Args:
+        replay: the step.
+        model: gives the names of modules; None: whatever module is called.
+    """
+    if not replay.calls:
+        return ""
+    from amp_plugin.numerics.replayed import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+
+    return f"The last of them was run once more:\n{diagnose_skip(replay, model)}"

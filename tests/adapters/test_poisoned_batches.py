@@ -1,0 +1,273 @@
+"""One poisoned batch in twenty, in every precision: the run ends as if that batch had not been there.
+
+A batch of nan makes every gradient nan; the step changes nothing, and the scheduler waits.
+"""
+
+import math
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from amp_plugin import GradScaler, autocast
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
+from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
+from tests.adapters.accelerate_pair import reset
+from tests.adapters.lightning_models import QUIET, fit, make_trainer
+
+pytestmark = QUIET
+
+PRECISIONS = ["fp16", "bf16", "fp32"]
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+POISONED = 7
+OPTIONS = {"init_scale": 2.0**13}  # so large that half of it leaves no gradient subnormal in fp16
+
+
+def batches(*, poison=math.nan, drop=False):
+    x = torch.randn(20, 4, 8, generator=torch.Generator().manual_seed(1))
+    x[POISONED] = poison
+    return [batch for i, batch in enumerate(x) if not (drop and i == POISONED)]
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 1))
+
+
+def optimizer_of(net, kind, fused=False):
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    return kind(net.parameters(), lr=1e-2, fused=fused, **options)
+
+
+def plain_loop(precision, data, *, kind, fused, clip):
+    net = network()
+    optimizer = optimizer_of(net, kind, fused)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = GradScaler("cpu", enabled=precision == "fp16", **OPTIONS)
+    for x in data:
+        optimizer.zero_grad()
+        with autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
+            loss = net(x).square().mean()
+        scaler.scale(loss).backward()
+        if clip:
+            scaler.clip_grad_norm_(optimizer, clip)
+        scaler.step(optimizer)
+        scaler.update()
+        if not scaler.last_step(optimizer).skipped:
+            schedule.step()
+    return net, optimizer, scaler.skipped_steps()
+
+
+def fabric(precision, data, *, kind, fused, clip):
+    net = network()
+    plugin = FabricAmpPrecision(precision, **OPTIONS)
+    runs = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model, optimizer = runs.setup(net, optimizer_of(net, kind, fused))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
+    for x in data:
+        optimizer.zero_grad()
+        runs.backward(model(x).square().mean())
+        if clip:
+            plugin.clip_grad_norm_(optimizer, clip)
+        optimizer.step()
+        if not plugin.last_step(optimizer).skipped:
+            schedule.step()
+    return net, optimizer.optimizer, plugin.skipped_steps
+
+
+def accelerate(precision, data, *, kind, fused, clip):
+    reset()
+    net = network()
+    optimizer = optimizer_of(net, kind, fused)
+    accelerator = AmpAccelerator(
+        mixed_precision="no" if precision == "fp32" else precision,
+        cpu=True,
+        kwargs_handlers=[AmpKwargs(**OPTIONS)],
+    )
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, prepared, schedule = accelerator.prepare(net, optimizer, schedule)
+    for x in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).square().mean())
+            if clip:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            prepared.step()
+            schedule.step()
+            prepared.zero_grad()
+    return net, optimizer, accelerator.amp_metrics()["skipped_steps"]
+
+
+class Learner(LightningModule):
+    def __init__(self, kind, fused, manual=False):
+        super().__init__()
+        self.net, self.kind, self.fused = network(), kind, fused
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        if not self.automatic_optimization:
+            optimizer, schedule = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            if not self.trainer.precision_plugin.last_step(optimizer).skipped:
+                schedule.step()
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = optimizer_of(self.net, self.kind, self.fused)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def trainer(precision, data, *, kind, fused, clip, manual=False):
+    module = Learner(kind, fused, manual)
+    plugin = AmpPrecision(precision, **OPTIONS)
+    loader = torch.utils.data.DataLoader(data, batch_size=None)
+    run = fit(module, plugin, steps=len(data), data=loader, gradient_clip_val=clip)
+    return module.net, run.optimizers[0], plugin.skipped_steps
+
+
+def manual(*args, clip, **kwargs):
+    return trainer(*args, **kwargs, clip=None, manual=True)
+
+
+LOOPS = [plain_loop, fabric, accelerate, trainer, manual]
+WAYS = [
+    {"kind": torch.optim.AdamW, "fused": False, "clip": None},
+    {"kind": torch.optim.AdamW, "fused": True, "clip": 0.05},
+    {"kind": torch.optim.SGD, "fused": False, "clip": 0.05},
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=["AdamW", "fused-clipped", "SGD-clipped"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
+    net, optimizer, skipped = loop(precision, batches(), **way)
+    other, other_optimizer, _ = loop(precision, batches(drop=True), **way)
+    assert skipped == 1
+    assert all(param.isfinite().all() for param in net.parameters())
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
+    mine, theirs = (o.state_dict()["state"].values() for o in (optimizer, other_optimizer))
+    for state, other_state in zip(mine, theirs, strict=True):
+        assert state.keys() == other_state.keys()
+        for a, b in zip(state.values(), other_state.values(), strict=True):
+            assert a is b is None or torch.equal(a, b)
+    assert optimizer.param_groups[0]["lr"] == other_optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_ignore_lets_the_weights_go(precision):
+    module = Learner(torch.optim.AdamW, fused=False)
+    loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+    fit(module, AmpPrecision(precision, on_nonfinite="ignore"), steps=20, data=loader)
+    assert all(param.isnan().all() for param in module.parameters())
+
+
+@pytest.mark.parametrize("make", [AmpPrecision, FabricAmpPrecision])
+def test_a_wrong_word_is_refused_at_once(make):
+    with pytest.raises(ValueError, match="on_nonfinite='stop' is not known; use 'skip', 'raise' or 'ignore'"):
+        make("bf16", on_nonfinite="stop")
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("fused", [False, True])
+def test_raise_ends_a_run_and_names_the_parameters(clip, fused):
+    module = Learner(torch.optim.AdamW, fused)
+    before = [param.clone() for param in module.parameters()]
+    loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 2, batch_size=None)
+    run = make_trainer(AmpPrecision("bf16", on_nonfinite="raise"), steps=2, gradient_clip_val=clip)
+    text = r"AdamW: gradients are not finite \(nan in 4 gradients: net\.2\.bias, net\.2\.weight, "
+    with pytest.raises(FloatingPointError, match=text):
+        run.fit(module, loader)
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_monitor_stops_a_run_that_only_skips(precision):
+    loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 9, batch_size=None)
+    run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
+    with pytest.raises(
+        RuntimeError, match=r"3 optimizer steps in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
+    ):
+        run.fit(Learner(torch.optim.AdamW, fused=False), loader)
+    assert run.callback_metrics["skipped_steps"] == 2.0
+    assert torch.isnan(run.callback_metrics["grad_norm"])
+
+
+def test_the_monitor_logs_the_skips_of_bf16_from_the_first_on():
+    loader = torch.utils.data.DataLoader(batches(), batch_size=None)
+    run = make_trainer(AmpPrecision("bf16"), steps=20, callbacks=[AmpMonitor()])
+    run.fit(Learner(torch.optim.AdamW, fused=False), loader)
+    assert dict(run.callback_metrics).keys() == {"grad_norm", "skipped_steps"}
+    assert run.callback_metrics["skipped_steps"] == 1.0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
+def test_accelerate_stops_a_run_that_only_skips(precision):
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision=precision, cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
+    )
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for i in range(3):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.full((4, 8), math.nan)).square().mean())
+        if i < 2:
+            optimizer.step()
+    with pytest.raises(
+        RuntimeError, match=r"3 optimizer steps in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
+    ):
+        optimizer.step()
+
+
+class LogOfZero(Learner):
+    """Overflows at one known line."""
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).mul(0).log().mean()  # the fault
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(loss)
+            self.optimizers().step()
+        return loss
+
+
+@pytest.mark.parametrize("manual_steps", [False, True])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_monitor_names_the_op(precision, manual_steps):
+    loader = torch.utils.data.DataLoader(batches(poison=1.0), batch_size=None)
+    module = LogOfZero(torch.optim.AdamW, fused=False, manual=manual_steps)
+    run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
+    with pytest.raises(
+        RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them was run once more"
+    ) as error:
+        run.fit(module, loader)
+    assert "aten::log.default" in str(error.value)
+    assert "loss = self.net(batch).mul(0).log().mean()" in str(error.value)
+
+
+def test_accelerate_names_the_op():
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
+    )
+    net = network()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def forward_and_backward(batch):
+        accelerator.backward(model(batch).mul(0).log().mean())
+
+    def steps():
+        for batch in batches(poison=1.0):
+            optimizer.zero_grad()
+            accelerator.recorded(forward_and_backward, batch)
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them") as error:
+        steps()
+    assert "aten::log.default" in str(error.value)
