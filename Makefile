@@ -4,6 +4,8 @@
 #              more; not part of make test
 # make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
 #              which plays a few; SEED=1 plays others
+# make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
+#              summary; in the PYTHON given, with its torch, which needs pytest only
 # make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -27,7 +29,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --duration
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-host-device test-fallback test-recipes fuzz docs bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-recipes fuzz docs bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -51,7 +53,10 @@ test-native: $(READY)
 	$(PYTEST) -m dist
 
 test-host-device: $(READY)
-	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_kernels.py
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu
+
+test-gpu: # in the Python and with the torch of the machine
+	$(PYTHON) -m tests.on_gpu
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

@@ -24,6 +24,7 @@ def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
     if report.device == "cuda":
         parts = [text for key in made for text in (f"### {key}", made[key])]
         return {"cuda": "\n\n".join([*figures.get("overview", []), *parts])}
+    made["summary"] = tables.summary(report)
     made["losses"] = tables.losses(report)
     if "overview" in figures:
         made["overview"] = "\n\n".join(figures["overview"])

@@ -1,4 +1,4 @@
-"""From backward to step: the kernels against the memory, unscaling, clipping and steps against torch.amp."""
+"""From backward to step: the kernels against the memory, unscaling and clipping against torch.amp."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from benchmarks.setting import Plot, Section, Setting
 
 OP = torch.ops.amp_plugin
 LIMIT = "limit"
-BARE = "bare optimizer step"
 SCALE = 1.0000001  # gradients that are unscaled again and again stay what they are
 MAX_NORM = 1e9
 PROMISED_ON_CUDA = {"1000 x 1 KB, folded": 5.0, "GPT-2 124M, fused AdamW": 1.3}
@@ -39,15 +38,13 @@ def shapes_of(name: str, setting: Setting) -> Shapes:
 class Gradients:
     """Parameters with gradients, an optimizer, and one scaler of each kind."""
 
-    def __init__(self, shapes: Shapes, device: str, optimizer: str = "fused AdamW") -> None:
+    def __init__(self, shapes: Shapes, device: str) -> None:
         generator = torch.Generator(device).manual_seed(0)
         self.params = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in shapes]
         for param in self.params:
             param.grad = torch.randn(param.shape, generator=generator, device=device) * 1e-3
         self.grads = [param.grad for param in self.params]
-        self.optimizer = torch.optim.AdamW(
-            self.params, lr=1e-9, fused=optimizer == "fused AdamW", foreach=optimizer == "foreach AdamW"
-        )
+        self.optimizer = torch.optim.AdamW(self.params, lr=1e-9, fused=True)
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False)
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE)
         self.ours.register(self.optimizer)
@@ -81,10 +78,6 @@ class Gradients:
         self.clip_theirs()
         self.theirs.step(self.optimizer)
         self.theirs.update()
-
-    def step_bare(self) -> None:
-        """The optimizer alone: no scale, no norm, no check."""
-        self.optimizer.step()
 
 
 class Kernels(Section):
@@ -231,31 +224,6 @@ def _promised(setting: Setting, name: str, on_cpu: float | None) -> tuple[Gate, 
     return () if limit is None else (_speedup(limit),)
 
 
-class Steps(Section):
-    """Unscale, clip, step and update, beside torch's and beside the optimizer alone."""
-
-    key = "steps"
-    threads = 0
-    timing = "wall time"
-
-    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each set with fused AdamW, and ResNet-50's with the foreach one."""
-        cases = [
-            (name, "fused AdamW") for name in ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
-        ]
-        for name, optimizer in [*cases, ("ResNet-50", "foreach AdamW")]:
-            bench = Gradients(shapes_of(name, setting), setting.device, optimizer)
-            calls = {OURS: bench.step_ours, "torch": bench.step_theirs, BARE: bench.step_bare}
-            kept = 1.35 if (name, optimizer) == ("ResNet-50", "fused AdamW") else None
-            yield Comparison(
-                name=f"{name}, {optimizer}",
-                table="Unscale + clip + step + update",
-                samples={label: setting.memory_clock(call) for label, call in calls.items()},
-                rounds=setting.rounds(9 if name == "GPT-2 124M" else 21),
-                gates=_promised(setting, f"{name}, {optimizer}", kept),
-            )
-
-
 class Counts(Section):
     """The cost of a tensor as their number grows."""
 
@@ -286,4 +254,4 @@ class Counts(Section):
                 )
 
 
-SECTIONS = (Kernels(), Clipping(), Steps(), Counts())
+SECTIONS = (Kernels(), Clipping(), Counts())

@@ -32,25 +32,37 @@ class Measure:
         at_least: Whether the limit is a lower one.
         text: How the number is written.
         limit_text: How its limit is, if otherwise.
+        promise: How the limit is written on the page.
     """
 
     of: Callable[[float, float], float]
     at_least: bool = False
     text: str = "{:.2f}x"
     limit_text: str = ""
+    promise: str = "at most {:.2f}"
 
 
 MEASURES = {
     "ours / theirs": Measure(of=lambda ours, theirs: ours / theirs),
-    "theirs / ours": Measure(of=lambda ours, theirs: theirs / ours, at_least=True),
-    "share of theirs": Measure(of=lambda ours, theirs: ours / theirs, at_least=True, text="{:.0%}"),
-    "ours - theirs": Measure(of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs"),
-    "ours": Measure(of=lambda ours, _: ours, text="{:.3g}"),
+    "theirs / ours": Measure(
+        of=lambda ours, theirs: theirs / ours, at_least=True, promise="at least {:.2f} times as fast"
+    ),
+    "share of theirs": Measure(
+        of=lambda ours, theirs: ours / theirs,
+        at_least=True,
+        text="{:.0%}",
+        promise="at least {:.0%} of theirs",
+    ),
+    "ours - theirs": Measure(
+        of=lambda ours, theirs: ours - theirs, text="{:+.3f} µs", promise="at most {:.3f} µs more"
+    ),
+    "ours": Measure(of=lambda ours, _: ours, text="{:.3g}", promise="at most {:.3g}"),
     # (ours - theirs) / max(5 % of theirs, 0.1 us): up to 1 is allowed
     "share of max(5 %, 0.1 us)": Measure(
         of=lambda ours, theirs: (ours - theirs) / max(0.05 * theirs, 0.1),
         text="{:.2f}",
         limit_text="{:.0f} x max(5 %, 0.1 µs)",
+        promise="at most 5 % or 0.1 µs more",
     ),
 }
 
@@ -109,6 +121,18 @@ class Verdict:
         bound = "at least" if measure.at_least else "at most"
         limit_text = measure.limit_text or measure.text
         return f"{measure.text.format(self.value)}, {bound} {limit_text.format(self.limit)}"
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise is kept as it stands, without the tolerance."""
+        at_least = MEASURES[self.measure].at_least
+        return self.value >= self.limit if at_least else self.value <= self.limit
+
+    @property
+    def promise(self) -> str:
+        """The promise and what became of it, as ``at most 1.15: kept``."""
+        became = "kept" if self.kept else "just missed" if self.holds else "missed"
+        return f"{MEASURES[self.measure].promise.format(self.limit)}: {became}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -66,9 +66,7 @@ def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
             text = ratio(spread) if spread else "-"
             line.append(f"{mark}{text}{mark}" if spread and loses(label, spread) else text)
         if gated:
-            verdicts = (
-                each.text if each.holds else f"{mark}missed: {each.text}{mark}" for each in row.verdicts
-            )
+            verdicts = (each.promise if each.kept else f"{mark}{each.promise}{mark}" for each in row.verdicts)
             line.append("; ".join(verdicts))
         table.append(line)
     return table
@@ -112,6 +110,20 @@ def losses(report: Report) -> str:
     if len(rows) == 1:
         return "None in this run."
     return markdown(rows)
+
+
+def summary(report: Report, most: int = 10) -> str:
+    """List the first promised comparison with a rival of each section, ``most`` at most."""
+    rows = [["", "against", "ours / theirs", "promised"]]
+    for record in report.sections.values():
+        compared = (
+            [f"{each.table}: {each.name}", rival, ratio(each.ratios[rival]), each.verdicts[0].promise]
+            for each in record.outcomes
+            for rival in each.ratios
+            if rival in RIVALS and any(verdict.against == rival for verdict in each.verdicts)
+        )
+        rows += [row for row in (next(compared, None),) if row]
+    return markdown(rows[: most + 1])
 
 
 def published(report: Report) -> str:

@@ -9,9 +9,12 @@ import torch
 from amp_plugin.did_you_mean import did_you_mean
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
+TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true"}
+# The dtype that autocast computes in, in training; of fp8 around the layers that torchao has converted.
+TRAINING_DTYPES: Final = {**DTYPES, "fp8": torch.bfloat16}
+STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "fp8": "bf16-mixed"}
 OTHER_NAMES: Final[dict[str, PrecisionName]] = {
     "16": "fp16",
     "16-mixed": "fp16",
@@ -74,6 +77,17 @@ def checked_precision(option: str, given: object, source: str = "") -> Precision
         hint = did_you_mean(name, names, written=lambda near: f"{option}={OTHER_NAMES.get(near, near)!r}")
         msg = f"{place} is unknown; allowed are {_allowed()}{hint}"
     raise ValueError(msg)
+
+
+def checked_training_precision(given: object) -> TrainingPrecision:
+    """Return our name of a precision to train in: those of :func:`checked_precision`, or ``"fp8"``.
+
+    Raises:
+        ValueError: it is no precision of ours; the text says what to use.
+    """
+    if str(given) in {"fp8", "transformer-engine", "float8"}:
+        return "fp8"
+    return checked_precision("precision", given)
 
 
 def _allowed() -> str:

@@ -9,8 +9,8 @@ to that.
 ======================  ==========================  ===============  ==========
 op                      bytes (B = all gradients)   launches (CUDA)  host syncs
 ======================  ==========================  ===============  ==========
-norm_check              read B                      2                0
-unscale\_               read B, write B             2                0
+norm_check              read B                      1                0
+unscale\_               read B, write B             1                0
 multiply\_              read B, write B; 0 if 1     1                0
 cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
@@ -55,8 +55,9 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import reference, step_reference, weight_reference
+from amp_plugin.kernels import multi_tensor, reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
+from amp_plugin.kernels.tracers import untraced
 
 HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
 """What ``hysteresis_mode`` of ``update_scale_`` means; see ``reference.update_scale_``."""
@@ -134,12 +135,27 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
 _REFERENCES: Final = (reference, step_reference, weight_reference)
 
 
+def _plain(name: str) -> Callable[..., Any]:
+    """The op in torch's own ops: many tensors at once on a GPU, one by one elsewhere."""
+    one_by_one = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
+    at_once = getattr(multi_tensor, name, one_by_one)
+
+    def plain(*arguments: Any) -> Any:
+        tensors = (each for given in arguments for each in (given if isinstance(given, list) else [given]))
+        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tensors)
+        return (at_once if on_gpu else one_by_one)(*arguments)
+
+    return plain
+
+
 def _define() -> None:
     for name, schema in SCHEMAS.items():
+        plain = _plain(name)
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
-        plain = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
         register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
+        LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # what C++ falls back to
+        LIBRARY.impl(f"_plain_{name}", untraced(plain), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 
 
 _define()

@@ -76,6 +76,8 @@ def _about_nan(finding: Finding, base: str) -> str:  # noqa: PLR0911 - one answe
         return f"{base} is defined on a bounded range: clamp its input into it."
     if base in _SPREADS or (base == "mean" and any(0 in given.shape for given in finding.inputs)):
         return f"{base} of too few elements is 0 / 0: check the length first, or pass correction=0."
+    if base.endswith("norm"):
+        return f"{base} divides by a root: the variance is negative, or 0 without eps; look at running_var."
     return f"{base} is not defined for these inputs: look at their ranges above."
 
 

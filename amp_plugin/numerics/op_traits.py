@@ -11,12 +11,12 @@ from torch._ops import OpOverload
 from amp_plugin.casting.op_names import full_name, written_arguments
 
 # They share memory with an argument, though their schemas do not say so.
-_VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach"})
+_VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
 
 # Results of these are memory that nobody has written yet.
 _UNWRITTEN = frozenset(
     {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided", "resize_",
-     "_resize_output_", "resize_as_", "empty_quantized", "set_"}
+     "_resize_output_", "resize_as_", "empty_quantized"}
 )  # fmt: skip
 
 # These move elements and compute none.

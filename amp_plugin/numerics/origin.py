@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
+
 from amp_plugin.numerics.finding import Finding
 
 OriginKind = Literal["made", "weight", "input", "unwritten", "collective", "on purpose"]
@@ -27,6 +29,18 @@ class Origin:
     def is_accident(self) -> bool:
         """Whether an op made it, and nobody put it there."""
         return self.kind == "made"
+
+    @property
+    def is_scaled_gradient(self) -> bool:
+        """Whether it is a gradient in fp16 that overflowed, as a loss scale that is too large makes it."""
+        found = self.finding
+        return (
+            self.kind == "made"
+            and found is not None
+            and found.direction == "backward"
+            and found.dtype is torch.float16
+            and not found.values.nan
+        )
 
     @property
     def waits_for_arithmetic(self) -> bool:

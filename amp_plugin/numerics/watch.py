@@ -23,6 +23,7 @@ from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, results_of
 from amp_plugin.numerics.op_traits import traits_of
 from amp_plugin.numerics.origin import ON_PURPOSE, Origin
+from amp_plugin.numerics.scaled_gradients import ScaledGradients
 from amp_plugin.numerics.storages import Storages
 from amp_plugin.numerics.tensor_summary import is_finite, non_finite
 from amp_plugin.numerics.unwatched import unwatched
@@ -51,6 +52,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._found = found
         self._strict = strict
         self._sites = ForwardSites()
+        self._scaled = ScaledGradients()
         self._origins: Storages[Origin] = Storages()
         self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
 
@@ -72,6 +74,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled():
             self._sites.note(traits.name, self._modules.current())
         report = CallReport(traits, args, kwargs, self._modules, self._sites)
+        if report.is_backward:
+            self._scaled.enter(torch._C._current_graph_task_id())
         with unwatched():
             self._arrive(report)
             before = given_before(report.arguments, traits) if traits.written else []
@@ -88,15 +92,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def left_over(self) -> None:
         """Report the infinities that nothing has come of, but that are still there, and not on purpose."""
+        if (overflow := self._scaled.last) is not None:
+            self._report(
+                overflow, f"gradients that are not finite, in the last {self._scaled.passes} backward passes"
+            )
         for origin in dict.fromkeys(self._origins.alive()):
-            if origin.is_accident:
+            if origin.is_accident and not origin.is_scaled_gradient:
                 self._report(origin, "still there at the end of the region")
 
     def _arrive(self, report: CallReport) -> None:
         """Report what has reached a loss, a gradient or a Python number by this op."""
         for argument in report.arguments:
             origin = self._origins.get(argument.tensor)
-            if origin is None or origin is ON_PURPOSE or origin.is_reported:
+            if origin is None or origin is ON_PURPOSE or origin.is_reported or self._is_waiting(origin):
                 continue
             if report.traits.name == _TO_PYTHON:
                 self._report(origin, "a number in Python (item, float, print)")
@@ -157,10 +165,20 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = report.weight(result.tensor) if result.name and not report.is_backward else ""
         if written and report.traits.written:
             what = what or f"the weight {written}, written by {report.here()}"
+        elif self._is_waiting(origin):
+            if report.is_backward and (first := self._scaled.overflow(origin)) is not None:
+                self._report(
+                    first, f"gradients that are not finite, in {self._scaled.passes} backward passes"
+                )
+            return
         elif report.is_backward:
             what = what or f"the gradients, by {report.here()}"
         if what or self._strict or (judged.verdict == "made" and judged.values.nan):
             self._report(origin, what)
+
+    def _is_waiting(self, origin: Origin) -> bool:
+        """Whether it takes a row of backward passes to make a fault of it."""
+        return origin.is_scaled_gradient and not self._strict
 
     def _made(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:
         """Return the origin of numbers an op made, which is an earlier one if that explains them."""

@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_CORES = ("native core", "CUDA kernels")
 
 
 class Groups(NamedTuple):
@@ -165,17 +169,22 @@ def _over_groups(pair: Tensor, norm_type: float, groups: Groups) -> Tensor:
 
 
 def _agree_on_core(groups: Groups, device: torch.device) -> None:
-    """Check that all ranks have the native core, or none.
+    """Check that all ranks have the native core, or none, and so with the CUDA kernels.
 
-    Both compute the same to the last few bits only; replicated parameters would drift apart.
+    With and without they compute the same to the last few bits only; replicated parameters would drift apart.
     """
-    loaded = float(native_core().loaded)
-    votes = torch.tensor([loaded, -loaded], device=device)
+    cuda = device.type == "cuda" and cuda_core(device.index).loaded
+    loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
+    most, least = loaded, -loaded
     for group in (*groups.agree, *groups.sharded):
+        votes = torch.stack([most, least])
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=group)
-    if votes[0] != -votes[1]:
-        msg = (
-            "some ranks have amp_plugin's native core and others do not, and both differ in the last bits; "
-            "run `amp-plugin build` on every machine, or set AMP_PLUGIN_NATIVE=0 on all"
-        )
-        raise RuntimeError(msg)
+        most, least = votes.unbind()
+    for name, any_has, all_have in zip(_CORES, most.tolist(), (-least).tolist(), strict=True):
+        if any_has != all_have:
+            msg = (
+                f"some ranks have amp_plugin's {name} and others do not, and both differ in the last bits; "
+                "run `amp-plugin doctor` on every machine, which says what is missing, or set "
+                "AMP_PLUGIN_NATIVE=0 on all"
+            )
+            raise RuntimeError(msg)

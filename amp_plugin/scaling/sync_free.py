@@ -74,10 +74,7 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
             an attribute, or what state there is.
     """
     params = [param for param in params_of(optimizer) if param.grad is not None]
-    before = {
-        name: value.clone() if isinstance(value, Tensor) else value
-        for name, value in _held(optimizer, params).items()
-    }
+    before = {name: _copy(optimizer, name, value) for name, value in _held(optimizer, params).items()}
     with torch.enable_grad():
         value = optimizer.step(*args, **kwargs)
     after = _held(optimizer, params)
@@ -89,6 +86,23 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
     for weight in stored:
         weight.note_written()
     return value
+
+
+def _copy(optimizer: Optimizer, name: str, value: Any) -> Any:
+    """Return a copy of a tensor; of anything else itself.
+
+    Raises:
+        RuntimeError: It is of a subclass that has no copy, as 8-bit state may be.
+    """
+    try:
+        return value.clone() if isinstance(value, Tensor) else value
+    except NotImplementedError as error:
+        where, _, what = name.partition(".")
+        msg = (
+            f"sync_free=True: {what.rpartition('.')[2]!r} in {where} of {type(optimizer).__name__} is a "
+            f"{type(value).__name__}, which has no copy to put back; pass sync_free=False to GradScaler."
+        )
+        raise RuntimeError(msg) from error
 
 
 def _held(optimizer: Optimizer, params: list[Tensor]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.weights.checkpoint_entry import KEY, entry_of, load_entry
@@ -53,15 +53,24 @@ class OptimizerView:
     Args:
         form: How they are stored.
         find: Return the stored weight of a parameter, None if it is stored as it is.
+        adopt: Store a parameter that has come in 16 bits and was frozen until now.
         seed: For stochastic rounding.
 
     Attributes:
         steps: Optimizer steps since the weights were first stored; each rounds by draws of its own.
     """
 
-    def __init__(self, form: Form, find: Callable[[Tensor], StoredWeight | None], *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        form: Form,
+        find: Callable[[Tensor], StoredWeight | None],
+        adopt: Callable[[nn.Parameter], None],
+        *,
+        seed: int = 0,
+    ) -> None:
         self.form = form
         self.steps = 0
+        self._adopt = adopt
         self._find = find
         self._seed = seed
         self._shown: list[StoredWeight] = []
@@ -139,6 +148,9 @@ class OptimizerView:
 
     @torch.no_grad()
     def _show(self, optimizer: Optimizer) -> None:
+        for param in _distinct_params(optimizer):
+            if param.dtype is self.form.dtype and param.grad is not None and self._find(param) is None:
+                self._adopt(param)
         weights = [weight for weight in self._in_groups(optimizer) if _may_be_stepped(weight.param)]
         self.form.settle(weights)
         for weight in weights:
@@ -233,7 +245,7 @@ def _may_be_stepped(param: Tensor) -> bool:
     return param.requires_grad or param.grad is not None
 
 
-def _distinct_params(optimizer: Optimizer) -> list[Tensor]:
+def _distinct_params(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters in the order in which torch numbers them in a state dict."""
     return list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
 

@@ -26,7 +26,7 @@ class StoredWeight:
     def __init__(self, param: nn.Parameter, rest: Tensor) -> None:
         self.param = param
         self.rest = rest
-        self.master = _master_of(param, rest)
+        self.master = nn.Parameter(_master_data(param, rest))
         self._rest_is_loaded = False
         self._seen_version = param._version
         param.grad_dtype = torch.float32
@@ -93,10 +93,6 @@ def _restored(param: nn.Parameter, rest: Tensor, rest_is_loaded: bool) -> Stored
     weight = StoredWeight(param, rest)
     weight._rest_is_loaded = rest_is_loaded
     return weight
-
-
-def _master_of(param: nn.Parameter, rest: Tensor) -> nn.Parameter:
-    return nn.Parameter(_master_data(param, rest), requires_grad=param.requires_grad)
 
 
 def _master_data(param: Tensor, rest: Tensor) -> Tensor:

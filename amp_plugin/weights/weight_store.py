@@ -65,10 +65,20 @@ class WeightStore:
         for param in params:
             if self.find(param) is None:
                 self._weights[id(param)] = self._stored(param)
-        for module in model.modules():
-            if any(self.find(param) is not None for param in module.parameters(recurse=False)):
-                module.register_load_state_dict_pre_hook(self.before_load)  # type: ignore[no-untyped-call]
-        setattr(model, _ATTRIBUTE, self)
+        if vars(model).get(_ATTRIBUTE) is not self:
+            setattr(model, _ATTRIBUTE, self)
+            for module in model.modules():
+                if any(True for _ in module.parameters(recurse=False)):
+                    module.register_load_state_dict_pre_hook(self.before_load)  # type: ignore[no-untyped-call]
+
+    @torch.no_grad()
+    def adopt(self, param: nn.Parameter) -> None:
+        """Store a parameter that was frozen when the model was stored, and is trained now.
+
+        Args:
+            param: In the dtype that weights are stored in.
+        """
+        self._weights[id(param)] = self._stored(param)
 
     def _stored(self, param: nn.Parameter) -> StoredWeight:
         grad, param.grad = param.grad, None
@@ -96,7 +106,7 @@ class WeightStore:
         for optimizer in optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             if view_of(optimizer) is None and any(self.find(param) is not None for param in params):
-                OptimizerView(self.form, self.find, seed=self._seed).attach(optimizer)
+                OptimizerView(self.form, self.find, self.adopt, seed=self._seed).attach(optimizer)
 
     # -- in float32 ------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ class TestPrecedence:
             "dynamic": "false",
             "fp16_gradients": "yes",
             "sync_free": "on",
+            "one_pass": "off",
             "fp32_outputs": "0",
             "cast_cache": "True",
             "exact_schedulers": "1",
@@ -71,6 +72,7 @@ class TestPrecedence:
         assert found.get("dynamic") is False
         assert found.get("fp32_outputs") is False
         assert found.get("sync_free") is True
+        assert found.get("one_pass") is False
         assert found.get("on_nonfinite") == "ignore"
         assert type(found.get("hysteresis")) is int
 

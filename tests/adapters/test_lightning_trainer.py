@@ -913,7 +913,8 @@ def test_a_step_before_the_first_loss_is_told_of():
         ({"precision": "bf16-true"}, r"weights themselves in 16 bits.*Use precision='bf16': .* in fp32"),
         ({"precision": "16-true"}, r"Use precision='fp16'"),
         ({"precision": torch.float64}, r"precision=torch.float64 is not mixed precision.*'64-true'"),
-        ({"precision": "fp8"}, "precision='fp8' is unknown; allowed are"),
+        ({"precision": "fp4"}, "precision='fp4' is unknown; allowed are"),
+        ({"eval_precision": "fp8"}, "eval_precision='fp8' is unknown; allowed are"),
         (
             {"eval_precision": "hallf"},
             "eval_precision='hallf' is unknown.*did you mean eval_precision='fp16'",

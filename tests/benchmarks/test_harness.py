@@ -115,6 +115,26 @@ def test_a_verdict_says_what_was_allowed():
     assert judge(share, [10.25], [10.0]).text == "0.50, at most 1 x max(5 %, 0.1 µs)"
 
 
+@pytest.mark.parametrize(
+    ("gate", "ours", "theirs", "promise"),
+    [
+        (Gate(limit=1.15), 1.0, 2.0, "at most 1.15: kept"),
+        (Gate(limit=1.0), 1.05, 1.0, "at most 1.00: just missed"),
+        (Gate(limit=1.0), 1.2, 1.0, "at most 1.00: missed"),
+        (Gate(limit=3, measure="theirs / ours"), 1.0, 2.0, "at least 3.00 times as fast: missed"),
+        (Gate(limit=0.2, measure="ours - theirs"), 1.0, 2.0, "at most 0.200 µs more: kept"),
+        (
+            Gate(limit=1.0, measure="share of max(5 %, 0.1 us)"),
+            10.2,
+            10.0,
+            "at most 5 % or 0.1 µs more: kept",
+        ),
+    ],
+)
+def test_a_promise_is_told_with_what_became_of_it(gate, ours, theirs, promise):
+    assert judge(gate, [ours], [theirs]).promise == promise
+
+
 def test_an_unknown_measure_names_those_there_are():
     with pytest.raises(
         ValueError, match="there is no measure 'speed'; choose one of ours / theirs, theirs / ours"

@@ -76,6 +76,7 @@ def test_promises_are_those_that_were_made():
     assert ("ops", "ours / theirs", 1.01) in promised
     assert ("ops", "ours - theirs", 0.2) in promised
     assert ("ops", "ours", 2 * 8 + weights - 8) in promised
+    assert ("host", "ours", 10.0) in promised
     assert sum(each == ("ops", share, 1.0) for each in promised) == 8
     assert [each[2] for each in promised if each[0] == "kernels" and each[1] == "ours / theirs"] == [
         0.5,

@@ -57,13 +57,20 @@ def test_a_section_shows_losses_and_missed_promises_in_bold(report):
 
 |  | amp_plugin | torch | ours / torch | promised |
 | --- | ---: | ---: | ---: | ---: |
-| fast | 1.50 ms | 3.00 ms | 0.50 | 0.50x, at most 1.00x |
-| slow | 3.00 ms | 1.50 ms | **2.00** | **missed: 2.00x, at most 1.00x** |
+| fast | 1.50 ms | 3.00 ms | 0.50 | at most 1.00: kept |
+| slow | 3.00 ms | 1.50 ms | **2.00** | **at most 1.00: missed** |
 
 ![figure](images/x.svg)
 
 *Some CPU, 2 cores (AVX2), 1 thread, torch 2.13.0+cpu, 2026-01-02; CPU time, median of 3 rounds in turns.*"""
     )
+
+
+def test_the_summary_has_one_promise_of_each_section(report):
+    lines = tables.summary(report).splitlines()
+    assert lines[0] == "|  | against | ours / theirs | promised |"
+    assert lines[2] == "| Models: fast | torch | 0.50 | at most 1.00: kept |"
+    assert len(tables.summary(report, most=0).splitlines()) == 2
 
 
 def test_slower_than_a_limit_is_no_loss(report):

@@ -127,6 +127,13 @@ void call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<k
   kernel(*static_cast<std::remove_reference_t<Parameters>*>(arguments[kIndex])...);
 }
 
+// The sizes of a kernel's parameters in bytes, with 0 behind the last.
+template <typename... Parameters>
+const size_t* parameter_sizes(void (*)(Parameters...)) {
+  static const size_t sizes[] = {sizeof(Parameters)..., 0};
+  return sizes;
+}
+
 template <typename... Parameters>
 const char* launch(
     void (*kernel)(Parameters...), unsigned blocks, unsigned threads, void** arguments, bool descending) {
@@ -188,6 +195,18 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 
+// Threads take turns, so what one has written the next one sees.
+static inline void __threadfence() {}
+static inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  return std::exchange(*address, *address + value);
+}
+static inline unsigned atomicOr(unsigned* address, unsigned value) {
+  return std::exchange(*address, *address | value);
+}
+static inline unsigned atomicExch(unsigned* address, unsigned value) {
+  return std::exchange(*address, value);
+}
+
 static inline int __popc(unsigned word) { return __builtin_popcount(word); }
 
 template <typename To, typename From>
@@ -204,6 +223,10 @@ static inline double __longlong_as_double(long long word) { return same_bits<dou
 
 template <typename T>
 T __ldca(const T* address) {
+  return *address;
+}
+template <typename T>
+T __ldcg(const T* address) {
   return *address;
 }
 template <typename T>

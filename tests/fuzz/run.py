@@ -62,8 +62,12 @@ class Run:
 
     def take_side(self, o: int) -> None:
         """Where a folded clip and an edit are in dispute, follow the real side."""
-        if is_disputed(self.oracle, o) and self.stepped_in_one_pass(o):
-            raise OutOfDomainError("a folded clip and an edit, and gradients that no step has clipped")
+        may_be_one_pass = self.setup.options.get("one_pass", True) and not self.oracle.fused[o]
+        shows_nothing = may_be_one_pass and not self.oracle.finite(self.members(o))
+        if is_disputed(self.oracle, o) and (shows_nothing or self.stepped_in_one_pass(o)):
+            raise OutOfDomainError(
+                "a folded clip and an edit, and gradients that do not show what was made of them"
+            )
         self.oracle.take_side(o, lambda index: self.scene.params[index].grad)
 
     def see_skip(self, o: int, allowed: set[bool]) -> bool:

@@ -1,10 +1,11 @@
-// Launches of the package's kernels, and CUDA graphs: what the ops of a capture do is noted and undone; a
+// CUDA graphs: what the ops of a capture do is noted and undone; a
 // replay does it again.
 #include <torch/library.h>
 
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
@@ -17,6 +18,7 @@ namespace {
 struct Graph {
   std::vector<std::function<void()>> work;
   Footprint footprint;
+  std::vector<std::shared_ptr<void>> kept;
 };
 
 std::atomic<bool> active{false};
@@ -113,33 +115,12 @@ void record(std::function<void()> work) {
   graphs.at(current).work.push_back(std::move(work));
 }
 
-namespace {
-
-// A kernel of the package, compiled for the CPU: see tests/cuda_emulation. Its arguments lie one behind
-// another.
-void launch(
-    int64_t kernel, int64_t blocks, int64_t threads, bool descending, at::Tensor arguments,
-    at::IntArrayRef offsets) {
-  using Kernel = const char* (*)(unsigned, unsigned, void**, int);
-  const std::vector<int64_t> places = offsets.vec();
-  auto work = [=] {
-    std::vector<void*> pointers;
-    for (int64_t place : places) pointers.push_back(static_cast<char*>(arguments.mutable_data_ptr()) + place);
-    static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
-    std::lock_guard lock(one_at_a_time);
-    const char* error =
-        reinterpret_cast<Kernel>(kernel)(unsigned(blocks), unsigned(threads), pointers.data(), descending);
-    TORCH_CHECK(error == nullptr, error);
-  };
-  capturing() ? record(work) : submit(current_stream(), work);
+void keep_with_graph(std::shared_ptr<void> object) {
+  std::lock_guard lock(mutex);
+  graphs.at(current).kept.push_back(std::move(object));
 }
 
-}  // namespace
-
 TORCH_LIBRARY_FRAGMENT(host_device, library) {
-  library.def(
-      "launch(int kernel, int blocks, int threads, bool descending, Tensor arguments, int[] offsets) -> ()",
-      &launch);
   library.def("capture_begin() -> int", &begin);
   library.def("capture_end() -> ()", &end);
   library.def("capturing() -> bool", &capturing);

@@ -10,6 +10,7 @@
 #include <compare>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -90,6 +91,9 @@ void made(const c10::Storage& storage);
 
 // Calls `run`, and undoes what it did to memory.
 void without_effect(const std::function<void()>& run);
+
+// Goes when the graph goes.
+void keep_with_graph(std::shared_ptr<void> object);
 
 // What a replay does next.
 void record(std::function<void()> work);

@@ -12,7 +12,6 @@ The shared object has to be loaded before torch is, so :func:`environment` tells
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import subprocess
@@ -24,14 +23,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from amp_plugin.kernels import torch_flags
-from amp_plugin.kernels.cuda.catalogue import Kernel
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.cuda_emulation.emulated_kernels import build, compiler, object_folder
 from tests.host_device.streams import (
     HostEvent,
     HostGraph,
@@ -44,7 +40,7 @@ from tests.host_device.streams import (
 
 LOADED = "host_device" in os.environ.get("LD_PRELOAD", "")
 HERE = Path(__file__).parent
-LAUNCHER = "amp_plugin.kernels.cuda.launcher"
+COMPILER = "amp_plugin.kernels.cuda.compile"
 COUNT = 2
 
 
@@ -65,8 +61,9 @@ def library() -> Path:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         sources = sorted(HERE.glob("*.cpp"))
         objects = list(pool.map(lambda source: _object([*command, "-c"], source, common), sources))
-    target = object_folder() / f"host_device-{_digest(repr(link), *map(str, objects))}.so"
-    return _made(target, [compiler(), "-shared", *map(str, objects), *link])
+    target = object_folder() / f"host_device-{_digest(repr(link), *map(str, objects), 'driver')}.so"
+    soname = "-Wl,-soname,libcuda.so.1"  # so the package finds its driver here
+    return _made(target, [compiler(), "-shared", soname, *map(str, objects), *link])
 
 
 def _object(command: list[str], source: Path, common: list[str]) -> Path:
@@ -111,9 +108,11 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         return
     device = torch.ops.host_device
     if kernels:
-        ours = types.ModuleType(LAUNCHER)
-        ours.CudaLauncher = HostLauncher
-        sys.modules[LAUNCHER] = ours
+        ours = types.ModuleType(COMPILER)
+        ours.architecture_for = lambda *_: "host"
+        ours.nvrtc_version = lambda: "of g++"
+        ours.cached_cubin = lambda kernel, _: f"{build(kernel, object_folder())}\0".encode()
+        sys.modules[COMPILER] = ours
     torch.version.cuda = "13.0"
     for name, value in _namespace(device).items():
         setattr(torch.cuda, name, value)
@@ -209,36 +208,3 @@ def _scatter(
 
 def _gather(tensors: Sequence[Tensor], dim: int, index: int) -> Tensor:
     return torch.cat([tensor.to(f"cuda:{index}") for tensor in tensors], dim)
-
-
-class HostLauncher(EmulatedDevice):
-    """The package's CUDA kernels on the device, emulated."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(object_folder(), torch.cuda.get_device_properties(device).multi_processor_count)
-        self.device = device
-
-    def stream(self) -> int:
-        return torch.cuda.current_stream(self.device).cuda_stream
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
-
-    def load(self, kernel: Kernel) -> Any:
-        return self._entry(kernel)
-
-    def _new_table(self, rows: NDArray[Any]) -> Tensor:
-        return torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
-
-    def _fill(self, table: Tensor, rows: NDArray[Any]) -> Tensor:
-        return table.copy_(torch.from_numpy(rows.view(np.uint8)), non_blocking=True)
-
-    def _run(self, kernel: Kernel, blocks: int, arguments: Sequence[Any]) -> None:
-        places, packed = [], bytearray()
-        for argument in arguments:
-            packed.extend(bytes(-len(packed) % 16))
-            places.append(len(packed))
-            packed.extend(bytes(argument))
-        memory = torch.frombuffer(packed, dtype=torch.uint8).clone()
-        entry = ctypes.cast(self._entry(kernel), ctypes.c_void_p).value
-        torch.ops.host_device.launch(entry, blocks, kernel.threads, self.descending, memory, places)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+import torch
+
 import amp_plugin.kernels
 from amp_plugin.casting import autocast_kernels
 from amp_plugin.kernels import reference
-from amp_plugin.kernels.cuda import description, tensor_table
+from amp_plugin.kernels.cuda.catalogue import all_kernels
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 
 KERNELS = Path(amp_plugin.kernels.__file__).parent
@@ -31,25 +34,23 @@ def enumerators(name: str, enum: str) -> list[str]:
     return [part.strip() for part in body.split(",") if part.strip()]
 
 
-def fields(name: str, struct: str) -> list[tuple[str, int]]:
-    """Return the fields of a struct and their sizes in bytes."""
+def fields(name: str, struct: str, more: dict[str, int]) -> list[tuple[str, int]]:
+    """Return the fields of a struct and their sizes in bytes; ``more`` has the bits of other types."""
     body = re.search(rf"struct (?:alignas\(16\) )?{struct} {{(.*?)\n}};", source(name), re.DOTALL)[1]
     bits = {"DType": 8, "u8": 8, "u16": 16, "u32": 32, "u64": 64}
-    bits |= {"uint8_t": 8, "uint16_t": 16, "uint32_t": 32, "uint64_t": 64}
-    return [(field, bits[kind] // 8) for kind, field in re.findall(r"^  (\w+) (\w+);", body, re.MULTILINE)]
-
-
-def fields_of(dtype) -> list[tuple[str, int]]:
-    return [(field, dtype[field].itemsize) for field in dtype.names]
+    bits |= {"uint8_t": 8, "uint16_t": 16, "uint32_t": 32, "uint64_t": 64, "uint8_t*": 64, "const void*": 64}
+    bits |= more
+    found = re.findall(r"^  ((?:const )?\w+\*?) (\w+);", body, re.MULTILINE)
+    return [(field, bits[kind] // 8) for kind, field in found]
 
 
 def test_dtype_codes():
-    named = {str(dtype).removeprefix("torch."): code for dtype, code in description.DTYPE_CODES.items()}
-    in_cpp = re.findall(r"case at::k(\w+): return (\d+);", source("csrc/tensor_description.cpp"))
-    assert {name: int(code) for name, code in in_cpp} == {DTYPE_NAMES[n]: code for n, code in named.items()}
-    assert constant("csrc/tensor_description.cpp", "kUnknown") == description.UNKNOWN_DTYPE
+    in_cpp = re.findall(r"case at::k(\w+): return (\d+);", source("csrc/cuda_table.cpp"))
     in_cuda = enumerators("cuda/elements.cuh", "DType")
-    assert [name.removeprefix("k").lower() for name in in_cuda] == sorted(named, key=named.__getitem__)
+    spelled = [DTYPE_NAMES[name.removeprefix("k").lower()] for name in in_cuda]
+    assert [name for name, _ in in_cpp] == spelled
+    assert [int(code) for _, code in in_cpp] == list(range(len(spelled)))
+    assert constant("csrc/cuda_table.h", "kLastCastable") == spelled.index("Double")
 
 
 def test_hysteresis_modes():
@@ -66,15 +67,41 @@ def test_flag_bits():
         ("cuda/elements.cuh", "kHasInf", "kHasNan"),
     ]:
         assert (constant(file, inf), constant(file, nan)) == (reference.INF_FLAG, reference.NAN_FLAG)
-    file = "csrc/tensor_description.cpp"
-    assert (constant(file, "kDense"), constant(file, "kAlike")) == (description.DENSE, description.ALIKE)
 
 
 def test_records():
-    described = fields("csrc/tensor_description.cpp", "Description")
-    assert described == fields_of(description.DESCRIPTION)
-    assert fields("cuda/tensor_table.cuh", "Row") == fields_of(tensor_table.ROW)
-    assert constant("cuda/write_table.cu", "kRowsByValue") == tensor_table.ROWS_BY_VALUE
+    bits = {
+        "Address": 64,
+        "const Row*": 64,
+        "u32*": 64,
+        "Partial*": 64,
+        "float*": 64,
+        "u8*": 64,
+        "double": 64,
+    }
+    for struct, in_cpp, in_cuda in [
+        ("Row", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
+        ("Partial", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
+        ("Table", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
+        ("Results", "csrc/cuda_ops.cpp", "cuda/measure.cuh"),
+        ("DeviceScalar", "csrc/cuda_ops.cpp", "cuda/elements.cuh"),
+    ]:
+        ours, theirs = fields(in_cpp, struct, bits), fields(in_cuda, struct, bits)
+        assert ours == theirs, struct
+        assert len(ours) >= 2, struct
+
+
+def test_constants_of_launches():
+    for name in ("kThreads", "kBlocksPerMultiprocessor"):
+        assert constant("csrc/cuda_kernels.h", name) == constant("cuda/tensor_table.cuh", name)
+    for name in ("kGranuleBytes", "kGranuleElements"):
+        assert constant("csrc/cuda_table.h", name) == constant("cuda/tensor_table.cuh", name)
+
+
+@pytest.mark.native
+def test_the_list_of_cuda_kernels():
+    in_cpp = torch.ops.amp_plugin._cuda_kernels()
+    assert in_cpp == [f"{kernel.name} {kernel.norm or ''} {kernel.threads}" for kernel in all_kernels()]
 
 
 def test_op_rules():

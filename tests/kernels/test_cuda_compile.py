@@ -13,10 +13,10 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from amp_plugin.kernels.cuda import compile as cuda_compile
 from amp_plugin.kernels.cuda.catalogue import (
+    CLIP_FACTOR,
     NORM_CHECK,
     NORMS,
     UPDATE_SCALE,
-    WRITE_TABLE,
     Kernel,
     all_kernels,
 )
@@ -91,10 +91,10 @@ def test_a_cubin_belongs_to_its_source_architecture_and_compiler(cache, monkeypa
 
 
 def test_a_damaged_cubin_is_compiled_again(cache):
-    code = cached_cubin(WRITE_TABLE, "sm_90")
+    code = cached_cubin(CLIP_FACTOR, "sm_90")
     (file,) = cache.glob("*/kernel.cubin")
     file.write_bytes(code[:100])
-    assert cached_cubin(WRITE_TABLE, "sm_90") == code
+    assert cached_cubin(CLIP_FACTOR, "sm_90") == code
 
 
 def test_a_cache_that_cannot_be_used_is_said(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The launcher on the real cuda-core and cuda-bindings, with a driver that only takes notes."""
+"""What loading a kernel asks of the CUDA driver, with a driver that only takes notes."""
 
 from __future__ import annotations
 
@@ -12,60 +12,47 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from amp_plugin.kernels.cuda.catalogue import MULTIPLY, UPDATE_SCALE, WRITE_TABLE
+from amp_plugin.kernels.cuda.catalogue import MULTIPLY, UPDATE_SCALE
 from amp_plugin.kernels.cuda.compile import cached_cubin
-from tests.cuda_emulation.emulated_device import HERE, compiler
+from tests.cuda_emulation.emulated_kernels import HERE, compiler
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="the driver needs g++"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real driver"),
+    pytest.mark.native,
 ]
 
 ON_THE_DRIVER = """
-import ctypes, threading
 from types import SimpleNamespace
 import torch
-import torch.cuda as cuda
-cuda.get_device_properties = lambda _: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
-cuda.current_device = lambda: 0
-cuda.current_stream = lambda _: SimpleNamespace(cuda_stream=77)
-"""
-
-LAUNCHES = """
-from amp_plugin.kernels.cuda.catalogue import MULTIPLY
-from amp_plugin.kernels.cuda.launcher import CudaLauncher
-launcher = CudaLauncher(torch.device("cuda", 0))
-arguments = ctypes.c_uint64(2**40 + 1), ctypes.c_float(0.5)
-launcher.launch(MULTIPLY, 12, arguments)
-launcher.launch(MULTIPLY, 2**31 - 1, arguments)
-thread = threading.Thread(target=launcher.launch, args=(MULTIPLY, 1, arguments))
-thread.start()
-thread.join()
-"""
-
-ASKS = """
+torch.cuda.get_device_properties = lambda _: SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+from amp_plugin.kernels import ops
 from amp_plugin.kernels.cuda import register
 register._no_cuda = lambda: ""
-print(register.cuda_core(0), flush=True)
 """
+
+LOADS = """
+print(register.cuda_core(0), flush=True)
+for _ in range(2):
+    torch.ops.amp_plugin._cuda_load(0, "multiply", "")
+"""
+ASKS = "print(register.cuda_core(0), flush=True)"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("driver")
-    command = [compiler(), "-std=c++20", "-shared", "-fPIC", "-o", "libcuda.so.1", str(HERE / "driver.cpp")]
-    subprocess.run(command, cwd=folder, check=True)
-    environment = {**os.environ, "AMP_PLUGIN_CACHE_DIR": str(folder / "cache")}
-    environment.pop("AMP_PLUGIN_NATIVE", None)
-    with pytest.MonkeyPatch.context() as patch:  # NVRTC itself would ask more of a driver
-        patch.setenv("AMP_PLUGIN_CACHE_DIR", environment["AMP_PLUGIN_CACHE_DIR"])
-        for kernel in (MULTIPLY, UPDATE_SCALE, WRITE_TABLE):
-            cached_cubin(kernel, "sm_90")
+    folders = {}
+    for name, options in (("whole", []), ("old", ["-DWITHOUT_GRAPHS"])):
+        folders[name] = tmp_path_factory.mktemp(name)
+        command = [compiler(), "-std=c++20", "-shared", "-fPIC", *options, "-o", "libcuda.so.1"]
+        subprocess.run([*command, str(HERE / "driver.cpp")], cwd=folders[name], check=True)
 
-    def on_the_driver(code, **variables):
+    def on_the_driver(code, driver="whole", **variables):
+        environment = {**os.environ, "LD_LIBRARY_PATH": str(folders[driver]), **variables}
+        environment.pop("AMP_PLUGIN_NATIVE", None)
         done = subprocess.run(
             [sys.executable, "-c", ON_THE_DRIVER + code],
-            env={**environment, "LD_LIBRARY_PATH": str(folder), **variables},
+            env=environment,
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
@@ -74,34 +61,47 @@ def run(tmp_path_factory):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), done.stderr
 
+    for kernel in (MULTIPLY, UPDATE_SCALE):  # NVRTC itself would ask more of a driver
+        cached_cubin(kernel, "sm_90")
     return on_the_driver
 
 
-def test_what_reaches_the_driver(run):
-    lines, _ = run(LAUNCHES)
-    launch = "launch multiply <<<{} 1 1, 256 1 1, 0, 77>>> on 0: 1099511627777 0.5"
-    assert lines == [
+def loading(name):
+    """Code is loaded in the device's context and outside of a capture; then both are as before."""
+    return [
         "context 0",
-        "capture mode 2",  # relaxed, while code is loaded
+        "capture mode 2",
         "library of machine code",
+        f"function {name}",
         "capture mode 0",
-        launch.format(12),
-        launch.format(2**31 - 1),
-        "context 0",  # of the other thread
-        launch.format(1),
+        "context -1",
     ]
+
+
+def test_what_reaches_the_driver(run):
+    lines, errors = run(LOADS)
+    assert lines == [
+        *loading("update_scale"),
+        "CudaCore(loaded=True, reason='', architecture='sm_90')",
+        *loading("multiply"),  # once
+    ]
+    assert not errors
 
 
 def test_a_driver_that_does_not_take_the_code_is_told_of(run):
     lines, errors = run(ASKS, FAKE_LOAD_ERROR="222")
-    assert "cannot load update_scale for sm_90, compiled by NVRTC" in lines[-1]
-    assert "CUDA_ERROR_OF_A_TEST" in lines[-1]
+    assert "the CUDA driver cannot load update_scale (CUDA_ERROR_OF_A_TEST 222, an error" in lines[-1]
     assert "update the driver" in lines[-1]
+    assert "for sm_90" in lines[-1]
     assert "loaded=False" in lines[-1]
     assert errors.count("plain torch takes over") == 1
 
 
-def test_a_driver_that_does_serves(run):
-    lines, errors = run(ASKS)
-    assert lines[-1] == "CudaCore(loaded=True, reason='')"
-    assert not errors
+def test_a_driver_that_is_too_old_is_told_of(run):
+    lines, _ = run(ASKS, driver="old")
+    assert "the CUDA driver has no cuGraphRetainUserObject; update it to CUDA 12 or newer" in lines[-1]
+
+
+def test_a_machine_without_a_driver_is_told_of(run):
+    lines, _ = run(ASKS, LD_LIBRARY_PATH="")
+    assert "the CUDA driver cannot be loaded (libcuda.so.1: cannot open" in lines[-1]

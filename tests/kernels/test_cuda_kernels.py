@@ -1,4 +1,4 @@
-"""The CUDA kernels against plain torch: emulated on the CPU everywhere, on the device where there is one."""
+"""The CUDA kernels against plain torch: on a GPU, or emulated on the device made of host memory."""
 
 from __future__ import annotations
 
@@ -9,43 +9,42 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from amp_plugin.kernels import reference
-from amp_plugin.kernels.cuda.operations import Operations
-from amp_plugin.kernels.cuda.tensor_table import SMALLEST_CHUNK
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels.cuda.register import cuda_core
+from tests.host_device import host_device
+
+pytestmark = pytest.mark.gpu
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 LAYOUTS = ("contiguous", "unaligned", "transposed", "gaps")
 NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.5, -1.0, 0.0)
+GRANULE = 4096  # kGranuleBytes
 NORM_TOLERANCE = 1e-6  # relative; the result is fp32
 GUARD = 24  # elements around a tensor, all nan
 
 
 @dataclass
 class Device:
-    ops: Operations
     device: torch.device
-    emulated: EmulatedDevice | None
+    ops: object = torch.ops.amp_plugin
 
 
-@pytest.fixture(
-    scope="module", params=["ascending", "descending", pytest.param("cuda", marks=pytest.mark.gpu)]
-)
+@pytest.fixture(scope="module", params=["ascending", "descending"])
 def on(request):
-    if request.param == "cuda":
-        from amp_plugin.kernels.cuda.launcher import CudaLauncher
-
-        device = torch.device("cuda", 0)
-        return Device(Operations(CudaLauncher(device)), device, None)
-    if compiler() is None:
-        pytest.skip("the emulation needs g++")
-    emulated = EmulatedDevice(object_folder())
-    emulated.descending = request.param == "descending"
-    return Device(Operations(emulated), emulated.device, emulated)
+    """The kernels on a GPU, or emulated with threads and blocks in either order."""
+    if host_device.LOADED:
+        torch.ops.host_device.descending(request.param == "descending")
+    elif request.param == "descending":
+        pytest.skip("a GPU chooses the order itself")
+    core = cuda_core(0)
+    assert core.loaded, core.reason
+    yield Device(torch.device("cuda", 0))
+    if host_device.LOADED:
+        torch.ops.host_device.descending(False)
 
 
 def sizes_of(dtype):
-    chunk = SMALLEST_CHUNK // dtype.itemsize
+    chunk = GRANULE // dtype.itemsize
     return (0, 1, 15, 16, 17, chunk - 1, chunk, chunk + 1)
 
 
@@ -187,8 +186,8 @@ def test_one_bad_element_at_each_position_is_flagged(on, op, norm_type):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_bad_element_in_any_chunk_is_flagged(on, dtype):
-    size = 5 * SMALLEST_CHUNK // dtype.itemsize + 3
-    for position in (0, SMALLEST_CHUNK // dtype.itemsize, size // 2, size - 4, size - 1):
+    size = 5 * GRANULE // dtype.itemsize + 3
+    for position in (0, GRANULE // dtype.itemsize, size // 2, size - 4, size - 1):
         for bad in (math.inf, math.nan):
             values = random_values(size, dtype)
             values[position] = bad
@@ -345,7 +344,7 @@ STEPS = list(itertools.product([0.0, 1.0], repeat=6))
 @pytest.mark.parametrize(("floor", "ceiling"), [(0.0, math.inf), (0.5, 8.0), (100.0, 0.001)])
 def test_update_scale_follows_the_rule(on, hysteresis_mode, hysteresis, floor, ceiling):
     rule = (3.0, 0.3, 2, floor, ceiling, hysteresis, hysteresis_mode)
-    for steps in STEPS if on.emulated is None else STEPS[::3]:
+    for steps in STEPS[::3] if host_device.LOADED else STEPS:
         state = [scalar(2.0, on), scalar(0, on, torch.int32), scalar(hysteresis, on, torch.int32)]
         expected = [tensor.cpu().clone() for tensor in state]
         for found in steps:
@@ -385,11 +384,14 @@ def test_a_scale_that_cannot_be_read_is_refused(on):
     grads = [torch.ones(3, device=on.device)]
     for bad in (torch.ones(2, device=on.device), torch.ones((), dtype=torch.int32, device=on.device)):
         with pytest.raises(
-            ValueError, match=r"inv_scale: got a tensor of .* give one element of torch.float32 or"
+            ValueError, match=r"inv_scale: got a tensor of .* give one element of Float or Double on cuda:0"
         ):
             on.ops.norm_check(grads, bad)
     state = [scalar(1.0, on), scalar(0, on, torch.int64), scalar(1, on, torch.int32)]
-    with pytest.raises(ValueError, match=r"update_scale_: got a tensor of 1 elements, torch\.int64"):
+    with pytest.raises(
+        ValueError,
+        match=r"update_scale_: got a tensor of 1 elements, Long, on cuda:0; give one element of Int on",
+    ):
         on.ops.update_scale_(*state, scalar(0.0, on), 2.0, 0.5, 1, 0.0, 1.0, 1, 0)
 
 

@@ -1,49 +1,46 @@
-"""The scaler on the CUDA kernels: emulated, they take the place of those that serve the CPU."""
+"""The scaler on the CUDA kernels, beside the scaler on the CPU."""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.kernels.cuda import register
-from amp_plugin.kernels.cuda.operations import Operations
-from tests.cuda_emulation.emulated_device import EmulatedDevice, compiler, object_folder
+from tests.host_device import host_device
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="the emulation needs g++")
+pytestmark = pytest.mark.gpu
 OVERFLOWS = (3, 4, 9)
 
 
-@pytest.fixture
-def device(monkeypatch):
-    """The emulated device; what it launches can be counted."""
-    emulated = EmulatedDevice(object_folder())
-    served = Operations(emulated)
-    monkeypatch.setattr(register, "_device_of", lambda _: 0)
-    monkeypatch.setattr(register, "_operations_of", lambda _: served)
-    library = torch.library.Library("amp_plugin", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that the CPU's kernels are overridden
-        for name in register.OPS:
-            library.impl(name, register._kernel(name), "CPU")
-    yield emulated
-    library._destroy()
+def sgd(params):
+    return torch.optim.SGD(params, lr=0.1)
 
 
-def train(optimizer, clip):
+def fused_adamw(params):
+    return torch.optim.AdamW(params, lr=0.01, fused=True)
+
+
+KERNELS = {
+    (sgd, None): {"unscale"},
+    (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
+    (fused_adamw, None): {"norm_check"},
+    (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
+    (fused_adamw, "folded"): {"norm_check", "clip_factor"},
+}
+
+
+def train(optimizer, clip, device):
     """Train on batches of which some overflow; return what each step came to, and the weights."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1)).to(device)
     stepper = optimizer(model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    scaler = GradScaler(device, init_scale=2.0**10, growth_interval=3)
     scaler.register(stepper, names=model)
     steps = []
     for i in range(12):
         x = torch.randn(32, 8)
         x[0, 0] = float("nan") if i in OVERFLOWS else x[0, 0]
-        for half in x.chunk(2):
+        for half in x.to(device).chunk(2):
             scaler.scale(model(half).square().mean()).backward()
         norm = scaler.clip_grad_norm_(stepper, 0.5, fold=clip == "folded") if clip else torch.zeros(())
         scaler.step(stepper)
@@ -51,27 +48,28 @@ def train(optimizer, clip):
         stepper.zero_grad()
         last = scaler.last_step(stepper)
         steps.append((last.skipped, str(last.overflow_report()), scaler.get_scale(), norm.item()))
-    return steps, [p.detach() for p in model.parameters()]
+    return steps, [p.detach().cpu() for p in model.parameters()]
 
 
 @pytest.mark.parametrize(
     ("optimizer", "clip"),
     [
-        (lambda params: torch.optim.SGD(params, lr=0.1), None),
-        (lambda params: torch.optim.SGD(params, lr=0.1), "in place"),
-        (lambda params: torch.optim.AdamW(params, lr=0.01, fused=True), None),
-        (lambda params: torch.optim.AdamW(params, lr=0.01, fused=True), "in place"),
-        (lambda params: torch.optim.AdamW(params, lr=0.01, fused=True), "folded"),
+        (sgd, None),
+        (sgd, "in place"),
+        (fused_adamw, None),
+        (fused_adamw, "in place"),
+        (fused_adamw, "folded"),
     ],
     ids=["SGD", "SGD, clipped", "fused AdamW", "fused AdamW, clipped", "fused AdamW, clip folded"],
 )
-def test_training_is_that_of_plain_torch(device, monkeypatch, optimizer, clip):
-    ours, weights = train(optimizer, clip)
-    assert {"finalise", "update_scale"} <= set(device.launches)
-    launches = len(device.launches)
-    monkeypatch.setattr(register, "_operations_of", lambda _: None)
-    theirs, expected = train(optimizer, clip)
-    assert len(device.launches) == launches
+def test_training_is_that_of_the_cpu(optimizer, clip):
+    if host_device.LOADED:
+        torch.ops.host_device.launched()
+    ours, weights = train(optimizer, clip, "cuda")
+    if host_device.LOADED:
+        launched = set(torch.ops.host_device.launched())
+        assert launched == {"update_scale", *KERNELS[optimizer, clip]}
+    theirs, expected = train(optimizer, clip, "cpu")
     assert [skipped for skipped, *_ in ours] == [i in OVERFLOWS for i in range(12)]
     for one, other in zip(ours, theirs, strict=True):
         assert one[:3] == other[:3]

@@ -192,6 +192,30 @@ def test_a_gradient_that_overflows_fp16_tells_of_the_loss_scale():
     assert "GradScaler halves it" in finding.advice
 
 
+def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(steps, scale):
+        scaler = GradScaler("cpu", init_scale=scale)
+        for _ in range(steps):
+            with autocast("cpu", dtype=torch.float16):
+                loss = model(torch.ones(3, 4)).float().sum()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return scaler
+
+    skipped = []
+    assert found(lambda: skipped.append(train(12, 2.0**20).skipped_steps())) is None
+    assert skipped[0] > 2
+    assert "in 20 backward passes" in found(lambda: train(30, 2.0**60)).reached
+    assert "in the last 1 backward passes" in found(lambda: train(1, 2.0**60)).reached
+    assert found(lambda: train(12, 2.0**20), strict=True).direction == "backward"
+
+
 def test_a_step_that_overflows_a_weight():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e38)
@@ -403,3 +427,15 @@ def test_the_text_has_everything():
         r"do +pow overflows fp16 above 255\.9; give aten::pow the rule fp32",
     ):
         assert re.search(row, text), text
+
+
+def test_nothing_stays_behind_when_the_region_is_closed():
+    from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+    model = Net()
+    with diagnose(model, keep_going=True):
+        loss_of(model).backward()
+    assert _len_torch_dispatch_stack() == 0
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -26,6 +26,7 @@ from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced,
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation
+from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
@@ -51,7 +52,7 @@ class AmpAccelerator(Accelerator):
     is right for any parameters, any number of times, and does nothing within an accumulation window;
     several optimizers, closures and optimizers without gradients work. Processes started by torchrun
     without a GPU form a group on the CPU. DeepSpeed, Megatron-LM, XLA
-    and fp8 are left to Accelerate.
+    and fp8 by other means than torchao are left to Accelerate.
 
     Args:
         *args: Accelerator's.
@@ -111,7 +112,11 @@ class AmpAccelerator(Accelerator):
         super().__init__(**given)
         explicit = len(given["kwargs_handlers"]) != len(handlers)
         self._engaged = engagement.is_ours(
-            self.distributed_type, self.mixed_precision, self._settings, explicit=explicit
+            self.distributed_type,
+            self.mixed_precision,
+            self._settings,
+            explicit=explicit,
+            float8_recipe=self.ao_recipe_handler,
         )
         if self._engaged:
             self._engage()
@@ -128,6 +133,10 @@ class AmpAccelerator(Accelerator):
         self.native_amp = precision != "no"
         self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self.register_load_state_pre_hook(self._remember_folder)
+        if self.ao_recipe_handler is not None:
+            refuse_device(
+                f"{type(self).__name__}(mixed_precision='fp8')", device, self.ao_recipe_handler.config
+            )
         self._region = engagement.region_options(device, precision, self._settings)
         if self._changes_forward:
             engagement.rules_of_blocks(device, self._settings)
@@ -185,8 +194,10 @@ class AmpAccelerator(Accelerator):
             require_matches(
                 models, [name for name in self._wanted_in_fp32 if name not in self._found_in_fp32]
             )
-        for model, names in found.items():
-            apply_fp32_modules(model, names)
+        for model, patterns in found.items():
+            names = apply_fp32_modules(model, patterns)
+            if names and self.ao_recipe_handler is not None:
+                leave_out(self.ao_recipe_handler, model, names)
 
     def _mix(self, module: nn.Module) -> None:
         precision = self._options.eval_precision

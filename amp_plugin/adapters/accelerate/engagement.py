@@ -13,7 +13,7 @@ from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.precision_names import (
-    DTYPES,
+    TRAINING_DTYPES,
     WEIGHTS_IN_16_BITS,
     checked_precision,
     known_precision,
@@ -92,7 +92,14 @@ def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> N
         )
 
 
-def is_ours(distributed: DistributedType, precision: str, settings: Settings, *, explicit: bool) -> bool:
+def is_ours(
+    distributed: DistributedType,
+    precision: str,
+    settings: Settings,
+    *,
+    explicit: bool,
+    float8_recipe: Any = None,
+) -> bool:
     """Say whether mixed precision is ours, or another engine's.
 
     Args:
@@ -100,11 +107,12 @@ def is_ours(distributed: DistributedType, precision: str, settings: Settings, *,
         precision: its ``mixed_precision``.
         settings: the options.
         explicit: whether the program asked for options by AmpKwargs.
+        float8_recipe: Accelerate's recipe for torchao; the other engines of fp8 do their own clipping.
 
     Raises:
         ValueError: it did, and they would have no effect.
     """
-    other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" else None)
+    other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" and float8_recipe is None else None)
     if other is None:
         return True
     text = (
@@ -140,6 +148,7 @@ def grad_scaler(
         enabled=enabled,
         fp16_gradients=adapter.fp16_gradients,
         sync_free=adapter.sync_free,
+        one_pass=adapter.one_pass,
         on_nonfinite=adapter.on_nonfinite,
         **(_groups(fsdp1) if fsdp1 is not None and (enabled or adapter.on_nonfinite != "ignore") else {}),
     )
@@ -186,10 +195,10 @@ def region_options(device: str, precision: str, settings: Settings) -> RegionOpt
         precision: its ``mixed_precision``, or the precision of its models in ``eval()`` mode.
         settings: the options.
     """
-    mixed = precision in {"fp16", "bf16"}
+    mixed = precision in {"fp16", "bf16", "fp8"}
     return RegionOptions(
         device_type=device,
-        dtype=DTYPES[precision] if mixed else torch.bfloat16,
+        dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
         enabled=settings.autocast_enabled and mixed,
         cache_enabled=settings.cache_enabled,
         fp32_outputs=settings.adapter().fp32_outputs,

@@ -12,12 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
 from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked
-from amp_plugin.adapters.precision_names import DTYPES, PrecisionName, StockName, checked_precision
+from amp_plugin.adapters.precision_names import (
+    TRAINING_DTYPES,
+    PrecisionName,
+    StockName,
+    TrainingPrecision,
+    checked_precision,
+    checked_training_precision,
+)
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
@@ -56,7 +64,7 @@ class PrecisionCore:
     @names_checked
     def __init__(
         self,
-        precision: PrecisionName | StockName | torch.dtype = "fp16",
+        precision: TrainingPrecision | StockName | torch.dtype = "fp16",
         *,
         device: str | None = None,
         eval_precision: PrecisionName | StockName | torch.dtype | None = None,
@@ -65,6 +73,7 @@ class PrecisionCore:
         weights: WeightsName = "fp32",
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
+        float8_config: Any = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -76,10 +85,11 @@ class PrecisionCore:
         on_min_scale: Literal["hold", "raise"] = "hold",
         dynamic: bool = True,
         fp16_gradients: bool = False,
+        one_pass: bool = True,
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
         self.settings = settings = PrecisionSettings(
-            precision=checked_precision("precision", precision),
+            precision=(name := checked_training_precision(precision)),
             eval_precision=(
                 None if eval_precision is None else checked_precision("eval_precision", eval_precision)
             ),
@@ -89,6 +99,7 @@ class PrecisionCore:
             weights=weights,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
+            float8_config=self._float8_config(float8_config) if name == "fp8" else None,
             loss_scale=checked_loss_scale(
                 init_scale=init_scale,
                 growth_factor=growth_factor,
@@ -102,12 +113,13 @@ class PrecisionCore:
                 dynamic=dynamic,
             ),
             fp16_gradients=fp16_gradients,
+            one_pass=one_pass,
             on_nonfinite=on_nonfinite,
         )
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
         self.observers: list[Observer] = []
-        self._desired_input_dtype = DTYPES[settings.precision]  # read by Lightning's throughput monitor
+        self._desired_input_dtype = TRAINING_DTYPES[name]  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
         self._rules: OpRules | None = None
         self._cast_cache: CastCache | None = None
@@ -117,6 +129,9 @@ class PrecisionCore:
 
     def _begin(self) -> None:
         """Set what a framework's plugin begins with: a subclass's ``__init__`` would hide the options."""
+
+    def _float8_config(self, given: Any) -> Any:
+        return checked_config(f"{type(self).__name__}('fp8')", given)
 
     def __repr__(self) -> str:
         """Show the precision."""
@@ -157,6 +172,7 @@ class PrecisionCore:
             self.settings.loss_scale,
             enabled=self.settings.scales_loss,
             fp16_gradients=self.settings.fp16_gradients,
+            one_pass=self.settings.one_pass,
             on_nonfinite=self.settings.on_nonfinite,
         )
 
@@ -183,6 +199,8 @@ class PrecisionCore:
     def _start(self, device_type: str, **scaler_options: Any) -> None:
         """Make what depends on the device, once it is known."""
         self.device = self.settings.device or device_type
+        if self.settings.float8_config is not None:
+            refuse_device(repr(self), self.device, self.settings.float8_config)
         rules = self.settings.op_rules
         if rules is not None:
             self._rules = rules
@@ -194,7 +212,9 @@ class PrecisionCore:
         """Keep cast weights from micro-batch to micro-batch where that saves casts."""
         asked = self.settings.cast_cache
         worthwhile = window > 1 and native_core().loaded
-        if DTYPES[self.settings.precision] is not torch.float32 and (worthwhile if asked is None else asked):
+        if TRAINING_DTYPES[self.settings.precision] is not torch.float32 and (
+            worthwhile if asked is None else asked
+        ):
             self._cast_cache = CastCache()
 
     def teardown(self) -> None:
@@ -207,9 +227,11 @@ class PrecisionCore:
             self._cast_cache = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Put the modules named by ``fp32_modules`` under fp32, in place."""
-        apply_fp32_modules(module, self.settings.fp32_modules)
-        return module
+        """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
+        in_fp32 = apply_fp32_modules(module, self.settings.fp32_modules)
+        if self.settings.float8_config is None:
+            return module
+        return convert_linear_layers(module, self.settings.float8_config, left_out=in_fp32)
 
     def convert_input(self, data: Any) -> Any:
         """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay."""
@@ -234,7 +256,7 @@ class PrecisionCore:
         return self._region(self.settings.precision)
 
     def _region(self, precision: str) -> torch.autocast:
-        dtype = DTYPES[precision]
+        dtype = TRAINING_DTYPES[precision]
         if dtype is torch.float32:
             return self._no_region()
         return autocast(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName
+from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName, TrainingPrecision
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
@@ -24,7 +24,7 @@ class PrecisionSettings:
     """The options of AmpPrecision and FabricAmpPrecision.
 
     Attributes:
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the dtype of training forwards.
+        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``: the dtype of training forwards.
         eval_precision: the same for validation, test and prediction; None: as in training.
         device: ``"cuda"``, ``"cpu"``, ...; None: the device training runs on, found when it starts.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
@@ -36,12 +36,14 @@ class PrecisionSettings:
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
             of a skipped step, not even by one optimizer step.
+        float8_config: torchao's Float8LinearConfig, in fp8.
         loss_scale: options of the loss scale.
         fp16_gradients: whether parameters may be in float16.
+        one_pass: whether Adam, AdamW and SGD are stepped in one pass where they can be.
         on_nonfinite: what a step does whose gradients are not finite, in any precision.
     """
 
-    precision: PrecisionName
+    precision: TrainingPrecision
     eval_precision: PrecisionName | None = None
     device: str | None = None
     rules: OpRules | str | Path | None = None
@@ -49,8 +51,10 @@ class PrecisionSettings:
     weights: WeightsName = "fp32"
     cast_cache: bool | None = None
     exact_schedulers: bool = False
+    float8_config: Any = None
     loss_scale: LossScaleOptions
     fp16_gradients: bool = False
+    one_pass: bool = True
     on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
@@ -64,6 +68,7 @@ class PrecisionSettings:
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
+        flag("one_pass", self.one_pass)
         checked_on_nonfinite(self.on_nonfinite)
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))

@@ -44,8 +44,9 @@ class TrainerPrecision(TrainerCheckpoints):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
     Args:
-        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"`` or ``"fp32"``; Lightning's names
-            (``"16-mixed"``) and dtypes are understood.
+        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``, or ``"fp8"``: Linear
+            layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
+            understood.
         device: device type, an error where training runs on another; None: the one it runs on.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
@@ -58,6 +59,7 @@ class TrainerPrecision(TrainerCheckpoints):
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
+        float8_config: torchao's Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.
         init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
         growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
         backoff_factor: factor of the scale after an overflow.
@@ -69,6 +71,7 @@ class TrainerPrecision(TrainerCheckpoints):
         on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
         fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
+        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD.
         on_nonfinite: in every precision, a step with a gradient that is not finite is ``"skip"``-ped: it
             changes nothing, and schedulers wait. ``"raise"`` ends the run, in fp16 once the scale is no
             longer the cause; ``"ignore"`` checks nothing in bf16 and fp32.
@@ -76,6 +79,7 @@ class TrainerPrecision(TrainerCheckpoints):
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
             device is not the one given.
+        ImportError: ``"fp8"``, and torchao is not installed.
         TypeError: an argument is unknown or of another type; or, when training starts, the strategy has a
             precision of its own (DeepSpeed, XLA).
 
@@ -303,15 +307,12 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.ensure_unscaled(optimizer)
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether a hook may read gradients before the step, so that they must be unscaled by then."""
+        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
         if self._looked_at is None:
-            self._looked_at = (
-                self._is_overridden("configure_gradient_clipping", model)
-                or self._is_overridden("on_before_optimizer_step", model)
-                or any(
-                    self._is_overridden("on_before_optimizer_step", callback)
-                    for callback in model.trainer.callbacks
-                )
+            self._looked_at = self._is_overridden("configure_gradient_clipping", model) or any(
+                self._is_overridden(hook, owner)
+                for owner in (model, *model.trainer.callbacks)
+                for hook in ("on_before_optimizer_step", "on_before_zero_grad")
             )
         return self._looked_at
 

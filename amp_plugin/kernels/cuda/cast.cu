@@ -23,7 +23,7 @@ __device__ void cast_range(const From* from, To* to, u32 numel) {
     In loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      if (start + k * kThreads < count) loaded[k] = load_packet(in + start + k * kThreads);
+      loaded[k] = start + k * kThreads < count ? load_packet(in + start + k * kThreads) : In{};
     }
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
@@ -38,11 +38,11 @@ __device__ void cast_range(const From* from, To* to, u32 numel) {
 }
 
 template <typename From, typename To>
-__device__ void cast_chunk(const Row& row, u64 chunk, u32 chunk_elements) {
+__device__ void cast_piece(const Row& row, u32 begin_granule, u32 end_granule) {
   constexpr int kCount = 16 / int(sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
-  const u64 begin = chunk * chunk_elements;
-  const u64 left = row.numel - begin;
-  const u32 numel = left < chunk_elements ? u32(left) : chunk_elements;
+  const u64 begin = u64(begin_granule) * kGranuleElements;
+  const u64 end = u64(end_granule) * kGranuleElements;
+  const u32 numel = u32((end < row.numel ? end : row.numel) - begin);
   const From* from = reinterpret_cast<const From*>(row.address) + begin;
   To* to = reinterpret_cast<To*>(row.out_address) + begin;
   const bool aligned = u64(from) % (kCount * sizeof(From)) == 0 && u64(to) % (kCount * sizeof(To)) == 0;
@@ -54,23 +54,22 @@ __device__ void cast_chunk(const Row& row, u64 chunk, u32 chunk_elements) {
 }
 
 template <typename From>
-__device__ void cast_chunk_from(const Row& row, u64 chunk, u32 chunk_elements) {
+__device__ void cast_piece_from(const Row& row, u32 begin, u32 end) {
   switch (row.out_dtype) {
-    case kFloat16: return cast_chunk<From, Float16>(row, chunk, chunk_elements);
-    case kBFloat16: return cast_chunk<From, BFloat16>(row, chunk, chunk_elements);
-    case kFloat32: return cast_chunk<From, Float32>(row, chunk, chunk_elements);
-    default: return cast_chunk<From, Float64>(row, chunk, chunk_elements);
+    case kFloat16: return cast_piece<From, Float16>(row, begin, end);
+    case kBFloat16: return cast_piece<From, BFloat16>(row, begin, end);
+    case kFloat32: return cast_piece<From, Float32>(row, begin, end);
+    default: return cast_piece<From, Float64>(row, begin, end);
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    cast(const Row* rows, u32 count, u32 chunk_elements) {
-  const Row row = rows[row_of_block(rows, count, blockIdx.x)];
-  const u64 chunk = blockIdx.x - row.first_block;
-  switch (row.dtype) {
-    case kFloat16: return cast_chunk_from<Float16>(row, chunk, chunk_elements);
-    case kBFloat16: return cast_chunk_from<BFloat16>(row, chunk, chunk_elements);
-    case kFloat32: return cast_chunk_from<Float32>(row, chunk, chunk_elements);
-    default: return cast_chunk_from<Float64>(row, chunk, chunk_elements);
-  }
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) cast(Table table) {
+  for_each_piece(table, [&](const Row& row, u32, u32 begin, u32 end) {
+    switch (row.dtype) {
+      case kFloat16: return cast_piece_from<Float16>(row, begin, end);
+      case kBFloat16: return cast_piece_from<BFloat16>(row, begin, end);
+      case kFloat32: return cast_piece_from<Float32>(row, begin, end);
+      default: return cast_piece_from<Float64>(row, begin, end);
+    }
+  });
 }

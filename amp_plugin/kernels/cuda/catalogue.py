@@ -1,4 +1,4 @@
-"""The kernels there are, by name and form."""
+"""The kernels there are, by name and form; ``csrc/cuda_kernels.h`` has the same list."""
 
 from __future__ import annotations
 
@@ -27,16 +27,28 @@ class Kernel:
 
 NORM_CHECK: Final = {norm: Kernel(name="norm_check", norm=norm) for norm in NORMS}
 UNSCALE: Final = {norm: Kernel(name="unscale", norm=norm) for norm in NORMS}
-FINALISE: Final = {norm: Kernel(name="finalise", norm=norm, threads=1024) for norm in NORMS}
 MULTIPLY: Final = Kernel(name="multiply")
 CAST: Final = Kernel(name="cast")
-WRITE_TABLE: Final = Kernel(name="write_table", threads=128)
 UPDATE_SCALE: Final = Kernel(name="update_scale", threads=1)
 CLIP_FACTOR: Final = Kernel(name="clip_factor", threads=1)
 
 
 def all_kernels() -> Iterator[Kernel]:
     """Yield every kernel of the package, in every form."""
-    for family in (NORM_CHECK, UNSCALE, FINALISE):
+    for family in (NORM_CHECK, UNSCALE):
         yield from family.values()
-    yield from (MULTIPLY, CAST, WRITE_TABLE, UPDATE_SCALE, CLIP_FACTOR)
+    yield from (MULTIPLY, CAST, UPDATE_SCALE, CLIP_FACTOR)
+
+
+def find(name: str, norm: str) -> Kernel:
+    """Return a kernel of the list.
+
+    Args:
+        name: Of the kernel.
+        norm: Its form; empty if it has none.
+
+    Raises:
+        KeyError: There is none.
+    """
+    kernels = {(kernel.name, kernel.norm or ""): kernel for kernel in all_kernels()}
+    return kernels[name, norm]

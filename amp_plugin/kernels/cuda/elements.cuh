@@ -12,7 +12,7 @@ using u16 = unsigned short;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 
-// Numbered as DTYPE_CODES in tensor_table.py.
+// Numbered as code_of in csrc/cuda_table.cpp.
 enum DType : u8 { kFloat16, kBFloat16, kFloat32, kFloat64, kComplex64, kComplex128 };
 
 #ifdef __CUDACC__
@@ -95,6 +95,16 @@ __device__ inline P load_packet(const P* address) {
   P packet;
   memcpy(&packet, &word, sizeof(P));
   return packet;
+}
+
+// What another block of the same launch may have written: past the cache of the multiprocessor.
+template <typename P>
+__device__ inline P load_from_l2(const P* address) {
+  const uint4 word = __ldcg(reinterpret_cast<const uint4*>(address));
+  P value;
+  static_assert(sizeof(P) == sizeof(word));
+  memcpy(&value, &word, sizeof(P));
+  return value;
 }
 
 template <typename P>

@@ -88,7 +88,7 @@ struct MeasureVisit {
     Vector<T> loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      if (k < valid) loaded[k] = load_packet(address + k * kThreads);
+      loaded[k] = k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
     group(loaded, valid);
     if constexpr (kWrites) {
@@ -115,48 +115,43 @@ struct MeasureVisit {
 };
 
 template <typename T, int kComponents, typename Norm, bool kWrites>
-__device__ Measured measure_components(
-    const Row& row, u32 per_element, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
+__device__ Measured
+measure_components(const Row& row, u32 per_element, u32 begin, u32 end, const Norm& norm, double factor) {
   const bool shrinks = fabs(factor) <= 1 && factor != 0;
   MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {Norm::identity(), 0}};
-  const Span span = span_of_chunk(row.address, row.numel * per_element * sizeof(T), chunk, chunk_bytes);
+  const Span span = span_of_piece(row.address, row.numel * per_element * sizeof(T), begin, end);
   for_each_in_span<T>(span, kComponents * sizeof(T), visit);
   return visit.measured;
 }
 
 template <typename Norm, bool kWrites>
-__device__ Measured
-measure_chunk(const Row& row, u64 chunk, u32 chunk_bytes, const Norm& norm, double factor) {
+__device__ Measured measure_piece(const Row& row, u32 begin, u32 end, const Norm& norm, double factor) {
   constexpr int kPair = Norm::kOfComponents ? 1 : 2;
   switch (row.dtype) {
-    case kFloat16:
-      return measure_components<Float16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kBFloat16:
-      return measure_components<BFloat16, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kFloat32:
-      return measure_components<Float32, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
-    case kFloat64:
-      return measure_components<Float64, 1, Norm, kWrites>(row, 1, chunk, chunk_bytes, norm, factor);
+    case kFloat16: return measure_components<Float16, 1, Norm, kWrites>(row, 1, begin, end, norm, factor);
+    case kBFloat16: return measure_components<BFloat16, 1, Norm, kWrites>(row, 1, begin, end, norm, factor);
+    case kFloat32: return measure_components<Float32, 1, Norm, kWrites>(row, 1, begin, end, norm, factor);
+    case kFloat64: return measure_components<Float64, 1, Norm, kWrites>(row, 1, begin, end, norm, factor);
     case kComplex64:
-      return measure_components<Float32, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
-    default:
-      return measure_components<Float64, kPair, Norm, kWrites>(row, 2, chunk, chunk_bytes, norm, factor);
+      return measure_components<Float32, kPair, Norm, kWrites>(row, 2, begin, end, norm, factor);
+    default: return measure_components<Float64, kPair, Norm, kWrites>(row, 2, begin, end, norm, factor);
   }
 }
 
 // Join what the threads of a block measured, always in the same order; thread 0 has the result.
-template <u32 kBlock, typename Norm>
+template <typename Norm>
 __device__ Measured reduce_block(const Norm& norm, Measured mine) {
-  __shared__ Measured of_warp[kBlock / 32];
+  __shared__ Measured of_warp[kThreads / 32];
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   for (u32 distance = 16; distance > 0; distance /= 2) {
     mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
     mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
   }
+  __syncthreads();  // an earlier call's results have been read
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
   if (warp > 0) return mine;
-  mine = lane < kBlock / 32 ? of_warp[lane] : Measured{Norm::identity(), 0};
+  mine = lane < kThreads / 32 ? of_warp[lane] : Measured{Norm::identity(), 0};
   for (u32 distance = 16; distance > 0; distance /= 2) {
     mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
     mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
@@ -164,15 +159,57 @@ __device__ Measured reduce_block(const Norm& norm, Measured mine) {
   return mine;
 }
 
+// Leave what this block found, and let the last block join what all have left; its thread 0 has the result.
+template <typename Norm>
+__device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine, Measured& all) {
+  mine = reduce_block(norm, mine);
+  if (threadIdx.x == 0) table.partials[blockIdx.x] = {mine.total, mine.bits, 0};
+  if (!comes_last(table.ticket)) return false;
+  all = {Norm::identity(), 0};
+  for (u32 i = threadIdx.x; i < gridDim.x; i += kThreads) {
+    const Partial partial = load_from_l2(&table.partials[i]);
+    all.total = norm.join(all.total, partial.total);
+    all.bits |= partial.bits;
+  }
+  all = reduce_block(norm, all);
+  return true;
+}
+
+// Where the results of a measurement go.
+struct Results {
+  float* norm;
+  float* found_inf;
+  u8* flags;  // one for each tensor
+};
+
+// The whole of norm_check and unscale. norm = inv_scale * root(total) in fp64, rounded once; the order
+// is fixed, so the result is the same in every run.
 template <typename Norm, bool kWrites>
-__device__ void measure_block(
-    const Row* rows, u32 count, u32 chunk_bytes, const Norm& norm, double factor, Partial* partials) {
-  const u32 tensor = row_of_block(rows, count, blockIdx.x);
-  const Row row = rows[tensor];
-  Measured measured =
-      measure_chunk<Norm, kWrites>(row, blockIdx.x - row.first_block, chunk_bytes, norm, factor);
-  measured = reduce_block<kThreads>(norm, measured);
-  if (threadIdx.x == 0) partials[blockIdx.x] = {measured.total, measured.bits, tensor};
+__device__ void measure_all(const Table& table, const Norm& norm, DeviceScalar inv_scale, Results results) {
+  const double factor = kWrites ? inv_scale.read() : 1;
+  Measured mine{Norm::identity(), 0}, all;
+  for_each_piece(table, [&](const Row& row, u32 tensor, u32 begin, u32 end) {
+    const Measured found = measure_piece<Norm, kWrites>(row, begin, end, norm, factor);
+    mine.total = norm.join(mine.total, found.total);
+    mine.bits |= found.bits;
+    if (found.bits != 0) atomicOr(&table.marks[tensor], found.bits);
+  });
+  if (!join_blocks(table, norm, mine, all)) return;
+  __shared__ u32 seen;
+  if (threadIdx.x == 0) seen = all.bits;
+  __syncthreads();
+  for (u32 i = threadIdx.x; i < table.count; i += kThreads) {
+    const u32 marks = seen == 0 ? 0 : atomicExch(&table.marks[i], 0u);
+    results.flags[i] = u8((marks | marks >> kWritten) & (kHasInf | kHasNan));
+  }
+  if (threadIdx.x > 0) return;
+  double value = table.granules > 0 ? norm.root(all.total) : 0;
+  if (!norm.counts()) {
+    value *= fabs(inv_scale.read());
+    if (all.bits & kHasNan) value = __longlong_as_double(0x7ff8000000000000ll);
+  }
+  *results.norm = float(value);
+  *results.found_inf = all.bits ? 1.0f : 0.0f;
 }
 
 }  // namespace amp_plugin

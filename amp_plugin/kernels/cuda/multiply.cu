@@ -1,6 +1,6 @@
-// multiply: multiply all tensors by a factor that lives on the device; return at once if it is 1.
+// multiply: multiply all tensors by a factor that lives on the device; touch none if it is 1.
 //
-// found_inf must be 0 before; any block that wrote a number that is not finite sets it to 1.
+// found_inf becomes 1 if a number that was written is not finite, else 0.
 // Bytes: B read, B written (0 if the factor is 1).
 #include "measure.cuh"
 
@@ -15,7 +15,7 @@ struct MultiplyVisit {
     Vector<T> loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      if (k < valid) loaded[k] = load_packet(address + k * kThreads);
+      loaded[k] = k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
@@ -33,27 +33,28 @@ struct MultiplyVisit {
 };
 
 template <typename T>
-__device__ bool multiply_chunk(const Row& row, u32 per_element, u64 chunk, u32 chunk_bytes, double factor) {
+__device__ u32 multiply_piece(const Row& row, u32 per_element, u32 begin, u32 end, double factor) {
   MultiplyVisit<T> visit{factor, 0};
-  const Span span = span_of_chunk(row.address, row.numel * per_element * sizeof(T), chunk, chunk_bytes);
+  const Span span = span_of_piece(row.address, row.numel * per_element * sizeof(T), begin, end);
   for_each_in_span<T>(span, sizeof(T), visit);
-  return visit.bits != 0;
+  return visit.bits;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    multiply(const Row* rows, u32 count, u32 chunk_bytes, DeviceScalar factor_scalar, float* found_inf) {
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
+    multiply(Table table, DeviceScalar factor_scalar, float* found_inf) {
   const double factor = factor_scalar.read();
-  if (factor == 1) return;
-  const Row row = rows[row_of_block(rows, count, blockIdx.x)];
-  const u64 chunk = blockIdx.x - row.first_block;
-  bool found = false;
-  switch (row.dtype) {
-    case kFloat16: found = multiply_chunk<Float16>(row, 1, chunk, chunk_bytes, factor); break;
-    case kBFloat16: found = multiply_chunk<BFloat16>(row, 1, chunk, chunk_bytes, factor); break;
-    case kFloat32: found = multiply_chunk<Float32>(row, 1, chunk, chunk_bytes, factor); break;
-    case kFloat64: found = multiply_chunk<Float64>(row, 1, chunk, chunk_bytes, factor); break;
-    case kComplex64: found = multiply_chunk<Float32>(row, 2, chunk, chunk_bytes, factor); break;
-    case kComplex128: found = multiply_chunk<Float64>(row, 2, chunk, chunk_bytes, factor); break;
+  Measured mine{Maximum::identity(), 0}, all;
+  if (factor != 1) {
+    for_each_piece(table, [&](const Row& row, u32, u32 begin, u32 end) {
+      switch (row.dtype) {
+        case kFloat16: mine.bits |= multiply_piece<Float16>(row, 1, begin, end, factor); break;
+        case kBFloat16: mine.bits |= multiply_piece<BFloat16>(row, 1, begin, end, factor); break;
+        case kFloat32: mine.bits |= multiply_piece<Float32>(row, 1, begin, end, factor); break;
+        case kFloat64: mine.bits |= multiply_piece<Float64>(row, 1, begin, end, factor); break;
+        case kComplex64: mine.bits |= multiply_piece<Float32>(row, 2, begin, end, factor); break;
+        case kComplex128: mine.bits |= multiply_piece<Float64>(row, 2, begin, end, factor); break;
+      }
+    });
   }
-  if (found) *found_inf = 1.0f;  // whoever writes, writes the same
+  if (join_blocks(table, Maximum::of(0), mine, all) && threadIdx.x == 0) *found_inf = all.bits ? 1.0f : 0.0f;
 }

@@ -128,11 +128,4 @@ struct Measured {
 
 constexpr u32 kWritten = 2;
 
-// One per block, in a workspace. Laid out as PARTIAL_BYTES in operations.py expects.
-struct alignas(16) Partial {
-  double total;
-  u32 bits;
-  u32 tensor;
-};
-
 }  // namespace amp_plugin

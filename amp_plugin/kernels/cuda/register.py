@@ -1,33 +1,31 @@
-"""Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve an op.
+"""Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve a device.
 
-The dispatcher always calls the functions here for CUDA tensors, so importing the package
-neither imports cuda-core nor starts CUDA.
+The C++ kernels on the CUDA key (``csrc/cuda_ops.cpp``) ask once for each device, and once for the
+machine code of each kernel. Importing this starts neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Final
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
-from amp_plugin.kernels import multi_tensor
-from amp_plugin.kernels.tracers import untraced
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.tracers import outside_tracers, untraced
+from amp_plugin.user_warnings import warn_user
 
-if TYPE_CHECKING:
-    from amp_plugin.kernels.cuda.operations import Operations
-
-OPS = ("norm_check", "unscale_", "multiply_", "cast", "update_scale_", "clip_factor")
-PACKAGES = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # for pip, as in pyproject.toml
+PACKAGES: Final = (
+    "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # for pip, as in pyproject.toml
+)
+OLDEST_CAPABILITY: Final = (7, 5)
 _lock = threading.Lock()
-_operations: dict[int, Operations | None] = {}  # by device index; None: plain torch
-_reasons: dict[int, str] = {}
+_reasons: dict[int, str] = {}  # by device index: why plain torch serves it; empty if it does not
+_architectures: dict[int, str] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,10 +35,12 @@ class CudaCore:
     Attributes:
         loaded: True if they do.
         reason: Why not, in one sentence, with the way out; empty if they do.
+        architecture: What they are compiled for, as ``"sm_90"``; empty if they are not.
     """
 
     loaded: bool
     reason: str
+    architecture: str = ""
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
@@ -58,8 +58,9 @@ def cuda_core(device: int | None = None) -> CudaCore:
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
     index = torch.cuda.current_device() if device is None else device
-    operations = _operations_of(index)
-    return CudaCore(loaded=operations is not None, reason=_reasons.get(index, ""))
+    loaded = prepare(index)
+    architecture = _architectures[index] if loaded else ""
+    return CudaCore(loaded=loaded, reason=_reasons[index], architecture=architecture)
 
 
 def _no_cuda() -> str:
@@ -70,40 +71,72 @@ def _no_cuda() -> str:
     return ""
 
 
-def _operations_of(index: int) -> Operations | None:
-    try:
-        return _operations[index]
-    except KeyError:
-        pass
-    with _lock:
-        if index not in _operations:
-            _operations[index] = _load(index)
-    return _operations[index]
+def prepare(index: int) -> bool:
+    """Open a device for the kernels, at the first call; return whether they serve it.
+
+    Args:
+        index: Of the device.
+    """
+    if index not in _reasons:
+        with _lock:
+            if index not in _reasons:
+                _reasons[index] = _open(index)
+    return not _reasons[index]
 
 
-def _load(index: int) -> Operations | None:
+@untraced
+def _prepare(index: int) -> bool:
+    return prepare(index)
+
+
+@untraced
+def _compile(index: int, name: str, norm: str) -> Tensor:
+    """Return the machine code of a kernel for a device, uint8 on the host."""
+    # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
+    from amp_plugin.kernels.cuda.catalogue import find  # noqa: PLC0415
+    from amp_plugin.kernels.cuda.compile import cached_cubin  # noqa: PLC0415
+
+    code = bytearray(cached_cubin(find(name, norm), _architectures[index]))
+    return torch.frombuffer(code, dtype=torch.uint8)
+
+
+def _open(index: int) -> str:
+    """Return why the kernels cannot serve the device, after a warning; empty if they can."""
     if os.environ.get("AMP_PLUGIN_NATIVE") == "0":
-        _reasons[index] = "AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
-        return None
+        return "AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
     try:
-        # Here and not above: cuda-core is optional, and importing amp_plugin must stay cheap.
-        from amp_plugin.kernels.cuda.catalogue import UPDATE_SCALE, WRITE_TABLE  # noqa: PLC0415
-        from amp_plugin.kernels.cuda.launcher import CudaLauncher  # noqa: PLC0415
-        from amp_plugin.kernels.cuda.operations import Operations  # noqa: PLC0415
-
-        launcher = CudaLauncher(torch.device("cuda", index))
-        launcher.load(UPDATE_SCALE)  # NVRTC, the cache and the driver, tried once before we rely on them
-        launcher.load(WRITE_TABLE)  # the only one that no warm-up before a graph capture would load
+        with outside_tracers():
+            _try_one(index)
     except Exception as error:  # noqa: BLE001 - cuda-core has error types of its own
-        _reasons[index] = _explain(error)
-        warnings.warn(
-            f"amp_plugin's CUDA kernels are not available on cuda:{index}, plain torch takes over: "
-            f"{_reasons[index]}",
-            RuntimeWarning,
-            stacklevel=4,
+        reason = _explain(error)
+        text = (
+            f"amp_plugin's CUDA kernels are not available on cuda:{index}, plain torch takes over: {reason}"
         )
-        return None
-    return Operations(launcher)
+        warn_user(text, RuntimeWarning)
+        return reason
+    return ""
+
+
+def _try_one(index: int) -> None:
+    """Try NVRTC, the cache and the driver, before they are relied on."""
+    core = native_core()
+    if not core.loaded:
+        msg = f"the native core, which launches them, is not loaded: {core.reason}"
+        raise RuntimeError(msg)
+    from amp_plugin.kernels.cuda.compile import architecture_for, nvrtc_version  # noqa: PLC0415
+
+    properties = torch.cuda.get_device_properties(index)
+    capability = (properties.major, properties.minor)
+    if capability < OLDEST_CAPABILITY:
+        msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
+        raise RuntimeError(msg)
+    _architectures[index] = architecture_for(*capability)
+    torch.ops.amp_plugin._cuda_open(index, properties.multi_processor_count)
+    try:
+        torch.ops.amp_plugin._cuda_load(index, "update_scale", "")
+    except RuntimeError as error:
+        msg = f"{error} (compiled by NVRTC {nvrtc_version()} for {_architectures[index]})"
+        raise RuntimeError(msg) from error
 
 
 def _explain(error: Exception) -> str:
@@ -113,31 +146,14 @@ def _explain(error: Exception) -> str:
 
 
 def register(library: Library) -> None:
-    """Register the ops for CUDA tensors; imports and starts nothing.
+    """Define what C++ asks of Python; imports and starts nothing.
 
     Args:
-        library: Of the namespace amp_plugin, with the schemas defined.
+        library: Of the namespace amp_plugin.
     """
-    for name in OPS:
-        library.impl(name, _kernel(name), "CUDA")  # type: ignore[no-untyped-call]
-
-
-def _kernel(name: str) -> Callable[..., Any]:
-    plain = getattr(multi_tensor, name)
-
-    def kernel(*arguments: Any, **keywords: Any) -> Any:
-        device = _device_of(arguments)
-        operations = _operations_of(device)
-        return (plain if operations is None else getattr(operations, name))(*arguments, **keywords)
-
-    kernel.__name__ = name
-    return untraced(kernel)  # pointers and launches are nothing to trace
-
-
-def _device_of(arguments: tuple[Any, ...]) -> int:
-    """The scale decides (and is the second or first argument); for a cast, the first tensor."""
-    for argument in (arguments[1], arguments[0]):
-        tensor = next(iter(argument), None) if isinstance(argument, list | tuple) else argument
-        if isinstance(tensor, Tensor) and tensor.is_cuda:
-            return int(tensor.device.index)
-    return torch.cuda.current_device()
+    for schema, function in (
+        ("_cuda_prepare(int device) -> bool", _prepare),
+        ("_cuda_compile(int device, str name, str norm) -> Tensor", _compile),
+    ):
+        library.define(schema)  # type: ignore[no-untyped-call]
+        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

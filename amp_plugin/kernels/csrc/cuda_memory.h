@@ -1,0 +1,43 @@
+// Device memory for tables, apart from torch's allocator: a table may outlive the CUDA graph, or the pool of
+// a compiled function, in whose capture or warm-up it was made.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "cuda_driver.h"
+
+namespace amp_plugin::cuda {
+
+class Memory {
+ public:
+  struct Block {
+    Address address;
+    size_t bytes;
+    Handle stream;
+    bool of_graph;
+  };
+
+  // Memory for work of one stream: what is given back is used again by later work of that stream.
+  Block for_stream(Handle stream, size_t bytes) { return take(bytes, stream, false); }
+  // Memory for a graph; nobody uses it when it is given back.
+  Block for_graph(size_t bytes) { return take(bytes, nullptr, true); }
+  void give_back(const Block& block);
+
+ private:
+  Block take(size_t bytes, Handle stream, bool of_graph);
+
+  using Shelf = std::tuple<bool, Handle, size_t>;
+  std::mutex mutex_;
+  std::map<Shelf, std::vector<Address>> free_;
+};
+
+// Copies bytes of the host to the device at once, whatever is being captured.
+void copy_at_once(Address target, const void* source, size_t bytes);
+
+// Calls `destroy(data)` when the graph that the stream is captured into, and all that was made of it, is
+// gone.
+void when_graph_is_gone(Handle stream, void* data, void (*destroy)(void* data));
+
+}  // namespace amp_plugin::cuda

@@ -1,0 +1,255 @@
+// The ops on CUDA tensors: one launch each, no wait for the device, no Python.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "cuda_device.h"
+
+namespace amp_plugin::cuda {
+namespace {
+
+using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// As in cuda/elements.cuh and cuda/measure.cuh.
+struct DeviceScalar {
+  const void* address;
+  uint64_t is_double;
+};
+
+struct Results {
+  float* norm;
+  float* found_inf;
+  uint8_t* flags;
+};
+
+// The op in plain torch, for a device on which the kernels do not run.
+template <typename Signature, typename... Arguments>
+auto plain(const char* name, const Arguments&... arguments) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(
+      arguments...);
+}
+
+void increment_versions(at::TensorList tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void require_one_element(
+    const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType type,
+    bool or_double = false) {
+  const bool is_right = tensor.scalar_type() == type || (or_double && tensor.scalar_type() == at::kDouble);
+  if (tensor.device() == device && tensor.numel() == 1 && is_right) return;
+  TORCH_CHECK_VALUE(
+      false, name, ": got a tensor of ", tensor.numel(), " elements, ", tensor.scalar_type(), ", on ",
+      tensor.device(), "; give one element of ", type, or_double ? " or Double" : "", " on ", device);
+}
+
+DeviceScalar scalar(const at::Tensor& tensor, const char* name, c10::Device device) {
+  require_one_element(tensor, name, device, at::kFloat, true);
+  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble};
+}
+
+at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
+  return at::empty(sizes, at::TensorOptions(type).device(device));
+}
+
+// The device that serves: the scale's, or else the first tensor's.
+c10::DeviceIndex index_of(const at::Tensor& scale, at::TensorList tensors) {
+  if (scale.is_cuda()) return scale.device().index();
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.is_cuda()) return tensor.device().index();
+  }
+  return 0;
+}
+
+// Tensors, and dense copies in place of those with gaps.
+class Dense {
+ public:
+  explicit Dense(at::TensorList tensors) : tensors_(tensors) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      if (tensors[i].is_non_overlapping_and_dense()) continue;
+      if (copies_.empty()) copies_ = tensors.vec();
+      copies_[i] = tensors[i].contiguous();
+    }
+  }
+
+  at::TensorList tensors() const { return copies_.empty() ? tensors_ : at::TensorList(copies_); }
+
+  void write_back() const {
+    for (size_t i = 0; i < copies_.size(); ++i) {
+      if (!copies_[i].is_same(tensors_[i])) tensors_[i].copy_(copies_[i]);
+    }
+  }
+
+ private:
+  at::TensorList tensors_;
+  std::vector<at::Tensor> copies_;
+};
+
+// The form of a kernel for a norm, in the order of kKernels.
+size_t form_of(double p) {
+  constexpr double infinity = std::numeric_limits<double>::infinity();
+  if (p == 2.0) return 0;
+  if (p == 1.0) return 1;
+  if (p == infinity) return 2;
+  return p == -infinity ? 3 : 4;
+}
+
+Measured measure(Device& device, size_t kernel, at::TensorList grads, const at::Tensor& inv_scale, double p) {
+  const DeviceScalar factor = scalar(inv_scale, "inv_scale", device.device());
+  const Rows rows = rows_of(grads, {}, device.device());
+  const Handle stream = device.stream();
+  const Table table = device.table(rows, stream);
+  const at::Tensor norm = empty({}, at::kFloat, device.device());
+  const at::Tensor found_inf = empty({}, at::kFloat, device.device());
+  const at::Tensor flags = empty({static_cast<int64_t>(grads.size())}, at::kByte, device.device());
+  const Results results{
+      norm.mutable_data_ptr<float>(), found_inf.mutable_data_ptr<float>(), flags.mutable_data_ptr<uint8_t>()};
+  device.launch(kernel + form_of(p), device.blocks(table), stream, table, p, factor, results);
+  return {norm, found_inf, flags};
+}
+
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+  Device* device = Device::find(index_of(inv_scale, grads));
+  if (device == nullptr) {
+    return plain<Measured(at::TensorList, const at::Tensor&, double)>(
+        "amp_plugin::_plain_norm_check", grads, inv_scale, p);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Dense dense(grads);
+  return measure(*device, kNormCheck, dense.tensors(), inv_scale, p);
+}
+
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+  Device* device = Device::find(index_of(inv_scale, grads));
+  if (device == nullptr) {
+    return plain<Measured(at::TensorList, const at::Tensor&, double)>(
+        "amp_plugin::_plain_unscale_", grads, inv_scale, p);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const Dense dense(grads);
+  const Measured result = measure(*device, kUnscale, dense.tensors(), inv_scale, p);
+  dense.write_back();
+  increment_versions(grads);
+  return result;
+}
+
+at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
+  Device* device = Device::find(index_of(factor, grads));
+  if (device == nullptr) {
+    return plain<at::Tensor(at::TensorList, const at::Tensor&)>(
+        "amp_plugin::_plain_multiply_", grads, factor);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const DeviceScalar value = scalar(factor, "factor", device->device());
+  const Dense dense(grads);
+  const Rows rows = rows_of(dense.tensors(), {}, device->device());
+  const Handle stream = device->stream();
+  const Table table = device->table(rows, stream);
+  at::Tensor found_inf = empty({}, at::kFloat, device->device());
+  device->launch(kMultiply, device->blocks(table), stream, table, value, found_inf.mutable_data_ptr<float>());
+  dense.write_back();
+  increment_versions(grads);
+  return found_inf;
+}
+
+// What the kernel takes: real, dense, laid out alike.
+bool is_castable(const at::Tensor& from, const at::Tensor& to) {
+  return from.is_non_overlapping_and_dense() && from.sizes() == to.sizes() &&
+      from.strides() == to.strides() && from.device() == to.device() && from.layout() == at::kStrided &&
+      code_of(from.scalar_type()) <= kLastCastable && code_of(to.scalar_type()) <= kLastCastable;
+}
+
+void cast(at::TensorList src, at::TensorList out) {
+  TORCH_CHECK_VALUE(
+      src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
+      " to write; give one output for each input");
+  if (src.empty()) return;
+  Device* device = Device::find(index_of(out[0], src));
+  if (device == nullptr) {
+    return plain<void(at::TensorList, at::TensorList)>("amp_plugin::_plain_cast", src, out);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  std::vector<at::Tensor> from, to;
+  for (size_t i = 0; i < src.size(); ++i) {
+    if (is_castable(src[i], out[i])) {
+      from.push_back(src[i]);
+      to.push_back(out[i]);
+    } else {
+      out[i].copy_(src[i]);
+    }
+  }
+  if (!from.empty()) {
+    const Rows rows = rows_of(from, to, device->device());
+    const Handle stream = device->stream();
+    const Table table = device->table(rows, stream);
+    device->launch(kCast, device->blocks(table), stream, table);
+  }
+  increment_versions(out);
+}
+
+void update_scale_(
+    const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+    const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
+    double min_scale, double max_scale, int64_t hysteresis, int64_t mode) {
+  Device* device = Device::find(scale.device().index());
+  if (device == nullptr) {
+    using Signature = void(
+        const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, int64_t,
+        double, double, int64_t, int64_t);
+    return plain<Signature>(
+        "amp_plugin::_plain_update_scale_", scale, growth_tracker, hysteresis_tracker, found_inf,
+        growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, mode);
+  }
+  for (const at::Tensor* tensor : {&scale, &found_inf})
+    require_one_element(*tensor, "update_scale_", device->device(), at::kFloat);
+  for (const at::Tensor* tensor : {&growth_tracker, &hysteresis_tracker})
+    require_one_element(*tensor, "update_scale_", device->device(), at::kInt);
+  constexpr int64_t kLongest = std::numeric_limits<int32_t>::max();
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  device->launch(
+      kUpdateScale, 1, device->stream(), scale.mutable_data_ptr(), growth_tracker.mutable_data_ptr(),
+      hysteresis_tracker.mutable_data_ptr(), found_inf.const_data_ptr(), growth_factor, backoff_factor,
+      static_cast<int32_t>(std::min(growth_interval, kLongest)), static_cast<float>(min_scale),
+      static_cast<float>(std::min(max_scale, kLargest)), static_cast<int32_t>(hysteresis),
+      static_cast<int32_t>(mode));
+  increment_versions({scale, growth_tracker, hysteresis_tracker});
+}
+
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale) {
+  Device* device = Device::find(norm.device().index());
+  if (device == nullptr) {
+    return plain<at::Tensor(const at::Tensor&, double, const std::optional<at::Tensor>&)>(
+        "amp_plugin::_plain_clip_factor", norm, max_norm, scale);
+  }
+  require_one_element(norm, "norm", device->device(), at::kFloat);
+  if (scale) require_one_element(*scale, "scale", device->device(), at::kFloat);
+  at::Tensor factor = empty({}, at::kFloat, device->device());
+  const void* carried = scale ? scale->const_data_ptr() : nullptr;
+  device->launch(
+      kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried,
+      factor.mutable_data_ptr());
+  return factor;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
+  m.impl("norm_check", norm_check);
+  m.impl("unscale_", unscale_);
+  m.impl("multiply_", multiply_);
+  m.impl("cast", cast);
+  m.impl("update_scale_", update_scale_);
+  m.impl("clip_factor", clip_factor);
+}
+
+}  // namespace amp_plugin::cuda

@@ -1,0 +1,72 @@
+"""What an op on a GPU costs the host, without one: CUDA tensors in host memory and a driver doing nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.setting import Section, Setting
+from tests.host_device import host_device
+
+MOST = {("norm_check", 1): 10.0, ("norm_check", 400): 20.0, ("norm_check", 10_000): 300.0}  # microseconds
+
+
+class Child:
+    """The process that has the device."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.host_time_child"],
+            env=host_device.environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        if self._answer() != "ready":
+            msg = "the device made of host memory does not start; see its message above"
+            raise RuntimeError(msg)
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None  # for the type checker
+        return self._process.stdout.readline().strip()
+
+    def microseconds(self, op: str, count: int) -> float:
+        """Return the time of one call."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{op} {count}\n")
+        self._process.stdin.flush()
+        return float(self._answer())
+
+
+@cache
+def child() -> Child:
+    """Return the process; it ends with this one."""
+    return Child()
+
+
+class HostTime(Section):
+    """The ops from C++ to the driver, for 1 to 10 000 tensors that have not moved."""
+
+    key = "host"
+    timing = "wall time of the host; the driver's own calls, some 2 µs a launch, are not in it"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each op."""
+        if host_device.cannot():  # no g++, or a build with CUDA's own kernels
+            return
+        for op in ("norm_check", "unscale_", "multiply_", "cast", "clip_factor"):
+            for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):
+                limit = MOST.get((op, count))
+                yield Comparison(
+                    name=f"{op}, {count} tensors" if count > 1 else op,
+                    table="Host time of an op on CUDA tensors, with a driver that does nothing",
+                    samples={OURS: lambda op=op, count=count: child().microseconds(op, count)},
+                    rounds=setting.rounds(21),
+                    gates=() if limit is None else (Gate(limit=limit, measure="ours", against=OURS),),
+                )
+
+
+SECTIONS = (HostTime(),)

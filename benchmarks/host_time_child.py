@@ -1,0 +1,70 @@
+"""Times ops on CUDA tensors without a GPU: a child process whose driver does nothing, asked line by line.
+
+A line ``norm_check 400`` is answered by the microseconds of one call with 400 tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from tests.host_device import host_device
+
+host_device.install_if_loaded()
+
+from amp_plugin.kernels import ops  # noqa: E402, F401 - defines the ops, once the device is there
+from amp_plugin.kernels.cuda.register import cuda_core  # noqa: E402
+from amp_plugin.scaling.gradients import make_ledger  # noqa: E402
+
+OP = torch.ops.amp_plugin
+LEDGER = make_ledger()
+
+
+@cache
+def call_of(op: str, count: int) -> Callable[[], object]:
+    """Return the call to time, with gradients that do not move, as in most steps."""
+    params = [torch.nn.Parameter(torch.zeros(64, device="cuda")) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    half = [torch.empty_like(param, dtype=torch.bfloat16).detach() for param in params]
+    factor = torch.tensor(0.5, device="cuda")
+    tensors = [param.detach() for param in params]
+    calls: dict[str, Callable[[], object]] = {
+        "norm_check": lambda: LEDGER.norm_check(params, factor, 2.0),
+        "unscale_": lambda: LEDGER.unscale_(params, factor, 2.0),
+        "multiply_": lambda: LEDGER.multiply_(params, factor),
+        "cast": lambda: OP.cast(tensors, half),
+        "clip_factor": lambda: OP.clip_factor(factor, 1.0, factor),
+    }
+    return calls[op]
+
+
+def microseconds(op: str, count: int) -> float:
+    """Return the time of one call."""
+    call, repeats = call_of(op, count), max(5, 2000 // count)
+    call()
+    begin = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter() - begin) / repeats * 1e6
+
+
+def main() -> None:
+    """Answer until the parent closes."""
+    if not cuda_core(0).loaded:
+        sys.exit(cuda_core(0).reason)
+    for op in ("norm_check", "unscale_", "multiply_", "cast", "clip_factor"):
+        call_of(op, 1)()  # loads the kernel
+    torch.ops.host_device.launches_do_nothing(True)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        op, count = line.split()
+        print(microseconds(op, int(count)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

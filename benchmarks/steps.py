@@ -1,0 +1,153 @@
+"""Whole steps, each after a backward: unscale, clip, step and update beside torch's and the bare step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_plugin import GradScaler
+from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+from amp_plugin.weights.store_weights import store_weights
+from benchmarks.gradient_path import PROMISED_ON_CUDA, shapes_of
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.models import Shapes
+from benchmarks.setting import Section, Setting
+
+BARE = "bare optimizer step"
+IN_FP32 = "fp32 weights"
+TABLE = "Unscale + clip + step + update, each after a backward"
+MAX_NORM = 0.1
+SCALE = 2.0**10
+PROMISED = {
+    "ResNet-50, fused AdamW": 1.65,
+    "GPT-2 124M, fused AdamW": 1.65,
+    "1000 x 100 KB, fused AdamW": 1.8,
+    "1000 x 1 KB, fused AdamW": 5.0,
+}
+
+
+class MadeGradients(torch.autograd.Function):
+    """A loss whose backward makes a new gradient for each parameter, and computes nothing else."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        """Return 0."""
+        ctx.params = params
+        return params[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the loss's gradient times 1e-3 for each element."""
+        value = grads[0].item() * 1e-3
+        return tuple(torch.full_like(param, value, dtype=torch.float32) for param in ctx.params)
+
+
+class Steps(Section):
+    """Unscale, clip, step and update, beside torch's and beside the optimizer alone."""
+
+    key = "steps"
+    threads = 0
+    timing = "wall time"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield each set with fused AdamW, ResNet-50's with others, and with weights in 16 bits."""
+        names = ("ResNet-50", "GPT-2 124M", "1000 x 100 KB", "1000 x 1 KB")
+        cases = [(name, "fused AdamW") for name in names]
+        others = [("ResNet-50", "foreach AdamW"), ("ResNet-50", "fused SGD with momentum")]
+        for name, optimizer in [*cases, *others]:
+            yield whole_step(setting, name, optimizer)
+        if setting.device == "cpu":
+            yield in_16_bits(setting)
+
+
+def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
+    """Compare steps with the gradients of a set, each after a backward that is not timed."""
+    trained = Trained(shapes_of(name, setting), setting.device, optimizer)
+    calls: dict[str, tuple[Callable[[], object], Any]] = {
+        OURS: (trained.step_ours, trained.ours),
+        "torch": (trained.step_theirs, trained.theirs),
+        BARE: (trained.optimizer.step, trained.theirs),
+    }
+    return Comparison(
+        name=f"{name}, {optimizer}",
+        table=TABLE,
+        samples={
+            label: setting.memory_clock(call, prepare=partial(trained.backward, scaler))
+            for label, (call, scaler) in calls.items()
+        },
+        rounds=setting.rounds(9 if name == "GPT-2 124M" else 21),
+        gates=gates_of(name, optimizer, setting),
+    )
+
+
+def gates_of(name: str, optimizer: str, setting: Setting) -> tuple[Gate, ...]:
+    """Return what is promised of a row."""
+    row = f"{name}, {optimizer}"
+    limit = (PROMISED if setting.device == "cpu" else PROMISED_ON_CUDA).get(row)
+    gates = () if limit is None else (Gate(limit=limit, measure="theirs / ours"),)
+    return (*gates, Gate(limit=1.15, against=BARE)) if gates and setting.device == "cpu" else gates
+
+
+def in_16_bits(setting: Setting) -> Comparison:
+    """Compare a step of weights stored in bf16 with one of float32 weights."""
+    stored, wide = (
+        Trained(shapes_of("ResNet-50", setting), setting.device, "fused AdamW", weights=weights)
+        for weights in ("bf16", None)
+    )
+    return Comparison(
+        name="ResNet-50, fused AdamW, weights stored in bf16",
+        table=TABLE,
+        samples={
+            OURS: setting.memory_clock(stored.step_ours, prepare=lambda: stored.backward(stored.ours)),
+            IN_FP32: setting.memory_clock(wide.step_ours, prepare=lambda: wide.backward(wide.ours)),
+        },
+        rounds=setting.rounds(21),
+        gates=(Gate(limit=1.05, against=IN_FP32),),
+    )
+
+
+class Trained:
+    """Parameters, an optimizer that has stepped, and one scaler of each kind."""
+
+    def __init__(self, shapes: Shapes, device: str, optimizer: str, *, weights: Any = None) -> None:
+        self.model = torch.nn.ParameterList([torch.zeros(shape, device=device) for shape in shapes])
+        self.params = list(self.model)
+        kind, _, name = optimizer.partition(" ")
+        if name == "AdamW":
+            self.optimizer: Any = torch.optim.AdamW(
+                self.params, lr=1e-9, fused=kind == "fused", foreach=kind == "foreach"
+            )
+        else:
+            self.optimizer = torch.optim.SGD(self.params, lr=1e-9, momentum=0.9, fused=kind == "fused")
+        if weights is not None:
+            store_weights(self.model, self.optimizer, weights=weights)
+        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False)
+        self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
+        self.backward(self.ours)
+        self.step_ours()  # makes the optimizer's state
+
+    def backward(self, scaler: Any) -> None:
+        """Make new gradients, scaled."""
+        self.optimizer.zero_grad()
+        scaler.scale(MadeGradients.apply(*self.params)).backward()  # type: ignore[no-untyped-call]
+
+    def step_ours(self) -> None:
+        """The whole step after a backward."""
+        self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=True)
+        self.ours.assume_unchanged(self.optimizer)  # as the plugin for the Trainer does where it clips
+        self.ours.step(self.optimizer)
+        self.ours.update()
+
+    def step_theirs(self) -> None:
+        """The whole step after a backward."""
+        self.theirs.unscale_(self.optimizer)
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.theirs.step(self.optimizer)
+        self.theirs.update()
+
+
+SECTIONS = (Steps(),)

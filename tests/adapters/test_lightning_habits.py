@@ -1,0 +1,311 @@
+"""What Lightning's users do beside the plugin: callbacks, Tuner, special Trainer flags, second and nested runs.
+
+Where the stock plugin does the same, the weights are compared bit for bit.
+"""
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+
+from amp_plugin import AmpMonitor, AmpPrecision, set_default_rules
+from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, make_trainer, regression, stock
+
+pytestmark = [
+    *QUIET,
+    pytest.mark.filterwarnings("ignore:.*swa_lr.*"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:.*was configured so validation will run"),
+]
+SCALE = 2.0**10
+STOCKS = {
+    "fp16": lambda: stock(init_scale=SCALE, growth_interval=2),
+    "bf16": lambda: MixedPrecision("bf16-mixed", "cpu"),
+}
+OURS = {
+    "fp16": lambda: AmpPrecision("fp16", init_scale=SCALE, growth_interval=2),
+    "bf16": lambda: AmpPrecision("bf16"),
+}
+
+
+class Validated(Linear):
+    """A regression with a scheduler, validation and a backbone."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.backbone = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        self.batch_size, self.validated = 8, []
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(self.backbone(x)), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        x, y = batch
+        self.validated.append(nn.functional.mse_loss(self.net(self.backbone(x)), y).item())
+
+    def train_dataloader(self):
+        return regression(8, self.batch_size)
+
+    def val_dataloader(self):
+        return regression(1, self.batch_size, seed=5)
+
+
+def backbone_first(module):
+    """BackboneFinetuning freezes the backbone before the optimizer is made: give it the head alone."""
+    module.configure_optimizers = lambda: torch.optim.SGD(
+        [param for param in module.parameters() if param.requires_grad], lr=1e-2
+    )
+
+
+def run(plugin, callbacks=(), prepare=None, **options):
+    module = Validated(optimizer=torch.optim.SGD)
+    if prepare:
+        prepare(module)
+    options = {"max_epochs": 4, "max_steps": -1, **options}
+    trainer = make_trainer(plugin, callbacks=list(callbacks), **options)
+    trainer.fit(module)
+    return module, trainer
+
+
+def state_of(module):
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+HABITS = {
+    "swa": {"callbacks": lambda: [StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=2)]},
+    "weight averaging": {"callbacks": lambda: [WeightAveraging()]},
+    "ema": {"callbacks": lambda: [EMAWeightAveraging(decay=0.5)]},
+    "accumulation scheduler": {"callbacks": lambda: [GradientAccumulationScheduler({0: 4, 2: 2})]},
+    "backbone finetuning": {
+        "callbacks": lambda: [BackboneFinetuning(1, train_bn=False, verbose=False)],
+        "prepare": backbone_first,
+    },
+    "overfit_batches": {"overfit_batches": 2},
+    "detect_anomaly": {"detect_anomaly": True},
+    "inference_mode": {"inference_mode": False},
+    "fast_dev_run": {"fast_dev_run": 2},
+    "deterministic": {"deterministic": True, "benchmark": False},
+    "reload dataloaders": {"reload_dataloaders_every_n_epochs": 1, "check_val_every_n_epoch": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*You requested to overfit")
+@pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:.*The dataloader.*shuffl")
+@pytest.mark.parametrize(
+    ("habit", "precision"),
+    [(habit, precision) for habit in HABITS for precision in OURS if (habit, precision) != ("swa", "fp16")],
+)
+def test_same_weights_as_under_the_stock_plugin(habit, precision):
+    finals = []
+    for make in (OURS[precision], STOCKS[precision]):
+        options = dict(HABITS[habit])
+        callbacks = options.pop("callbacks", list)()
+        module, _ = run(make(), callbacks, **options)
+        finals.append((state_of(module), module.losses, module.validated))
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+    assert finals[0][2]
+
+
+def test_stochastic_weight_averaging_in_fp16():
+    """Its last epoch runs no backward, for which the stock plugin has no step."""
+    with pytest.raises(AssertionError, match="No inf checks were recorded"):
+        run(STOCKS["fp16"](), HABITS["swa"]["callbacks"]())
+    module, trainer = run(AmpPrecision("fp16", init_scale=SCALE), HABITS["swa"]["callbacks"]())
+    expected, _ = run(None, HABITS["swa"]["callbacks"]())
+    torch.testing.assert_close(state_of(module), state_of(expected), rtol=1e-3, atol=1e-3)
+    assert trainer.precision_plugin.skipped_steps == 0
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_barebones(precision):
+    module = Validated(optimizer=torch.optim.SGD)
+    Trainer(plugins=[OURS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(module)
+    expected = Validated(optimizer=torch.optim.SGD)
+    Trainer(plugins=[STOCKS[precision]()], accelerator="cpu", barebones=True, max_steps=4).fit(expected)
+    torch.testing.assert_close(state_of(module), state_of(expected), rtol=0, atol=0)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without")
+def test_accelerator_auto_without_one():
+    module = Validated()
+    trainer = Trainer(
+        plugins=[OURS["fp16"]()],
+        accelerator="auto",
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    assert (trainer.precision_plugin.device, trainer.precision_plugin.optimizer_steps) == ("cpu", 2)
+
+
+# -- the Tuner ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_lr_find_suggests_what_it_does_under_the_stock_plugin(precision, tmp_path):
+    found = []
+    for make in (OURS[precision], STOCKS[precision]):
+        module = Validated(optimizer=torch.optim.SGD)
+        module.lr = 1e-3
+        module.configure_optimizers = lambda module=module: torch.optim.SGD(module.parameters(), lr=module.lr)
+        trainer = make_trainer(
+            make(),
+            -1,
+            max_epochs=2,
+            default_root_dir=tmp_path,
+            callbacks=[AmpMonitor()][: make is OURS[precision]],
+        )
+        finder = Tuner(trainer).lr_find(module, num_training=20, early_stop_threshold=None)
+        after = trainer.precision_plugin.state_dict().get("scale")
+        trainer.fit(module)
+        found.append((finder.results["loss"], finder.results["lr"], after, state_of(module)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
+def test_the_batch_size_finder(tmp_path):
+    sizes = []
+    for make in (OURS["fp16"], STOCKS["fp16"]):
+        module = Validated(optimizer=torch.optim.SGD)
+        trainer = make_trainer(make(), -1, max_epochs=1, default_root_dir=tmp_path)
+        sizes.append(Tuner(trainer).scale_batch_size(module, init_val=2, max_trials=2, steps_per_trial=1))
+        trainer.fit(module)
+    assert sizes[0] == sizes[1] == 4
+
+
+# -- checkpoints in the middle ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_resuming_in_the_middle_of_an_epoch_and_of_a_window(precision, tmp_path):
+    """Saved after the first batch of a window of two, whose gradients no checkpoint holds."""
+    finals = []
+    for make in (OURS[precision], STOCKS[precision]):
+        first = Validated(optimizer=torch.optim.SGD)
+        path = tmp_path / f"{len(finals)}.ckpt"
+        stop = SaveAt(path, batch=4)
+        fit_on(first, make(), callbacks=[stop], accumulate_grad_batches=2)
+        again = Validated(optimizer=torch.optim.SGD, seed=3)
+        fit_on(again, make(), ckpt_path=path, accumulate_grad_batches=2)
+        finals.append((state_of(again), again.losses))
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+
+
+class SaveAt(Callback):
+    def __init__(self, path, batch):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == self.batch and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+
+def fit_on(module, plugin, ckpt_path=None, **options):
+    trainer = make_trainer(plugin, -1, max_epochs=1, **options)
+    trainer.fit(module, ckpt_path=ckpt_path)
+    return trainer
+
+
+# -- several runs in one process ----------------------------------------------------------------
+
+
+def alone(precision):
+    module, _ = run(OURS[precision](), max_epochs=1)
+    return state_of(module)
+
+
+def test_runs_of_different_precision_one_after_another():
+    expected = {precision: alone(precision) for precision in ("fp16", "bf16")}
+    for precision in ("bf16", "fp16", "bf16", "fp16"):
+        torch.testing.assert_close(alone(precision), expected[precision], rtol=0, atol=0)
+
+
+class TrainsAnother(Callback):
+    """Runs another Trainer in the middle of an epoch."""
+
+    def __init__(self, precision):
+        self.precision, self.inner = precision, None
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 3:
+            self.inner = alone(self.precision)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("fp16", "bf16"), ("bf16", "fp16")])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_run_inside_a_run(outer, inner, accumulate):
+    expected, _ = run(OURS[outer](), max_epochs=1, accumulate_grad_batches=accumulate)
+    callback = TrainsAnother(inner)
+    module, trainer = run(OURS[outer](), [callback], max_epochs=1, accumulate_grad_batches=accumulate)
+    torch.testing.assert_close(state_of(module), state_of(expected), rtol=0, atol=0)
+    torch.testing.assert_close(callback.inner, alone(inner), rtol=0, atol=0)
+    assert trainer.precision_plugin.settings.precision == outer
+
+
+class RaisesOnce(Validated):
+    def __init__(self):
+        super().__init__(optimizer=torch.optim.SGD)
+        self.raises = True
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.raises and batch_idx == 3:
+            raise ArithmeticError("once")
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_a_second_fit_after_an_exception_in_training_step(precision, accumulate, same_trainer):
+    finals = []
+    for make in (OURS[precision], STOCKS[precision]):
+        module = RaisesOnce()
+        trainer = make_trainer(make(), -1, max_epochs=1, accumulate_grad_batches=accumulate)
+        with pytest.raises(ArithmeticError, match="once"):
+            trainer.fit(module)
+        assert not torch.is_autocast_enabled("cpu")
+        module.raises = False
+        if not same_trainer:
+            trainer = make_trainer(
+                trainer.precision_plugin, -1, max_epochs=1, accumulate_grad_batches=accumulate
+            )
+        trainer.fit(module)
+        finals.append(
+            (state_of(module), trainer.global_step, trainer.precision_plugin.state_dict().get("scale"))
+        )
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+
+
+def test_rules_of_a_run_that_failed_do_not_stay(tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("device_type: cpu\nrules:\n  aten::linear.default: fp32\n")
+    trainer = make_trainer(AmpPrecision("bf16", rules=rules), -1, max_epochs=1)
+    with pytest.raises(ArithmeticError, match="once"):
+        trainer.fit(RaisesOnce())
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
+    finally:
+        set_default_rules(None)
+
+
+def test_the_errors_of_two_precisions_name_what_to_drop():
+    with pytest.raises(ValueError, match=r"AmpPrecision\('fp16'\).*delete precision=.* and keep this plugin"):
+        fit(OneWeight(), AmpPrecision("fp16"), precision="16-mixed")

@@ -1,0 +1,141 @@
+"""Optimizers of other projects under a loss scale: exact, and a skipped step changes nothing of theirs."""
+
+import importlib
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+from amp_plugin import AmpPrecision, GradScaler
+from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.lightning_models import QUIET, Linear, fit, regression
+
+pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+OPTIMIZERS = {
+    "lion": ("lion_pytorch", "Lion", {"lr": 1e-3, "weight_decay": 1e-2}),
+    "schedule-free AdamW": ("schedulefree", "AdamWScheduleFree", {"lr": 1e-2, "warmup_steps": 2}),
+    "schedule-free SGD": ("schedulefree", "SGDScheduleFree", {"lr": 1e-2}),
+    "prodigy": ("prodigyopt", "Prodigy", {"lr": 1.0}),
+    "8-bit AdamW": ("torchao.optim", "AdamW8bit", {"lr": 1e-2, "block_size": 64}),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request):
+    package, name, options = OPTIMIZERS[request.param]
+    if not importlib.util.find_spec(package.partition(".")[0]):
+        pytest.skip(f"needs {package}")
+    kind = getattr(importlib.import_module(package), name)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
+        yield lambda params: switched(kind(params, **options))
+    reset()
+
+
+def switched(optimizer, mode="train"):
+    """Put a schedule-free optimizer into its mode; others have none."""
+    getattr(optimizer, mode, lambda: None)()
+    return optimizer
+
+
+def tensors_of(optimizer):
+    """Return all that an optimizer keeps, 8-bit tensors as fp32."""
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    return [value.dequantize() if hasattr(value, "codes") else value for value in kept]
+
+
+BATCHES = torch.randn(6, 8, 16, generator=torch.Generator().manual_seed(0))
+
+
+def trained(make, step_on):
+    """Train a layer that 8-bit state is kept of; ``step_on(optimizer, loss, number)`` does one iteration."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 1))
+    optimizer = make(net.parameters())
+    for number, batch in enumerate(BATCHES):
+        step_on(net, optimizer, lambda factor=1.0, batch=batch: net(batch).square().mean() * factor, number)
+        optimizer.zero_grad()
+    switched(optimizer, "eval")
+    return [*net.parameters(), *tensors_of(optimizer)]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_scaled_by_powers_of_two_it_trains_as_unscaled(make, clip):
+    """An overflowing batch before each good one leaves no trace."""
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+
+    def scaled(net, optimizer, loss, number):
+        for factor in (float("inf"), 1.0):
+            scaler.scale(loss(factor)).backward()
+            if clip:
+                scaler.clip_grad_norm_(optimizer, clip)
+            scaler.step(optimizer)
+            scaler.update()
+            assert scaler.last_step(optimizer).skipped == (factor != 1)
+            if factor != 1:
+                optimizer.zero_grad()
+
+    def plain(net, optimizer, loss, number):
+        loss().backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+
+    exact = {"rtol": 1e-4, "atol": 1e-5} if clip else {"rtol": 0, "atol": 0}  # another norm in the last bit
+    torch.testing.assert_close(trained(make, scaled), trained(make, plain), **exact)
+
+
+def test_without_a_sync_it_trains_or_is_refused_by_name(make):
+    """Some keep numbers on the host, or state that cannot be copied: nothing of them is half undone."""
+    scaler = GradScaler("cpu", init_scale=256.0, sync_free=True)
+
+    def scaled(net, optimizer, loss, number):
+        scaler.scale(loss()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    def plain(net, optimizer, loss, number):
+        loss().backward()
+        optimizer.step()
+
+    expected = trained(make, plain)
+    if expected and type(make(nn.Linear(2, 2).parameters())).__name__ == "Lion":
+        torch.testing.assert_close(trained(make, scaled), expected, rtol=0, atol=0)
+    else:
+        with pytest.raises(RuntimeError, match=r"sync_free=True: .*pass sync_free=False"):
+            trained(make, scaled)
+
+
+def test_in_the_trainer(make):
+    module = Linear(optimizer=lambda params, **_: make(params))
+    plugin = AmpPrecision("fp16", init_scale=256.0)
+    fit(
+        module,
+        plugin,
+        steps=8,
+        data=regression(8, repeat=True),
+        gradient_clip_val=1.0,
+        accumulate_grad_batches=1,
+    )
+    assert (plugin.optimizer_steps, plugin.skipped_steps) == (8, 0)
+    assert module.losses[-1] < module.losses[0]
+
+
+def test_under_accelerate(make):
+    accelerator = ours(init_scale=2.0**30)
+    torch.manual_seed(0)
+    net = nn.Linear(16, 256)
+    optimizer = make(net.parameters())
+    net, optimizer = accelerator.prepare(net, optimizer)
+    losses = []
+    while len(losses) < 8:
+        loss = net(BATCHES[0]).square().mean()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not accelerator.optimizer_step_was_skipped:
+            losses.append(loss.item())
+    assert accelerator.amp_metrics()["skipped_steps"] > 0
+    assert losses[-1] < losses[0]

@@ -1,0 +1,134 @@
+"""Hugging Face's Trainer with its usual options, after install(): bf16 has the stock bits, fp16 learns as fp32."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from amp_plugin import AmpAccelerator, AmpKwargs
+from amp_plugin.adapters.accelerate import install, uninstall
+from tests.adapters.accelerate_pair import reset
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning:transformers"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch.utils.checkpoint"),
+    pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+]
+needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    reset()
+    yield
+    uninstall()
+    reset()
+
+
+def tiny_bert():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def with_lora():
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(task_type="SEQ_CLS", r=4, lora_alpha=16, target_modules=["query", "value"])
+    return get_peft_model(tiny_bert(), settings)
+
+
+def train(folder, make=tiny_bert, resume=None, **arguments):
+    """Train on whether the first word is one of the upper half; return the trainer and its log."""
+    words = torch.randint(2, 64, (48, 8), generator=torch.Generator().manual_seed(0))
+    examples = [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
+    settings = transformers.TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=8,
+        gradient_accumulation_steps=2,
+        learning_rate=5e-3,
+        use_cpu=True,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        save_strategy=arguments.pop("save_strategy", "no"),
+        num_train_epochs=arguments.pop("num_train_epochs", 2),
+        **arguments,
+    )
+    trainer = transformers.Trainer(make(), settings, train_dataset=examples, eval_dataset=examples[:16])
+    trainer.train(resume_from_checkpoint=resume)
+    seen = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return trainer, [
+        {key: line[key] for key in seen if key in line} for line in trainer.state.log_history[:-1]
+    ]
+
+
+HABITS = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "the best model": {
+        "load_best_model_at_end": True,
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+    },
+    "lora": {"make": with_lora},
+}
+
+
+def options_of(habit):
+    if habit == "lora" and not importlib.util.find_spec("peft"):
+        pytest.skip("needs peft")
+    return dict(HABITS[habit])
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_in_bf16_it_trains_as_under_accelerates_own(habit, tmp_path):
+    _, expected = train(tmp_path / "stock", bf16=True, **options_of(habit))
+    reset()
+    install()
+    trainer, history = train(tmp_path / "ours", bf16=True, **options_of(habit))
+    assert type(trainer.accelerator) is AmpAccelerator
+    assert json.dumps(history) == json.dumps(expected)
+    assert len(history) > 5
+
+
+@pytest.mark.parametrize("habit", ["gradient checkpointing", "label smoothing", "lora"])
+def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
+    _, expected = train(tmp_path / "fp32", **options_of(habit))
+    reset()
+    install(AmpKwargs(init_scale=2.0**12))
+    trainer, history = train(tmp_path / "fp16", fp16=True, **options_of(habit))
+    assert trainer.accelerator.amp_metrics() == {"loss_scale": 2.0**12, "skipped_steps": 0}
+    for mine, theirs in zip(history, expected, strict=True):
+        for name, value in mine.items():
+            assert value == pytest.approx(theirs[name], rel=0.2, abs=0.05), (name, mine, theirs)
+    assert history[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02)
+
+
+@needs_peft
+def test_lora_resumes_with_its_loss_scale(tmp_path):
+    install(AmpKwargs(init_scale=2.0**8, growth_interval=2))
+    arguments = {"make": with_lora, "fp16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    whole, history = train(tmp_path, **arguments)
+    resumed, rest = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
+    assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
+    assert json.dumps(rest) == json.dumps(history)
+    trained = [name for name, param in resumed.model.named_parameters() if param.requires_grad]
+    assert trained
+    assert all("lora" in name or "classifier" in name for name in trained)

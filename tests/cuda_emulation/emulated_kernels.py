@@ -1,0 +1,62 @@
+"""The package's CUDA kernels compiled for the CPU, from the very same sources."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from amp_plugin.kernels.cuda.catalogue import Kernel
+
+HERE = Path(__file__).parent
+SOURCES = Path(__file__).parents[2] / "amp_plugin" / "kernels" / "cuda"
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-U_FORTIFY_SOURCE",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-Wno-unused-function",
+    "-Wno-unused-variable",
+    "-Wno-dangling-pointer",
+    "-ffp-contract=off",
+    "-shared",
+    "-fPIC",
+    "-fsanitize=alignment,bounds,shift",
+    "-fno-sanitize-recover",
+]
+
+
+def compiler() -> str | None:
+    """g++, which the emulation needs."""
+    return shutil.which("g++")
+
+
+def build(kernel: Kernel, folder: Path, file: Path | None = None) -> Path:
+    """Compile a kernel for the CPU; an object of the same sources is used again."""
+    source = file or SOURCES / f"{kernel.name}.cu"
+    command = [compiler(), *FLAGS, f"-I{SOURCES}", f"-I{HERE}", str(HERE / "emulate.cpp")]
+    command += [f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{source}"', f"-DNORM={kernel.norm}"]
+    inputs = sorted([*SOURCES.glob("*.cu*"), *HERE.glob("*.h"), *HERE.glob("*.cpp"), source])
+    identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
+    target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / target.name
+            subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
+            built.replace(target)
+    return target
+
+
+def object_folder() -> Path:
+    """Where the emulated kernels are kept from run to run: a private folder of this user."""
+    folder = Path(tempfile.gettempdir()) / f"amp_plugin_emulation_{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid() or folder.stat().st_mode & 0o022:
+        return Path(tempfile.mkdtemp(prefix="amp_plugin_emulation_"))
+    return folder

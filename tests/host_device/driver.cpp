@@ -1,0 +1,131 @@
+// The CUDA driver of the device, under its name: what the package asks of libcuda.so.1. Machine code is the
+// path of a kernel that was compiled for the CPU; see tests/cuda_emulation.
+#include <dlfcn.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "host_device.h"
+
+namespace host_device {
+namespace {
+
+struct Kernel {
+  std::string name;
+  const char* (*run)(unsigned blocks, unsigned threads, void** arguments, int descending);
+  const size_t* sizes;  // of the parameters, with 0 behind the last
+};
+
+struct UserObject {
+  void* data;
+  void (*destroy)(void* data);
+  ~UserObject() { destroy(data); }
+};
+
+// A launch keeps its arguments, as the driver does.
+struct Arguments {
+  struct alignas(16) Sixteen {
+    char bytes[16];
+  };
+  std::vector<std::vector<Sixteen>> values;
+
+  Arguments(const size_t* sizes, void** given) {
+    for (size_t i = 0; sizes[i] > 0; ++i) {
+      values.emplace_back((sizes[i] + 15) / 16);
+      std::memcpy(values.back().data(), given[i], sizes[i]);
+    }
+  }
+};
+
+std::atomic<bool> descending{false};
+std::atomic<bool> launches_do_nothing{false};
+std::mutex mutex;
+std::vector<std::string> launched;
+thread_local uintptr_t context = 0;
+constexpr uintptr_t kContexts = 0xC0;  // + device
+
+void run(const Kernel& kernel, unsigned blocks, unsigned threads, Arguments& arguments) {
+  static std::mutex one_at_a_time;  // an emulated kernel keeps its threads in globals
+  std::lock_guard lock(one_at_a_time);
+  std::vector<void*> pointers;
+  for (auto& value : arguments.values) pointers.push_back(value.data());
+  const char* error = kernel.run(blocks, threads, pointers.data(), descending);
+  TORCH_CHECK(error == nullptr, kernel.name, ": ", error);
+}
+
+TORCH_LIBRARY_FRAGMENT(host_device, library) {
+  library.def("descending(bool on) -> ()", [](bool on) { descending = on; });
+  library.def("launches_do_nothing(bool on) -> ()", [](bool on) { launches_do_nothing = on; });
+  library.def("launched() -> str[]", [] {
+    std::lock_guard lock(mutex);
+    return std::exchange(launched, {});
+  });
+}
+
+}  // namespace
+}  // namespace host_device
+
+using namespace host_device;
+
+extern "C" {
+
+int cuCtxGetCurrent(uintptr_t* current) { return *current = context, 0; }
+int cuCtxSetCurrent(uintptr_t current) { return context = current, 0; }
+int cuDevicePrimaryCtxRetain(uintptr_t* made, int device) { return *made = kContexts + device, 0; }
+
+int cuLibraryLoadData(void** library, const char* code, void*, void*, unsigned, void*, void*, unsigned) {
+  *library = dlopen(code, RTLD_NOW | RTLD_LOCAL);
+  return *library == nullptr ? 200 : 0;
+}
+int cuLibraryGetKernel(Kernel** kernel, void* library, const char* name) {
+  auto sizes = reinterpret_cast<const size_t* (*)()>(dlsym(library, "parameter_sizes"));
+  *kernel = new Kernel{name, reinterpret_cast<decltype(Kernel::run)>(dlsym(library, "emulate")), sizes()};
+  return 0;
+}
+int cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, 0; }
+
+int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
+  std::memset(memory, 0xAB, bytes);
+  return *address = reinterpret_cast<uint64_t>(memory), 0;
+}
+int cuMemcpyHtoDAsync_v2(uint64_t target, const void* source, size_t bytes, void*) {
+  return std::memcpy(reinterpret_cast<void*>(target), source, bytes), 0;
+}
+int cuStreamCreate(void** stream, unsigned) { return *stream = reinterpret_cast<void*>(999), 0; }
+int cuStreamSynchronize(void*) { return 0; }
+int cuStreamIsCapturing(void*, int* status) { return *status = capturing(), 0; }
+int cuStreamGetCaptureInfo_v2(void*, int* status, uint64_t* id, void** graph, const void***, size_t*) {
+  return *status = capturing(), *id = 1, *graph = nullptr, 0;
+}
+int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
+int cuUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsigned, unsigned) {
+  return *object = new UserObject{data, destroy}, 0;
+}
+int cuGraphRetainUserObject(void*, void* object, unsigned, unsigned) {
+  return keep_with_graph(std::shared_ptr<void>(static_cast<UserObject*>(object))), 0;
+}
+int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_OF_THE_HOST_DEVICE", 0; }
+int cuGetErrorString(int, const char** text) { return *text = "an error of the host device", 0; }
+
+int cuLaunchKernel(
+    const Kernel* kernel, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
+    void* stream, void** given, void**) {
+  if (launches_do_nothing) return 0;
+  {
+    std::lock_guard lock(host_device::mutex);
+    launched.push_back(kernel->name);
+  }
+  auto arguments = std::make_shared<Arguments>(kernel->sizes, given);
+  auto work = [=] { run(*kernel, blocks, threads, *arguments); };
+  const auto device = c10::DeviceIndex(context - kContexts);
+  capturing() ? record(work) : submit({device, reinterpret_cast<int64_t>(stream)}, work);
+  return 0;
+}
+
+}  // extern "C"
