@@ -7,6 +7,7 @@ up, when one of them first runs; a requested update waits for the next loss.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -204,10 +205,12 @@ def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) 
         report: the plugin's method to call.
     """
     wrap = wrapper.__init__
+    signature = inspect.signature(wrap)  # Fabric gives some arguments by name
 
     @functools.wraps(wrap)
-    def wrap_and_report(self: Any, wrapped: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        wrap(self, wrapped, strategy, *args, **kwargs)
+    def wrap_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        _, wrapped, strategy, *_ = signature.bind(self, *args, **kwargs).args
         if isinstance(strategy.precision, FabricPrecision):
             report(strategy.precision, wrapped)
 
