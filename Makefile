@@ -9,6 +9,7 @@
 # make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
+# make wheels  build a wheel with the native core inside, for the torch of .venv, into dist/
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, under 10 minutes, and write
 #              benchmarks/results/, the tables of docs/performance.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
@@ -29,7 +30,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --duration
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-recipes fuzz docs bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-recipes fuzz docs wheels bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -71,6 +72,11 @@ fuzz: $(READY)
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+wheels: $(READY)
+	rm -rf build/core
+	$(BIN)/python -m amp_plugin.kernels.bundle build/core
+	AMP_PLUGIN_BUNDLE=$(CURDIR)/build/core $(BIN)/python -m build --no-isolation --wheel
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -24,6 +24,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.weights.forms import FORMS
 
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
@@ -162,7 +163,8 @@ def plan(precision: str, device_type: str) -> Part:
     Returns:
         ``autocast``: whether it is on; ``dtype``: of its casts; ``ops``: number of ops per rule;
         ``kernels``: whose casting kernels run, ``"amp_plugin"`` or ``"torch"``, None if nothing can run;
-        ``loss_scale``: the scaler's settings, None without a scaler; ``problem``: why nothing can run;
+        ``loss_scale``: the scaler's settings, None without a scaler; ``bytes_per_parameter``: of each way to
+        store weights, with AdamW; ``problem``: why nothing can run;
         ``advice``: what the user should know.
     """
     problem, mixed = _problem(device_type), precision != "fp32"
@@ -176,9 +178,21 @@ def plan(precision: str, device_type: str) -> Part:
         "ops": dict(sorted(rules.items())),
         "kernels": None if problem else kernels,
         "loss_scale": _loss_scale() if precision == "fp16" else None,
+        "bytes_per_parameter": _bytes_per_parameter(precision),
         "problem": problem,
         "advice": "" if problem else speed_advice(precision, device_type),
     }
+
+
+def _bytes_per_parameter(precision: str) -> Part:
+    """Return ``weights=...`` -> bytes a parameter with AdamW and gradients in fp32, between two steps."""
+    gradient_and_moments = 3 * torch.float32.itemsize
+    stored = {
+        name: form.dtype.itemsize + form.rest_bytes + gradient_and_moments
+        for name, form in FORMS.items()
+        if form.dtype is DTYPES[precision]
+    }
+    return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}
 
 
 def _loss_scale() -> Part:

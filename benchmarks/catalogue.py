@@ -16,6 +16,7 @@ CPU = {
     "steps": "steps",
     "tensors": "gradient_path",
     "weights": "weights",
+    "diagnosis": "diagnosis",
     "host": "host_time",
     "memory": "memory",
     "lightning": "lightning",

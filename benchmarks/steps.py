@@ -106,7 +106,6 @@ def in_16_bits(setting: Setting) -> Comparison:
             IN_FP32: setting.memory_clock(wide.step_ours, prepare=lambda: wide.backward(wide.ours)),
         },
         rounds=setting.rounds(21),
-        gates=(Gate(limit=1.05, against=IN_FP32),),
     )
 
 

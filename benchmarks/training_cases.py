@@ -59,7 +59,7 @@ class Case:
 CASES = (
     Case(name="bf16", precision="bf16", limit=1.02),
     Case(name="bf16, window of 8", precision="bf16", window=8, steps=12, limit=1.0),
-    Case(name="bf16, clipping", precision="bf16", clip=1.0),
+    Case(name="bf16, clipping", precision="bf16", clip=1.0, limit=1.0),
     Case(name="fp16", precision="fp16", limit=1.02),
     Case(name="fp16, window of 8", precision="fp16", window=8, steps=6),
     Case(name="fp16, clipping", precision="fp16", clip=1.0),

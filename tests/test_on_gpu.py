@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 
 import pytest
@@ -13,12 +14,12 @@ from tests.on_gpu import ROOT, Step, main, missing, run, steps, summary
 
 
 def test_each_step_is_run_or_named():
-    console = Console(width=120, record=True, quiet=True)
+    console = Console(width=120, file=io.StringIO())
     passes = Step(name="passes", command=(sys.executable, "-c", ""))
     fails = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(3)"))
     lacks = Step(name="lacks", command=("nothing",), needs=("pytest", "no_such_package", "/no/such/program"))
     console.print(summary([run(step) for step in (passes, fails, lacks)]))
-    text = console.export_text()
+    text = console.file.getvalue()
     assert "passed" in text
     assert "FAILED, exit status 3" in text
     assert "left out: no_such_package, /no/such/program is not installed" in text

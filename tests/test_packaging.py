@@ -132,6 +132,48 @@ def test_the_wheel_works_in_an_empty_environment(built: tuple[Path, Path], tmp_p
     assert "no C++ compiler" in doctor.stdout
 
 
+@pytest.mark.whole_run
+def test_a_wheel_with_the_core_inside_needs_no_compiler(tmp_path: Path) -> None:
+    """`make wheels`, installed into a fresh environment; the first region is open within 3 s."""
+    core = tmp_path / "core"
+    answer = run(sys.executable, "-m", "amp_plugin.kernels.bundle", core, cwd=ROOT)
+    assert answer.returncode == 0, answer.stderr
+    command = (
+        sys.executable,
+        "-m",
+        "build",
+        "--no-isolation",
+        "--wheel",
+        "--outdir",
+        tmp_path / "dist",
+        ROOT,
+    )
+    answer = run(*command, cwd=tmp_path, AMP_PLUGIN_BUNDLE=str(core))
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    (wheel,) = (tmp_path / "dist").glob("*-manylinux_*_x86_64.whl")
+
+    venv.create(tmp_path / "empty", with_pip=False)
+    python = tmp_path / "empty" / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel)
+    assert run(*pip, cwd=tmp_path).returncode == 0
+    site = Path(
+        run(python, "-c", "import site; print(site.getsitepackages()[0])", cwd=tmp_path).stdout.strip()
+    )
+    (site / "lent.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    code = (
+        "import time, torch, amp_plugin\n"
+        "start = time.perf_counter()\n"
+        "with amp_plugin.autocast('cpu', dtype=torch.bfloat16):\n"
+        "    product = torch.ones(2, 2) @ torch.ones(2, 2)\n"
+        "seconds = time.perf_counter() - start\n"
+        "from amp_plugin.kernels.build import native_core\n"
+        "print(product.dtype, native_core().loaded, native_core().region is not None, seconds < 3)\n"
+    )
+    no_compiler = {"PATH": str(tmp_path / "empty" / "bin"), "AMP_PLUGIN_CACHE_DIR": str(tmp_path / "cache")}
+    worked = run(python, "-W", "error", "-c", code, cwd=tmp_path, **no_compiler)
+    assert worked.stdout == "torch.bfloat16 True True True\n", worked.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
 def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:

@@ -30,11 +30,13 @@ import torch
 
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.compiler import SharedObject, python_headers
+from amp_plugin.kernels.prebuilt import FOLDER, find_prebuilt
 from amp_plugin.kernels.shared_object import Built, obtain
-from amp_plugin.kernels.torch_flags import compile_flags, include_dirs, link_flags
+from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, link_flags
 from amp_plugin.user_warnings import warn_user
 
 SOURCES = Path(__file__).parent / "csrc"
+PREBUILT = FOLDER
 LIBRARY = "libamp_plugin.so"
 REGION = "_region"
 _FAILURES = (OSError, RuntimeError, ValueError, ImportError)
@@ -178,41 +180,79 @@ def build_library(sources: Path, *, rebuild: bool = False) -> Built:
         RuntimeError: Compilation failed; names the first error and the log.
         OSError: No compiler, or no usable cache folder.
     """
-    target = SharedObject(
-        file_name=LIBRARY,
-        sources=_files(sources, "*.cpp"),
-        headers=_files(sources, "*.h"),
-        include_dirs=include_dirs(),
-        compile_flags=compile_flags(),
-        link_flags=(*link_flags("torch_cpu", "c10"), f"-Wl,-soname,{LIBRARY}"),
-        joined=_joined(),
-    )
-    return obtain(target, cache_root(), rebuild=rebuild, beside=_region_beside(sources))
+    if not rebuild and (core := _prebuilt(sources)):
+        return Built(path=core / LIBRARY, seconds=0.0)
+    machine = Machine.this()
+    beside = _region_beside(sources, machine)
+    return obtain(library_target(sources, machine), cache_root(), rebuild=rebuild, beside=beside)
 
 
 def build_region(library: Built, sources: Path, *, rebuild: bool = False) -> Built:
     """Return the Python extension ``_region``, linked with ``library``; see `build_library`."""
-    folder = library.path.parent
-    with_library = (f"-L{folder}", f"-Wl,-rpath,{folder}", "-Wl,--no-as-needed", f"-l:{LIBRARY}")
-    return obtain(_region(sources, with_library), cache_root(), rebuild=rebuild)
+    if not rebuild and (core := _prebuilt(sources)):
+        return Built(path=core / region_name(), seconds=0.0)
+    target = region_target(sources, Machine.this(), library.path.parent)
+    return obtain(target, cache_root(), rebuild=rebuild)
 
 
-def _region(sources: Path, with_library: tuple[str, ...] = ()) -> SharedObject:
+def library_target(sources: Path, machine: Machine) -> SharedObject:
+    """Return what ``libamp_plugin.so`` is made of."""
     return SharedObject(
-        file_name=f"{REGION}{sysconfig.get_config_var('EXT_SUFFIX')}",
-        sources=_files(sources / "python", "*.cpp"),
-        headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
-        include_dirs=(*include_dirs(), python_headers()),
-        compile_flags=compile_flags(),
-        link_flags=(*link_flags("torch_python", "torch_cpu", "c10"), *with_library),
+        file_name=LIBRARY,
+        sources=_files(sources, "*.cpp"),
+        headers=_files(sources, "*.h"),
+        include_dirs=include_dirs(),
+        compile_flags=compile_flags(machine),
+        link_flags=(
+            *link_flags("torch_cpu", "c10", portable=machine.portable),
+            f"-Wl,-soname,{LIBRARY}",
+        ),
         joined=_joined(),
     )
 
 
-def _region_beside(sources: Path) -> SharedObject | None:
+def region_target(sources: Path, machine: Machine, folder: Path | None = None) -> SharedObject:
+    """Return what the extension is made of; ``folder`` holds the library that it is linked with."""
+    paths = () if folder is None else (f"-L{folder}",)
+    found = () if folder is None or machine.portable else (f"-Wl,-rpath,{folder}",)
+    return SharedObject(
+        file_name=region_name(),
+        sources=_files(sources / "python", "*.cpp"),
+        headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
+        include_dirs=(*include_dirs(), python_headers()),
+        compile_flags=compile_flags(machine),
+        link_flags=(
+            *link_flags("torch_python", "torch_cpu", "c10", portable=machine.portable),
+            *paths,
+            *found,
+            "-Wl,--no-as-needed",
+            f"-l:{LIBRARY}",
+        ),
+        joined=_joined(),
+    )
+
+
+def region_name() -> str:
+    """Return the extension's file name, which holds Python's ABI."""
+    return f"{REGION}{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def source_files(sources: Path) -> tuple[Path, ...]:
+    """Return all C++ sources and headers in ``sources`` and its ``python`` folder."""
+    folders = (sources, sources / "python")
+    return tuple(
+        file for folder in folders for pattern in ("*.cpp", "*.h") for file in _files(folder, pattern)
+    )
+
+
+def _prebuilt(sources: Path) -> Path | None:
+    return find_prebuilt(source_files(sources), (LIBRARY, region_name()), PREBUILT)
+
+
+def _region_beside(sources: Path, machine: Machine) -> SharedObject | None:
     """Return what is compiled at the same time as the library; it is linked later, with the library."""
     try:
-        return _region(sources) if _joined() else None
+        return region_target(sources, machine) if _joined() else None
     except FileNotFoundError:  # no Python.h; `build_region` says so
         return None
 

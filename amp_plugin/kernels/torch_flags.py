@@ -7,6 +7,7 @@ linked by its file: a second one would start a second set of threads.
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -21,30 +22,53 @@ def include_dirs() -> tuple[Path, ...]:
     return (include, include / "torch" / "csrc" / "api" / "include")
 
 
-def compile_flags() -> tuple[str, ...]:
-    """Return the flags for every source, paths apart."""
-    capability = torch.backends.cpu.get_cpu_capability()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What code is made for.
+
+    Attributes:
+        architecture: The compiler's ``-march``.
+        capability: Vector width, as ``torch.backends.cpu.get_cpu_capability()`` names it.
+        portable: Leave paths of this machine out of the files; torch is imported before they are loaded.
+    """
+
+    architecture: str
+    capability: str
+    portable: bool = False
+
+    @classmethod
+    def this(cls) -> Machine:
+        """Return this machine, with all instruction sets it has."""
+        return cls(architecture="native", capability=torch.backends.cpu.get_cpu_capability())
+
+
+def compile_flags(machine: Machine | None = None) -> tuple[str, ...]:
+    """Return the flags for every source, paths apart; ``machine`` is this one by default."""
+    machine = machine or Machine.this()
+    capability = machine.capability
     vectors = (f"-DCPU_CAPABILITY_{capability}",) if capability in {"AVX2", "AVX512"} else ()
     return (
-        *("-O3", "-std=c++20", "-march=native", "-fPIC", "-fopenmp", "-DNDEBUG"),
+        *("-O3", "-std=c++20", f"-march={machine.architecture}", "-fPIC", "-fopenmp", "-DNDEBUG"),
         *("-fno-math-errno", "-fno-trapping-math"),  # as torch itself is compiled
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         *vectors,
     )
 
 
-def link_flags(*libraries: str) -> tuple[str, ...]:
+def link_flags(*libraries: str, portable: bool = False) -> tuple[str, ...]:
     """Return the linker's flags.
 
     Args:
         *libraries: Libraries of torch to link with, such as ``"torch_cpu"``.
+        portable: Write no path into the result.
     """
     package = Path(torch.__file__).parent
     folder = package / "lib"
     bundled = sorted([*folder.glob("libgomp*.so*"), *(package.parent / "torch.libs").glob("libgomp*.so*")])
     openmp = str(bundled[0]) if bundled else "-fopenmp"
     names = (f"-l{name}" for name in libraries)
-    return ("-shared", f"-L{folder}", f"-Wl,-rpath,{folder}", *names, openmp)
+    paths = () if portable else (f"-Wl,-rpath,{folder}",)
+    return ("-shared", f"-L{folder}", *paths, *names, openmp)
 
 
 @cache

@@ -64,7 +64,7 @@ class OptimizerView:
         self,
         form: Form,
         find: Callable[[Tensor], StoredWeight | None],
-        adopt: Callable[[nn.Parameter], None],
+        adopt: Callable[[Tensor], None],
         *,
         seed: int = 0,
     ) -> None:
@@ -99,6 +99,8 @@ class OptimizerView:
 
         Whoever writes ``weight.param`` and ``weight.rest`` then calls ``weight.note_written()``.
         """
+        params = list(params)
+        self._adopt_thawed(params)
         found = [self._find(param) for param in params]
         self.form.settle([weight for weight in found if weight is not None])
         return found
@@ -148,9 +150,7 @@ class OptimizerView:
 
     @torch.no_grad()
     def _show(self, optimizer: Optimizer) -> None:
-        for param in _distinct_params(optimizer):
-            if param.dtype is self.form.dtype and param.grad is not None and self._find(param) is None:
-                self._adopt(param)
+        self._adopt_thawed(_distinct_params(optimizer))
         weights = [weight for weight in self._in_groups(optimizer) if _may_be_stepped(weight.param)]
         self.form.settle(weights)
         for weight in weights:
@@ -187,6 +187,12 @@ class OptimizerView:
         self._loading = None
         if self._shown:
             self._take_back(optimizer)
+
+    def _adopt_thawed(self, params: Iterable[Tensor]) -> None:
+        """Store parameters that came in 16 bits and frozen, and are trained now."""
+        for param in params:
+            if param.dtype is self.form.dtype and param.grad is not None and self._find(param) is None:
+                self._adopt(param)
 
     def _in_groups(self, optimizer: Optimizer) -> list[StoredWeight]:
         found = map(self._find, _distinct_params(optimizer))

@@ -23,7 +23,7 @@ class StoredWeight:
             always if it is the rest.
     """
 
-    def __init__(self, param: nn.Parameter, rest: Tensor) -> None:
+    def __init__(self, param: Tensor, rest: Tensor) -> None:
         self.param = param
         self.rest = rest
         self.master = nn.Parameter(_master_data(param, rest))
@@ -89,7 +89,7 @@ class StoredWeight:
         return _restored, (self.param, self.rest, not self.is_written)
 
 
-def _restored(param: nn.Parameter, rest: Tensor, rest_is_loaded: bool) -> StoredWeight:
+def _restored(param: Tensor, rest: Tensor, rest_is_loaded: bool) -> StoredWeight:
     weight = StoredWeight(param, rest)
     weight._rest_is_loaded = rest_is_loaded
     return weight

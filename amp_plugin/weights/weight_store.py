@@ -72,7 +72,7 @@ class WeightStore:
                     module.register_load_state_dict_pre_hook(self.before_load)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def adopt(self, param: nn.Parameter) -> None:
+    def adopt(self, param: Tensor) -> None:
         """Store a parameter that was frozen when the model was stored, and is trained now.
 
         Args:
@@ -80,7 +80,7 @@ class WeightStore:
         """
         self._weights[id(param)] = self._stored(param)
 
-    def _stored(self, param: nn.Parameter) -> StoredWeight:
+    def _stored(self, param: Tensor) -> StoredWeight:
         grad, param.grad = param.grad, None
         value, rest = self.form.split(param.detach().float())
         if param.dtype is not value.dtype:
@@ -196,7 +196,7 @@ class WeightStore:
 
 
 def _replace(
-    model: nn.Module, replacements: dict[nn.Parameter, nn.Parameter]
+    model: nn.Module, replacements: dict[Tensor, nn.Parameter]
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """Replace parameters in the modules that have them, tied ones in all; return where they were."""
     places = []

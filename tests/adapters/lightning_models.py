@@ -1,11 +1,17 @@
 """Tiny models with gradients known by heart, and a Trainer that says nothing."""
 
+from importlib import metadata
+
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
+from packaging.version import Version
 from torch import nn
 from torch.utils.data import DataLoader
+
+AFTER_2_6 = Version(metadata.version("lightning")) >= Version("2.7.dev0")
+"""Whether stock behaves as Lightning's development branch does since July 2026 (#21436, #21616)."""
 
 QUIET = [
     pytest.mark.filterwarnings(f"ignore:{message}")

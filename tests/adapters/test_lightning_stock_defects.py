@@ -5,6 +5,7 @@ A test of the ``stock`` half that fails says that upstream has fixed the defect.
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from amp_plugin.adapters.lightning import AmpPrecision
 from tests.adapters.lightning_models import (
+    AFTER_2_6,
     QUIET,
     Linear,
     OneWeight,
@@ -168,8 +170,11 @@ def test_hooks_see_the_gradients_of_a_fused_optimizer(plugin, factor):
 
 @pytest.mark.parametrize("plugin", [stock, lambda: MixedPrecision("bf16-mixed", "cpu")], ids=["fp16", "bf16"])
 def test_clipping_with_a_fused_optimizer_stock(plugin):
-    with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-        fit(Linear(fused=True), plugin(), data=regression(), gradient_clip_val=0.1)
+    """An error in 2.6; in bf16 the release after it clips (Lightning-AI #21436)."""
+    plugin = plugin()
+    refused = pytest.raises(RuntimeError, match="does not allow for gradient clipping")
+    with nullcontext() if AFTER_2_6 and plugin.scaler is None else refused:
+        fit(Linear(fused=True), plugin, data=regression(), gradient_clip_val=0.1)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -6,14 +6,16 @@ import warnings
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin.adapters.accelerate import install, uninstall
+from amp_plugin.doctor import plan
 from amp_plugin.weights.conversion import convert_to_fp32
 from amp_plugin.weights.weight_store import store_of
-from tests.adapters.accelerate_pair import ours
+from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, fit, make_trainer
 
 pytestmark = [
@@ -104,6 +106,39 @@ def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
     else:
         assert moved == 1.0
     assert model.net[0].weight.dtype is (torch.float32 if weights == "fp32" else torch.bfloat16)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_bert_in_bfloat16_moves_wholly_under_transformers_trainer(weights, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reset()
+    install(AmpKwargs(weights=weights))
+    try:
+        torch.manual_seed(0)
+        config = transformers.BertConfig(
+            vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
+        )
+        model = transformers.BertForSequenceClassification(config).bfloat16()
+        before = values(model)
+        examples = [{"input_ids": torch.arange(8) % 16, "labels": torch.tensor(i % 2)} for i in range(16)]
+        settings = transformers.TrainingArguments(
+            str(tmp_path),
+            learning_rate=LR,
+            max_steps=STEPS,
+            bf16=True,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )
+        transformers.Trainer(model, settings, train_dataset=examples).train()
+    finally:
+        uninstall()
+    layer = [name for name in before if "intermediate.dense.weight" in name]
+    share = share_moved({name: before[name] for name in layer}, values(model))
+    assert share == 1.0
+    assert model.classifier.weight.dtype is (torch.bfloat16 if weights == "bf16" else torch.float32)
 
 
 def test_without_any_of_it_the_layer_stands_still():
@@ -269,6 +304,68 @@ def test_fabric_resumes_bit_for_bit(tmp_path):
 
     whole, resumed = run(8, resume=False), run(8, resume=True)
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+# -- averages and the monitor --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp32"])
+def test_an_average_is_of_masters(weights):
+    decay, expected = 0.9, {}
+
+    class Kept(Linear):
+        def on_train_batch_end(self, *_):
+            for name, value in values(self).items():
+                first = name not in expected
+                expected[name] = value if first else torch.lerp(expected[name], value, 1 - decay)
+
+    callback = EMAWeightAveraging(decay=decay)
+    model = Kept(torch.optim.AdamW, lr=1e-4).bfloat16()
+    seen = {}
+
+    def keep(*_):
+        seen.update(
+            {name: value.clone() for name, value in callback._average_model.module.state_dict().items()}
+        )
+
+    last = LambdaCallback(on_train_batch_end=keep)
+    fit(model, AmpPrecision("bf16", weights=weights), steps=8, data=data(), callbacks=[callback, last])
+    assert {value.dtype for value in seen.values()} == {torch.float32}
+    for name, value in expected.items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-8)
+        assert torch.equal(values(model)[name], seen[name]), "the average is what training leaves"
+    assert not any(name.startswith("on_") for name in vars(callback)), "its hooks are its own again"
+
+
+def test_a_validation_on_averages_gives_the_weights_back():
+    def run(validate):
+        callback = EMAWeightAveraging(decay=0.9)
+        model = Linear(torch.optim.AdamW, lr=1e-3)
+        if validate:
+            model.validation_step = lambda *_: None
+        seen = []
+        after = LambdaCallback(on_train_batch_end=lambda t, m, *_: seen.append(values(m)))
+        trainer = make_trainer(
+            AmpPrecision("bf16", weights="bf16"), 6, callbacks=[callback, after], val_check_interval=2
+        )
+        trainer.fit(model, data(6), data(1) if validate else None)
+        return seen
+
+    for one, other in zip(run(validate=True), run(validate=False), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def test_the_monitor_tells_bytes_a_parameter(caplog):
+    monitor = AmpMonitor()
+    fit(module(), AmpPrecision("bf16", weights="bf16"), steps=2, data=data(), callbacks=[monitor])
+    each = monitor.weight_bytes.per_parameter()
+    assert (each["weights"], each["masters"], each["gradients"]) == (2, 2, 4)
+    assert each["optimizer_state"] == pytest.approx(8, rel=0.05)
+
+
+def test_doctor_plans_bytes_a_parameter():
+    assert plan("bf16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "bf16": 16, "bf16-stochastic": 14}
+    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18}
 
 
 # -- options --------------------------------------------------------------------------------------

@@ -319,6 +319,53 @@ def core_disagrees(rank, world):
     return "no error"
 
 
+def guarded(rank, world, kind, clip):
+    """Nothing is scaled: one nan in the gradients that the last rank holds, at the second of three steps."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    groups = {
+        "groups": {"process_groups": [dist.group.WORLD]},
+        "fsdp1": {"sharded_groups": [dist.group.WORLD]},
+    }
+    if kind == "ddp":
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif kind == "fsdp1":
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(model, use_orig_params=True, device_id=cpu)
+    elif kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    scaler = GradScaler("cpu", enabled=False, **groups.get(kind, {}))
+    out = []
+    for i in range(3):
+        before = [getattr(p, "_local_tensor", p).detach().clone() for p in params]
+        x = torch.full((2, 4), float(rank + 1)) * (math.nan if kind == "ddp" and (rank, i) == (1, 1) else 1.0)
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        if kind != "ddp" and (rank, i) == (world - 1, 1):
+            grads = (p.grad for p in params if p.grad is not None)
+            local = (getattr(grad, "_local_tensor", grad) for grad in grads)
+            next(grad for grad in local if grad.numel()).view(-1)[0] = math.nan
+        if clip and kind in {"groups", "ddp"}:
+            scaler.clip_grad_norm_(optimizer, 1.0)
+            scaler.assume_unchanged(optimizer)
+        scaler.step(optimizer)
+        after = [getattr(p, "_local_tensor", p).detach() for p in params]
+        result = scaler.last_step(optimizer)
+        out.append(
+            {
+                "skipped": result.skipped,
+                "elsewhere": result.overflow_report().elsewhere,
+                "moved": any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)),
+                "finite": all(bool(p.isfinite().all()) for p in after),
+            }
+        )
+    return out
+
+
 def scenarios(rank, world):
     if world == 4:
         return {"mesh_2d": mesh_2d(rank, world), "tensor_parallel": tensor_parallel_fsdp2(rank, world)}
@@ -338,6 +385,11 @@ def scenarios(rank, world):
             for call in ("norm optimizer", "norm params", "value params", "ensure")
         },
         "fsdp1_nothing_here": fsdp1_nothing_here(rank, world),
+        **{
+            f"guarded {k} {c}": guarded(rank, world, k, c)
+            for k in ("groups", "ddp", "fsdp1", "fsdp2")
+            for c in both
+        },
         "core_disagrees": core_disagrees(rank, world),
     }
 

@@ -61,6 +61,17 @@ def test_one_rank_overflows(two, fused, has_gradients):
     assert ranks[here][0]["found"] == ["group 0[0]"]
 
 
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("kind", ["groups", "ddp", "fsdp1", "fsdp2"])
+def test_all_ranks_skip_without_a_loss_scale_too(two, kind, clip):
+    for rank, result in enumerate(two):
+        steps = result[f"guarded {kind} {clip}"]
+        assert [step["skipped"] for step in steps] == [False, True, False]
+        assert [step["moved"] for step in steps] == [True, False, True]
+        assert all(step["finite"] for step in steps)
+        assert steps[1]["elsewhere"] is (kind != "ddp" and rank == 0)
+
+
 def test_torch_decides_differently_on_each_rank(two):
     """Told whether each rank skipped: one steps and the other does not."""
     for kind in ("plain", "replicated"):

@@ -7,6 +7,7 @@ up, when one of them first runs; a requested update waits for the next loss.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -83,15 +84,14 @@ class FabricPrecision(PrecisionCore):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        if optimizer not in self._optimizers:
+        if optimizer not in self._optimizers and isinstance(optimizer, Optimizer):  # no test's stand-in
             self._optimizers[optimizer] = None
             self._weights.add(self._modules, [optimizer])
             if self._started:
                 self._register(optimizer)
 
     def _register(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, Optimizer):  # else a test's stand-in
-            self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
+        self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
 
     def _ready(self) -> None:
         if self._started:
@@ -205,10 +205,12 @@ def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) 
         report: the plugin's method to call.
     """
     wrap = wrapper.__init__
+    signature = inspect.signature(wrap)  # Fabric gives some arguments by name
 
     @functools.wraps(wrap)
-    def wrap_and_report(self: Any, wrapped: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        wrap(self, wrapped, strategy, *args, **kwargs)
+    def wrap_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
+        wrap(self, *args, **kwargs)
+        _, wrapped, strategy, *_ = signature.bind(self, *args, **kwargs).args
         if isinstance(strategy.precision, FabricPrecision):
             report(strategy.precision, wrapped)
 

@@ -11,11 +11,13 @@ from amp_plugin.adapters.option_checks import names_checked, number
 from amp_plugin.scaling.replay import Recorder, Replay
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.weight_bytes import weight_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from amp_plugin.scaling.step_result import StepResult
+    from amp_plugin.weights.weight_bytes import WeightBytes
 
 
 class Monitor:
@@ -27,6 +29,8 @@ class Monitor:
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
     A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
     under :func:`amp_plugin.diagnose`; the error holds its report.
+    After the first optimizer step one line tells the bytes a parameter (weights, what is kept beside them,
+    gradients, optimizer state); ``weight_bytes`` holds them.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
@@ -66,6 +70,7 @@ class Monitor:
         self._recorder = Recorder()
         self._stepped_in_batch: dict[int, StepResult] = {}
         self._warned = False
+        self.weight_bytes: WeightBytes | None = None
 
     @property
     def skipped_steps(self) -> int:
@@ -102,6 +107,7 @@ class Monitor:
         """Go on counting where a resumed run has stopped."""
         self._skips.begin_anew(trainer.precision_plugin.skipped_steps)
         self._stepped_in_batch.clear()
+        self.weight_bytes = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
@@ -117,6 +123,9 @@ class Monitor:
         stepped, self._stepped_in_batch = self._stepped_in_batch, {}
         if not stepped:
             return
+        if self.weight_bytes is None:
+            self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+            self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
         if self._skips.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.lightning.averages import Averages
 from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again, gives_up_at_once
 from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
 from amp_plugin.adapters.lightning.strategies import (
@@ -102,6 +103,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
         self._strays = StrayGradients()
+        self._averages = Averages()
         self._manual = False
         self._looked_at: bool | None = None
         self._user_clips: bool | None = None
@@ -128,6 +130,7 @@ class TrainerPrecision(TrainerCheckpoints):
         if self._fitting:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
             self._weights.set_up(module, self.settings.fp32_modules)
+            self._averages.watch(trainer.callbacks)
         return super().convert_module(module)
 
     def connect(
@@ -154,6 +157,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def teardown(self) -> None:
         """End the run."""
         self._strays.release()
+        self._averages.release()
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "step_rows.h"
@@ -118,21 +119,18 @@ struct PairedWeight {
     return {Floats::loadu(values), Floats::loadu(values + Block::kHalf)};
   }
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
-    auto* high = static_cast<uint16_t*>(row.param) + at;
-    auto* low = static_cast<int16_t*>(row.beside) + at;
     alignas(64) uint32_t bits[Block::kSize];
     store_block(reinterpret_cast<float*>(bits), block, Block::kSize);
-    if (count == Block::kSize) {
-      for (int i = 0; i < Block::kSize; ++i) put(pack_weight(bits[i]), high[i], low[i]);
-    } else {
-      for (int i = 0; i < count; ++i) put(pack_weight(bits[i]), high[i], low[i]);
+    // Into arrays that alias nothing, which the compiler turns into vectors.
+    alignas(64) uint16_t high[Block::kSize];
+    alignas(64) int16_t low[Block::kSize];
+    for (int i = 0; i < Block::kSize; ++i) {
+      const WeightPair pair = pack_weight(bits[i]);
+      high[i] = pair.high;
+      low[i] = pair.low;
     }
-  }
-
- private:
-  static void put(WeightPair pair, uint16_t& high, int16_t& low) {
-    high = pair.high;
-    low = pair.low;
+    std::memcpy(static_cast<uint16_t*>(row.param) + at, high, count * sizeof(uint16_t));
+    std::memcpy(static_cast<int16_t*>(row.beside) + at, low, count * sizeof(int16_t));
   }
 };
 

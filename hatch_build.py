@@ -1,0 +1,38 @@
+"""Put the native cores of the folder that AMP_PLUGIN_BUNDLE names into the wheel; `make wheels` does."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+class BundleHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Make the wheel one for this Python and platform."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Add the cores and the tag; do nothing where no bundle is named."""
+        if folder := os.environ.get("AMP_PLUGIN_BUNDLE"):
+            build_data["pure_python"] = False
+            build_data["tag"] = wheel_tag(Path(folder))
+            build_data["force_include"][folder] = "amp_plugin/kernels/prebuilt"
+
+
+def wheel_tag(folder: Path) -> str:
+    """Return the tag that says what the shared objects in ``folder`` need: Python and the C library."""
+    versions = {
+        int(minor)
+        for file in folder.rglob("*.so")
+        for minor in re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes())
+    }
+    if not versions:
+        msg = (
+            f"there is no shared object in {folder}; run `python -m amp_plugin.kernels.bundle {folder}` first"
+        )
+        raise FileNotFoundError(msg)
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    return f"{python}-{python}-manylinux_2_{max(versions)}_x86_64"
