@@ -194,6 +194,28 @@ def test_one_line_says_what_became_float32(program):
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
+def test_weights_that_are_thawed_later_are_told_of_once():
+    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16"))
+    model = module().bfloat16().net
+    model[0].requires_grad_(False)
+    net, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=LR))
+
+    def step():
+        optimizer.zero_grad()
+        fabric.backward(net(torch.ones(1, 8)).sum())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return [str(warning.message) for warning in caught]
+
+    assert step() == []
+    model[0].requires_grad_(True)
+    (line,) = step()
+    assert line.startswith("2 parameters in 16 bits were frozen when the model was set up")
+    assert "AdamW steps them now: updates below 1/256 of a weight" in line
+    assert step() == []
+
+
 def test_buffers_of_converted_modules_follow():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16()
     convert_to_fp32(model)
