@@ -35,6 +35,7 @@ NAMES = (
     "compiled",
     "cuda_graph",
     "char_gpt",
+    "stored_weights",
     "inference",
 )  # fmt: skip
 FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework

@@ -44,6 +44,7 @@ class TrainingRecord:
         log_loss: draw the loss on a logarithmic axis.
         results: further rows of the table, ``{name: value}``.
         curves: further plots, ``{name with its unit: one value a step}``.
+        compared: further plots of one line for each of several runs, ``{name with its unit: {run: values}}``.
         pictures: grey images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
         histograms: further plots, ``{file name: (what the numbers are, numbers)}``, on a logarithmic axis.
     """
@@ -61,6 +62,7 @@ class TrainingRecord:
     log_loss: bool = True
     results: dict[str, float | int | str] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)
+    compared: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     histograms: dict[str, tuple[str, list[float]]] = field(default_factory=dict)
 
@@ -93,6 +95,10 @@ class TrainingRecord:
         """Add a step's value to a further plot."""
         self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
 
+    def compare(self, name: str, run: str, values: list[float]) -> None:
+        """Add a run's values, one a step, to a further plot that compares runs."""
+        self.compared.setdefault(name, {})[run] = values
+
     def add_accuracy(self, accuracy: float) -> None:
         """Record a validation after the steps done so far."""
         self.accuracies.append((len(self.losses), accuracy))
@@ -122,6 +128,10 @@ class TrainingRecord:
             "final_loss_scale": self.final_loss_scale,
             "skipped": self.skipped,
             "curves": {name: [_finite(value) for value in curve] for name, curve in self.curves.items()},
+            "compared": {
+                name: {run: [_finite(value) for value in values] for run, values in runs.items()}
+                for name, runs in self.compared.items()
+            },
             "seconds": self.seconds,
         }
 
@@ -153,6 +163,7 @@ class TrainingRecord:
         panels += [self._draw_accuracy] if self.accuracies else []
         panels += [self._draw_scale] if self.loss_scales else []
         panels += [partial(self._draw_curve, name) for name in self.curves]
+        panels += [partial(self._draw_compared, name) for name in self.compared]
         size = (8, 2.3 * len(panels) + 0.5)
         figure, axes = _figure(len(panels), 1, sharex=True, figsize=size, dpi=100, layout="constrained")
         accuracy = "" if self.test_accuracy is None else f": test accuracy {self.test_accuracy:.2%}"
@@ -192,6 +203,12 @@ class TrainingRecord:
             axis.set_yscale("log", base=2)
         axis.set_ylabel(name)
         self._mark_skips(axis)
+
+    def _draw_compared(self, name: str, axis: Axes) -> None:
+        widths = range(len(self.compared[name]), 0, -1)  # lines that lie on each other are all seen
+        for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
+            axis.plot(values, linewidth=width, alpha=0.8, label=run)
+        axis.set_ylabel(name)
 
     def _mark_skips(self, axis: Axes, label: str | None = None) -> None:
         for number, step in enumerate(self.skipped):

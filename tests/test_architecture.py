@@ -86,7 +86,7 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,
-    "recipes": CORE | ADAPTERS | {"accelerate"} | LIGHTNING,
+    "recipes": CORE | ADAPTERS | {"accelerate", "transformers"} | LIGHTNING,
 }
 # Nobody else imports these; torch, the standard library and the like are free for all.
 WATCHED = {"accelerate", "benchmarks", "tests", "transformers", *LIGHTNING, *PARTS}

@@ -18,6 +18,7 @@ from amp_plugin.weights.forms import WeightsName
 from amp_plugin.weights.optimizer_view import view_of
 from amp_plugin.weights.refusals import sharded_by
 from amp_plugin.weights.store_weights import store_weights
+from amp_plugin.weights.thawed import tell_of_thawed
 from amp_plugin.weights.weight_store import store_of
 
 
@@ -101,6 +102,9 @@ class ModelWeights:
         stores = [store for model in models if (store := store_of(model)) is not None]
         for store in stores:
             store.add(*optimizers)
+        has_frozen = any(param.dtype in HALVES for model in models for param in model.parameters())
         for optimizer in optimizers:
             if view_of(optimizer) is None:
                 load_exactly(optimizer)
+                if has_frozen and self._casts and not self.are_stored:
+                    tell_of_thawed(optimizer)

@@ -6,7 +6,13 @@ import warnings
 import pytest
 import torch
 from lightning.fabric import Fabric
-from lightning.pytorch.callbacks import EMAWeightAveraging, LambdaCallback, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    LambdaCallback,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -188,6 +194,28 @@ def test_one_line_says_what_became_float32(program):
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
+def test_weights_that_are_thawed_later_are_told_of_once():
+    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16"))
+    model = module().bfloat16().net
+    model[0].requires_grad_(False)
+    net, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=LR))
+
+    def step():
+        optimizer.zero_grad()
+        fabric.backward(net(torch.ones(1, 8)).sum())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        return [str(warning.message) for warning in caught]
+
+    assert step() == []
+    model[0].requires_grad_(True)
+    (line,) = step()
+    assert line.startswith("2 parameters in 16 bits were frozen when the model was set up")
+    assert "AdamW steps them now: updates below 1/256 of a weight" in line
+    assert step() == []
+
+
 def test_buffers_of_converted_modules_follow():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2)).bfloat16()
     convert_to_fp32(model)
@@ -306,6 +334,27 @@ def test_fabric_resumes_bit_for_bit(tmp_path):
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
 
 
+@pytest.mark.parametrize(("first", "second"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_fabric_loads_the_other_way_of_storing(first, second, tmp_path):
+    def set_up(weights):
+        fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights=weights))
+        model = recorded()
+        net, optimizer = fabric.setup(model.net, torch.optim.AdamW(model.net.parameters(), lr=1e-2))
+        return fabric, model, {"model": net, "optimizer": optimizer}
+
+    fabric, saved, state = set_up(first)
+    for x, y in data(4):
+        state["optimizer"].zero_grad()
+        fabric.backward(nn.functional.mse_loss(state["model"](x), y))
+        state["optimizer"].step()
+    fabric.save(tmp_path / "state.ckpt", state)
+    fabric, loaded, state = set_up(second)
+    assert not torch.equal(values(loaded.net)["0.weight"], values(saved.net)["0.weight"])
+    fabric.load(tmp_path / "state.ckpt", state)
+    for name, value in values(saved.net).items():
+        assert torch.equal(values(loaded.net)[name], value), name
+
+
 # -- averages and the monitor --------------------------------------------------------------------
 
 
@@ -335,6 +384,48 @@ def test_an_average_is_of_masters(weights):
         torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-8)
         assert torch.equal(values(model)[name], seen[name]), "the average is what training leaves"
     assert not any(name.startswith("on_") for name in vars(callback)), "its hooks are its own again"
+
+
+def test_stochastic_weight_averaging_averages_masters():
+    ends = []
+
+    class Kept(Linear):
+        def on_train_epoch_end(self):
+            ends.append(values(self))
+
+    def swa():
+        return StochasticWeightAveraging(swa_lrs=1e-5, swa_epoch_start=2, annealing_epochs=1)
+
+    runs = {}
+    for weights in ("bf16", "fp32"):
+        ends.clear()
+        model = Kept(torch.optim.AdamW, lr=1e-5).bfloat16()
+        plugin = AmpPrecision("bf16", weights=weights)
+        fit(model, plugin, steps=-1, max_epochs=4, data=data(4), callbacks=[swa()])
+        runs[weights] = values(model), list(ends)
+    for weights, (average, epochs) in runs.items():
+        for name, value in average.items():
+            averaged = epochs[:-1]  # those that epochs 1 to 3 begin with
+            mean = torch.stack([epoch[name] for epoch in averaged]).double().mean(0)
+            error = (value - mean).abs().max()
+            assert error <= 1e-7, f"{name} under weights={weights!r}: {error:.2e} from the mean of masters"
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16", "bf16-stochastic"])
+def test_a_learning_rate_finder_leaves_every_bit_as_it_was(weights, tmp_path):
+    class Tuned(Linear):
+        def __init__(self):
+            super().__init__(torch.optim.AdamW, lr=1e-3)
+            self.lr = 1e-3
+
+    model = Tuned()
+    if weights == "bf16-stochastic":
+        model.bfloat16()
+    before = values(model)
+    trainer = make_trainer(AmpPrecision("bf16", weights=weights), 8, default_root_dir=tmp_path)
+    Tuner(trainer).lr_find(model, data(), num_training=6, update_attr=False)
+    for name, value in values(model).items():
+        assert torch.equal(value, before[name]), name
 
 
 def test_a_validation_on_averages_gives_the_weights_back():

@@ -36,6 +36,7 @@ QUICK = {"compiled": ["backend=aot_eager"], "ddp": ["processes=1"], "fsdp2": ["p
 WITHOUT_CPU = {"cuda_graph"}
 READ = "samples read as the digit asked for"
 BITS = "bits per character, held out"
+MOVED = "weights moved, fp32"
 FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 may be from fp32
     "typical_training": ("test_accuracy", (0.92, 1), 0.03),
     "clipping": ("test_accuracy", (0.90, 1), 0.04),
@@ -53,6 +54,7 @@ FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 ma
     "lbfgs": ("test_accuracy", (0.90, 1), 0.04),
     "compiled": ("test_accuracy", (0.92, 1), 0.03),
     "char_gpt": (BITS, (1.5, 3.0), 0.1),
+    "stored_weights": (MOVED, (0.99, 1), 0.005),
     "inference": ("test_accuracy", (0.92, 1), 0.03),
 }
 ON_CPU = [name for name in catalogue.NAMES if name not in WITHOUT_CPU]
@@ -201,6 +203,10 @@ def test_values_that_do_not_go_together_are_named():
         ConfigError, match=r"context=1000000 is not allowed; the text held out has \d+,\d+ char"
     ):
         catalogue.load("char_gpt").train(config_of("char_gpt", "fp16", "context=1000000"))
+    with pytest.raises(ConfigError, match="width=48 is not allowed; it must be a multiple of heads=5"):
+        catalogue.load("stored_weights").train(config_of("stored_weights", "bf16", "width=48", "heads=5"))
+    with pytest.raises(ConfigError, match=r"context=1000000 is not allowed; the text has \d+,\d+ char"):
+        catalogue.load("stored_weights").train(config_of("stored_weights", "bf16", "context=1000000"))
     with pytest.raises(ConfigError, match="backend=induktor is not known; torch has .*inductor"):
         catalogue.load("compiled").train(config_of("compiled", "fp16", "backend=induktor"))
 
@@ -326,6 +332,21 @@ def test_a_whole_run_ends_well_and_the_precisions_agree(name, tmp_path):
     assert least <= min(reached.values()) <= max(reached.values()) <= most, reached
     assert reached["fp16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
     assert reached["bf16"] == pytest.approx(reached["fp32"], abs=tolerance), reached
+
+
+@pytest.mark.slow
+@pytest.mark.whole_run
+def test_stored_weights_move_and_learn_where_loaded_ones_stand_still():
+    record = catalogue.load("stored_weights").train(config_of("stored_weights", "bf16"))
+    ways = ("as loaded", "fp32", "bf16", "bf16-stochastic")
+    moved, loss = (
+        {way: record.results[f"{what}, {way}"] for way in ways} for what in ("weights moved", "loss")
+    )
+    assert moved["as loaded"] < 0.3
+    assert moved["fp32"] == pytest.approx(moved["bf16"], abs=1e-3)
+    assert moved["bf16-stochastic"] > 0.9
+    assert loss["as loaded"] > max(loss[way] for way in ways[1:]) + 0.1
+    assert loss["bf16"] == pytest.approx(loss["fp32"], abs=0.01)
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""A transformer loaded in 16 bits, fine-tuned at 1e-5 with its weights stored in each way.
+
+    python -m recipes run stored_weights [precision=fp16] [key=value ...]
+
+transformers loads a checkpoint in the dtype it was saved in. Trained as it was loaded, with torch's own
+autocast, most weights stand still: an update of 1e-5 is less than half of what bfloat16 tells apart. With
+``store_weights`` each update counts; the model, the data and the optimizer are the same in each way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pydoc_data.topics import topics
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.progress import track
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from amp_plugin import GradScaler, autocast, store_weights
+from recipes.bounds import number
+from recipes.catalogue import run
+from recipes.config import ConfigError
+from recipes.settings import Precision, RecipeConfig
+from recipes.training_record import Share, TrainingRecord
+
+AS_LOADED = "as loaded"
+WAYS = {  # the last one's losses and loss scale are those of the run
+    Precision.bf16: (AS_LOADED, "fp32", "bf16-stochastic", "bf16"),
+    Precision.fp16: ("fp32", "fp16"),  # as loaded, it does not train: a scaler refuses fp16 gradients
+    Precision.fp32: (AS_LOADED, "fp32"),
+}
+MOVED = "weights moved"
+
+
+@dataclass
+class Config(RecipeConfig):
+    """What a config of this recipe may set."""
+
+    precision: Precision = Precision.bf16
+    steps: int = 150
+    batch_size: int = 8
+    learning_rate: float = 1e-5
+    context: int = number(32, least=1)
+    width: int = number(64, least=1)
+    heads: int = number(4, least=1)
+    layers: int = number(2, least=1)
+
+
+def train(config: Config) -> TrainingRecord:
+    """Fine-tune the same model once for each way to store its weights; return what happened.
+
+    Args:
+        config: a checked config.
+
+    Raises:
+        ConfigError: the heads cannot share the width, or the text is shorter than a window.
+    """
+    if config.width % config.heads:
+        msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
+        raise ConfigError(msg)
+    text = "".join(topics[key] for key in sorted(topics)).encode("ascii", "replace")
+    if config.context >= len(text):
+        msg = f"context={config.context} is not allowed; the text has {len(text):,} characters"
+        raise ConfigError(msg)
+    config.start()
+    disable_progress_bar()
+    codes = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    record = TrainingRecord(title=f"stored weights, {config.precision.value}", log_loss=False)
+    ways = WAYS[config.precision]
+    start = time.perf_counter()
+    with TemporaryDirectory() as folder:
+        _save_in_16_bits(config, folder)
+        for way in ways:
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(config.device).train()
+            _fine_tune(model, way, codes, config, record, is_last=way == ways[-1])
+    record.seconds = time.perf_counter() - start
+    return record
+
+
+def _save_in_16_bits(config: Config, folder: str) -> None:
+    """Write the checkpoint: a small GPT-2 with random weights, in the dtype that a hub would have."""
+    gpt = GPT2Config(
+        vocab_size=128,
+        n_positions=config.context,
+        n_embd=config.width,
+        n_layer=config.layers,
+        n_head=config.heads,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    dtype = torch.float16 if config.precision is Precision.fp16 else torch.bfloat16
+    GPT2LMHeadModel(gpt).to(dtype).save_pretrained(folder)
+
+
+def _fine_tune(
+    model: PreTrainedModel, way: str, codes: Tensor, config: Config, record: TrainingRecord, *, is_last: bool
+) -> None:
+    is_ours, mixed = way != AS_LOADED, {"dtype": config.precision.dtype, "enabled": config.precision.mixed}
+    optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, weight_decay=0.0)
+    store = store_weights(model, optimizer, weights=way) if is_ours else None  # type: ignore[arg-type]
+    region = (autocast if is_ours else torch.autocast)(config.device, **mixed)
+    scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    def weights() -> Tensor:
+        with nullcontext() if store is None else store.in_fp32(model):
+            return torch.cat([param.detach().float().flatten() for param in model.parameters()])
+
+    first, losses, moved = weights(), [], []
+    for windows in track(_windows(codes, config), f"weights: {way}", total=config.steps):
+        optimizer.zero_grad()
+        with region:
+            logits = model(input_ids=windows).logits[:, :-1].float()
+            loss = cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+        moved.append(100 * (weights() != first).float().mean().item())
+        if is_last:
+            record.add_scaled_step(loss, scaler, optimizer)
+    record.compare("loss of each way (nats)", way, losses)
+    record.compare("weights moved (%)", way, moved)
+    record.results[f"{MOVED}, {way}"] = Share(moved[-1] / 100)
+    last = losses[-20:]
+    record.results[f"loss, {way}"] = sum(last) / len(last)
+
+
+def _windows(codes: Tensor, config: Config) -> Iterator[Tensor]:
+    """Yield the batches, ``[B, context]``, int64: the same ones for each way."""
+    draws = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.steps):
+        starts = torch.randint(len(codes) - config.context, (config.batch_size, 1), generator=draws)
+        yield codes[starts + torch.arange(config.context)].to(config.device)
+
+
+if __name__ == "__main__":
+    run("stored_weights")
