@@ -79,7 +79,10 @@ class Run:
 
     def stepped_in_one_pass(self, o: int) -> bool:
         """Return whether the last step may have left gradients scaled and not clipped."""
-        return bool(self.scene["scaler"].last_step(self.scene[f"o{o}"]).one_pass)
+        try:
+            return bool(self.scene["scaler"].last_step(self.scene[f"o{o}"]).one_pass)
+        except RuntimeError:  # no step yet under this scaler, or under this copy of it
+            return False
 
     def count_skip(self, o: int, skipped: bool) -> None:
         """Compare the numbers of skipped steps."""
