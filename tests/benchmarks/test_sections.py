@@ -52,7 +52,7 @@ def test_tables_have_the_same_variants_in_each_row():
     for key, of_key in SECTIONS.items():
         for each in of_key.comparisons(TINY):
             tables.setdefault((key, each.table), set()).add(tuple(each.samples))
-    assert all(len(labels) == 1 for labels in tables.values())
+    assert {place: labels for place, labels in tables.items() if len(labels) > 1} == {}
 
 
 def test_the_page_has_a_place_for_each_section():
@@ -91,7 +91,7 @@ def test_promises_are_those_that_were_made():
     assert [limit for measure, limit in steps if measure == "ours / theirs"] == [1.15] * 4
     assert ("models", "ours / theirs", 1.0) in promised
     assert [each[2] for each in promised if each[0] == "weights"] == [1.03, 1.05]
-    assert [each[2] for each in promised if each[0] == "lightning"] == [1.0, 1.02, 1.02]
+    assert [each[2] for each in promised if each[0] == "lightning"] == [1.0, 1.0, 1.02, 1.02]
 
 
 def test_a_section_runs_on_its_own_number_of_threads():
