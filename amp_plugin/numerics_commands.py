@@ -6,7 +6,7 @@ import contextlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -15,6 +15,9 @@ from rich.markup import escape
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.program import Program, program_named
 from amp_plugin.terminal import fail, show
+
+if TYPE_CHECKING:
+    from amp_plugin.numerics.finding import Finding
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
@@ -80,21 +83,40 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
+    from amp_plugin.numerics.rank import rank_of_process  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
 
+    def tell_at_once(finding: Finding) -> None:
+        """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
+        if finding.rank is not None and not as_json:
+            _print_finding(finding)
+
     with _script_output(as_json):
-        diagnosis, run = diagnosed(program, arguments, keep_going=keep_going, strict=strict)
+        diagnosis, run = diagnosed(
+            program, arguments, keep_going=keep_going, strict=strict, on_finding=tell_at_once
+        )
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
     elif diagnosis.findings:
-        console = Console(highlight=False, soft_wrap=True)
         for finding in diagnosis.findings:
-            headline, _, rest = str(finding).partition("\n")
-            console.print(f"\n[bold red]{escape(headline)}[/]\n{escape(rest)}")
+            if finding.rank is None:
+                _print_finding(finding)
     elif not run.failed:
         print(diagnosis.report())
+    elif (rank := rank_of_process()) is not None:
+        print(
+            f"rank {rank} found nothing before the error above; if another rank has stopped, that is why, "
+            "and its report names the op",
+            file=sys.stderr,
+        )
     raise typer.Exit(1 if diagnosis.findings else run.code)
+
+
+def _print_finding(finding: Finding) -> None:
+    headline, _, rest = str(finding).partition("\n")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\n[bold red]{escape(headline)}[/]\n{escape(rest)}")
 
 
 def _compare_precision(

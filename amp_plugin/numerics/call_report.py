@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, arguments_of, scalars_of
 from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.places import called_from
+from amp_plugin.numerics.rank import rank_of_process
 from amp_plugin.numerics.region_rules import rule_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary, summarise
 
@@ -95,7 +95,7 @@ class CallReport:
             output=summarise(result),
             inputs=tuple(self._summary(argument) for argument in shown),
             numbers=tuple(self.scalars.items()),
-            rank=_rank(),
+            rank=rank_of_process(),
         )
         return replace(finding, advice=advice_for(finding, self.traits.base, self._exponent()))
 
@@ -124,9 +124,3 @@ class CallReport:
 
     def _exponent(self) -> float | None:
         return self.scalars.get("exponent")
-
-
-def _rank() -> int | None:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return int(torch.distributed.get_rank())
-    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -17,14 +18,26 @@ from amp_plugin.numerics.watch import Watch
 class Diagnosis:
     """A region in which every op is watched; see ``diagnose``.
 
+    Args:
+        model: as for ``diagnose``.
+        keep_going: as for ``diagnose``.
+        strict: as for ``diagnose``.
+        on_finding: called with each finding as soon as it is found.
+
     Attributes:
         findings: what was found, in order; one at most unless ``keep_going``.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False
+        self,
+        model: nn.Module | None = None,
+        *,
+        keep_going: bool = False,
+        strict: bool = False,
+        on_finding: Callable[[Finding], None] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self._on_finding = on_finding or _ignore
         self._raises = not keep_going
         self._modules = ModulePaths(model)
         self._watch = Watch(self._modules, self._found, strict=strict)
@@ -60,8 +73,13 @@ class Diagnosis:
 
     def _found(self, finding: Finding) -> None:
         self.findings.append(finding)
+        self._on_finding(finding)
         if self._raises:
             raise NonFiniteError(finding)
+
+
+def _ignore(finding: Finding) -> None:
+    """Leave a finding to those who read ``findings``."""
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:
@@ -72,7 +90,8 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     comes of it or it reaches a loss, a gradient, a weight or a Python number: masks of -inf and
     infinities that vanish again raise nothing. Threads that the region starts are not watched, nor is
     what happens in other processes; compiled functions run eagerly. Each op waits for the device: use it to
-    look for a fault, not to train.
+    look for a fault, not to train. With several ranks the error of one leaves the others waiting in their
+    next collective until its process ends: let it end, or use ``keep_going``, which stops none.
 
     Args:
         model: gives the module and parameter names; default: whatever module is called, its class in front.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_plugin.numerics.op_call import Argument
 from amp_plugin.numerics.op_traits import OpTraits
+from amp_plugin.numerics.storages import storage_address
 from amp_plugin.numerics.tensor_summary import FINITE, NonFinite, non_finite, real_values
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
@@ -29,7 +30,7 @@ class GivenTensor:
         argument: which one.
         held: the numbers in it that are not finite.
         finite: where it is finite, bool of its shape; None if everywhere, or if it can be read now as well.
-        was_written: the op has written into it since.
+        was_written: the op has written into its memory since.
     """
 
     argument: Argument
@@ -64,10 +65,14 @@ class Judgement:
 
 
 def given_before(arguments: Sequence[Argument], traits: OpTraits) -> list[GivenTensor]:
-    """Read the arguments that the op is going to write into; the others can be read afterwards."""
+    """Read the arguments in memory that the op is going to write; the others can be read afterwards.
+
+    ``addmm(c, a, b, out=c)`` writes what it reads, so ``self`` is read before as well.
+    """
+    written = {storage_address(argument.tensor) for argument in arguments if argument.name in traits.written}
     found = []
     for argument in arguments:
-        if argument.name in traits.written:
+        if argument.name in traits.written or storage_address(argument.tensor) in written - {0}:
             held = FINITE if argument.name in traits.overwritten else non_finite(argument.tensor)
             values = real_values(argument.tensor) if held else None
             finite = None if values is None else values.isfinite()
@@ -94,14 +99,19 @@ def judge(
         scalars: Python floats among the arguments.
     """
     values = non_finite(result.tensor)
+    computes = bool(given) and not traits.moves
     unfinite = [tensor for tensor in given if tensor.held]
     if not unfinite:
-        return _of_finite(result.tensor, values, given, scalars)
+        return _of_finite(result.tensor, values, given, scalars, computes=computes)
     of_nan = [tensor for tensor in unfinite if tensor.held.nan]
     ordered = (*of_nan, *(tensor for tensor in unfinite if not tensor.held.nan))
     if traits.is_pointwise and (new := _new_elements(result.tensor, given)) is not None and bool(new.any()):
         own = _held(result.tensor, new)
-        found = _of_finite(result.tensor, own, given, scalars, where=new)
+        found = _of_finite(result.tensor, own, given, scalars, computes=computes, where=new)
+        if found.verdict == "made":
+            return found
+    if traits.moves and (own := _infinities_of_a_new_sign(values, unfinite)):
+        found = _of_finite(result.tensor, own, given, scalars, computes=False)
         if found.verdict == "made":
             return found
     if values.nan and not of_nan and not _has(scalars, nan=True):
@@ -114,14 +124,33 @@ def _of_finite(
     values: NonFinite,
     given: Sequence[GivenTensor],
     scalars: Sequence[float],
+    *,
+    computes: bool,
     where: Tensor | None = None,
 ) -> Judgement:
     """Judge a result none of whose numbers comes from an input."""
-    if (values.nan and _has(scalars, nan=True)) or (not values.nan and _has(scalars, nan=False)):
+    if _are_constants(values, scalars, computes=computes):
         return Judgement(verdict="on purpose", values=values)
     if values.neginf and not values.posinf and not values.nan and _is_masked(result, given, where):
         return Judgement(verdict="masked", values=values)
     return Judgement(verdict="made", values=values)
+
+
+def _are_constants(values: NonFinite, scalars: Sequence[float], *, computes: bool) -> bool:
+    """Whether numbers are those that the caller gave; an op that computes may turn an infinity's sign."""
+    if values.nan:
+        return _has(scalars, nan=True)
+    if computes:
+        return _has(scalars, nan=False)
+    return (not values.posinf or math.inf in scalars) and (not values.neginf or -math.inf in scalars)
+
+
+def _infinities_of_a_new_sign(values: NonFinite, given: Sequence[GivenTensor]) -> NonFinite:
+    """Return the infinities of a sign that no argument has: an op that moves elements did not find them."""
+    return NonFinite(
+        posinf=values.posinf and not any(tensor.held.posinf for tensor in given),
+        neginf=values.neginf and not any(tensor.held.neginf for tensor in given),
+    )
 
 
 def _has(scalars: Sequence[float], *, nan: bool) -> bool:

@@ -28,6 +28,9 @@ _MOVING = frozenset(
      "tril", "triu", "unfold_copy", "where"}
 )  # fmt: skip
 
+# Each element of a result comes from that place in the arguments, though torch does not tag them so.
+_IN_PLACE_OF_EACH = frozenset({"_to_copy", "clone", "copy", "masked_fill", "where"})
+
 # What they write into was there in vain.
 _OVERWRITING = frozenset(
     {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_",
@@ -85,7 +88,7 @@ def traits_of(op: OpOverload) -> OpTraits:
         is_view=op.is_view or packet in _VIEWS,
         is_unwritten=packet in _UNWRITTEN,
         moves=packet in _MOVING,
-        is_pointwise=torch.Tag.pointwise in op.tags or base in {"where", "masked_fill"},
+        is_pointwise=torch.Tag.pointwise in op.tags or base in _IN_PLACE_OF_EACH,
         is_listwise=packet.startswith(("_foreach_", "_fused_")),
         is_collective=op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"},
         is_random=torch.Tag.nondeterministic_seeded in op.tags,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from amp_plugin.numerics.diagnosis import Diagnosis
-from amp_plugin.numerics.finding import NonFiniteError
+from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.recorder import RunRecorder
 from amp_plugin.numerics.shadow_run import ShadowRun
 from amp_plugin.program import Program
@@ -16,7 +16,12 @@ from amp_plugin.program_run import ProgramRun, run_program
 
 
 def diagnosed(
-    program: Program, arguments: Sequence[str], *, keep_going: bool, strict: bool
+    program: Program,
+    arguments: Sequence[str],
+    *,
+    keep_going: bool,
+    strict: bool,
+    on_finding: Callable[[Finding], None],
 ) -> tuple[Diagnosis, ProgramRun]:
     """Run a program and watch its ops.
 
@@ -25,11 +30,12 @@ def diagnosed(
         arguments: its arguments.
         keep_going: as for ``diagnose``.
         strict: as for ``diagnose``.
+        on_finding: called with each finding as soon as it is found.
 
     Returns:
         The closed diagnosis, and how the program ended: at the first finding, unless ``keep_going``.
     """
-    diagnosis = Diagnosis(keep_going=keep_going, strict=strict)
+    diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=on_finding)
     run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
     return diagnosis, run
 

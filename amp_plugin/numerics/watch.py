@@ -123,13 +123,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look(self, report: CallReport, before: list[GivenTensor], output: Any) -> None:
         """Look at the results, and at the arguments that were written."""
-        results = [given.argument for given in before]
+        results = [given.argument for given in before if given.argument.name in report.traits.written]
         known = {id(written.tensor) for written in results}
         results += [result for result in results_of(output) if id(result.tensor) not in known]
         if report.traits.is_unwritten or report.traits.is_collective:
+            sent = self._sent(report)
             for result in results:
                 self._origins.forget(result.tensor)
                 self._unjudged.set(result.tensor, report.site())
+                if sent is not None:
+                    self._origins.set(result.tensor, sent)
             return
         given: list[GivenTensor] | None = None
         for result in results:
@@ -140,10 +143,17 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             given = given or self._given(report, before)
             self._trace(report, result, related(result, given, report.traits))
 
+    def _sent(self, report: CallReport) -> Origin | None:
+        """Return the origin of what this rank itself sends to the others; None if that is finite."""
+        arguments = report.arguments if report.traits.is_collective else []
+        origins = (self._origins.get(argument.tensor) for argument in arguments)
+        return next((origin for origin in origins if origin is not None and origin is not ON_PURPOSE), None)
+
     @staticmethod
     def _given(report: CallReport, before: list[GivenTensor]) -> list[GivenTensor]:
         """Return all arguments as they were before the op."""
-        read = [argument for argument in report.arguments if argument.name not in report.traits.written]
+        known = {argument.label for argument in (tensor.argument for tensor in before)}
+        read = [argument for argument in report.arguments if argument.label not in known]
         return [
             *before,
             *(GivenTensor(argument=argument, held=non_finite(argument.tensor)) for argument in read),

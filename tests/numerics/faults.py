@@ -42,6 +42,7 @@ class Faults(TorchDispatchMode):
         written = [a.tensor for a in arguments_of(traits, args, kwargs) if a.name in traits.written]
         results = [r.tensor for r in results_of(output)]
         results = [t for t in written + results if t.numel() and t.layout is torch.strided]
+        results = [t for t in results if not t._is_zerotensor()]  # it has no memory to spoil
         if not results:
             return output
         backward = torch._C._current_autograd_node() is not None

@@ -17,6 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, OpRules, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
+from amp_plugin.numerics.judgement import judge
+from amp_plugin.numerics.op_call import Argument
+from amp_plugin.numerics.op_traits import traits_of
 
 HERE = Path(__file__).name
 
@@ -280,6 +283,30 @@ def test_an_op_that_refuses_what_it_is_given():
     finding = found(program)
     assert line_of(finding) == "matrix = 1 / torch.zeros(2, 2)"
     assert finding.reached.startswith("an error of aten::linalg_eig")
+
+
+def test_an_overflow_beside_a_mask_is_no_mask():
+    finding = found(lambda: torch.tensor([70000.0, 1.0, -math.inf]).half().softmax(-1))
+    assert finding.op == "aten::_to_copy.default"
+    assert "70000 is beyond 65504" in finding.advice
+
+
+def test_an_op_that_writes_what_it_reads():
+    def program():
+        total = torch.zeros(2, 2)
+        torch.addmm(total, *2 * [torch.full((2, 2), 1e30)], out=total)
+        total.sum().item()
+
+    assert found(program).op == "aten::addmm.out"
+
+
+def test_a_constant_of_one_sign_explains_none_of_the_other():
+    traits = traits_of(torch.ops.aten.scalar_tensor.default)
+    verdicts = {
+        made: judge(Argument(name="", index=None, tensor=torch.tensor(made)), [], traits, [-math.inf]).verdict
+        for made in (-math.inf, math.inf)
+    }
+    assert verdicts == {-math.inf: "on purpose", math.inf: "made"}
 
 
 # -- what is left alone ------------------------------------------------------------------------------------

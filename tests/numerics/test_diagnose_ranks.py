@@ -1,0 +1,69 @@
+"""The command `amp-plugin diagnose` in two processes, one of which makes the nan."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.dist
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 120  # far below the half hour that gloo waits for a rank that says nothing
+SCRIPT = """\
+import os, sys, torch
+import torch.distributed as dist
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=rank, world_size=2)
+weight = torch.ones(2, requires_grad=True)
+y = weight.log() if rank == 0 else (weight - 1).sqrt()
+y.sum().backward()
+dist.all_reduce(weight.grad)
+print("sum", (weight.grad * 2).sum().item() == 0)
+"""
+
+
+def run(folder: Path, *options: str) -> list[tuple[int, str, str]]:
+    """Run the script in two processes; return exit code, output and errors of each rank."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT)
+    main = "import sys; from amp_plugin.cli import app; sys.argv[0] = 'amp-plugin'; app()"
+    command = [sys.executable, "-c", main, "diagnose", *options, str(script), str(folder / "store")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "RANK": str(rank), "COLUMNS": "300", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        texts = [process.communicate(timeout=SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, *text) for process, text in zip(ranks, texts, strict=True)]
+
+
+def test_the_rank_that_stops_is_named_and_the_other_ends(tmp_path: Path) -> None:
+    (code, output, errors), (its_code, its_output, _) = run(tmp_path)
+    assert (code, its_code) == (1, 1)
+    assert "made inf in the backward pass of aten::sqrt.default" in its_output
+    assert "  rank    1\n" in its_output
+    assert "made" not in output
+    assert "rank 0 found nothing before the error above; if another rank has stopped, that is why" in errors
+
+
+def test_keep_going_stops_no_rank_and_tells_whose_nan_it_is(tmp_path: Path) -> None:
+    (_, output, _), (_, its_output, _) = run(tmp_path, "--keep-going")
+    assert "c10d::allreduce_.default brought inf: another rank made it" in output
+    assert "  rank    0\n" in output
+    assert "another rank" not in its_output
+    assert its_output.index("of aten::sqrt.default") < its_output.index("sum False")  # told at once
