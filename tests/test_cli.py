@@ -252,11 +252,13 @@ def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatc
     assert json.loads(amp("build", "--cuda", "sm_80", "--json").stdout)["cubins"] == 20
 
 
-def test_the_packages_named_for_cuda_are_those_of_the_extra() -> None:
+def test_the_packages_named_for_cuda_are_the_dependency_and_the_extra() -> None:
     text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    dependency = re.search(r'^  "(cuda-core.*?);', text, re.MULTILINE)
     extra = re.search(r"^cuda = \[(.*?)\]", text, re.MULTILINE)
+    assert dependency is not None
     assert extra is not None
-    assert shlex.split(register.PACKAGES) == re.findall(r'"(.*?)"', extra[1])
+    assert shlex.split(register.PACKAGES) == [dependency[1], *re.findall(r'"(.*?)"', extra[1])]
 
 
 def test_no_message_names_a_package_on_no_index() -> None:
