@@ -102,6 +102,18 @@ HABITS = {
 }
 
 
+@pytest.fixture
+def flags_of_torch(monkeypatch):
+    """The process's flags, to be set by a Trainer and put back."""
+    # torch's own test modules, once imported, lock the flags for the process
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = benchmark
+
+
+@pytest.mark.usefixtures("flags_of_torch")
 @pytest.mark.filterwarnings("ignore:.*You requested to overfit")
 @pytest.mark.filterwarnings("ignore:.*Anomaly Detection has been enabled")
 @pytest.mark.filterwarnings("ignore:.*The dataloader.*shuffl")
