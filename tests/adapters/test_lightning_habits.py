@@ -106,7 +106,8 @@ HABITS = {
 def flags_of_torch(monkeypatch):
     """The process's flags, to be set by a Trainer and put back."""
     # torch's own test modules, once imported, lock the flags for the process
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    flags = torch.backends.flags_frozen.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", True)
     deterministic, benchmark = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
     yield
     torch.use_deterministic_algorithms(deterministic)
