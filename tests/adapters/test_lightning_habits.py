@@ -306,6 +306,7 @@ def test_a_second_fit_after_an_exception_in_training_step(precision, accumulate,
     torch.testing.assert_close(*finals, rtol=0, atol=0)
 
 
+@pytest.mark.native
 def test_rules_of_a_run_that_failed_do_not_stay(tmp_path):
     rules = tmp_path / "rules.yaml"
     rules.write_text("device_type: cpu\nrules:\n  aten::linear.default: fp32\n")

@@ -211,7 +211,7 @@ def test_weights_that_are_thawed_later_are_told_of_once():
     assert step() == []
     model[0].requires_grad_(True)
     (line,) = step()
-    assert line.startswith("2 parameters in 16 bits were frozen when the model was set up")
+    assert line.startswith("2 parameters in 16 bits were frozen, or not made yet, when the model was set up")
     assert "AdamW steps them now: updates below 1/256 of a weight" in line
     assert step() == []
 
