@@ -54,7 +54,7 @@ test-native: $(READY)
 	$(PYTEST) -m dist
 
 test-host-device: $(READY)
-	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
 
 test-gpu: # in the Python and with the torch of the machine
 	$(PYTHON) -m tests.on_gpu
