@@ -32,9 +32,10 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         setattr(optimizer, _ATTRIBUTE, True)
         warn_user(
             f"{count} parameters in 16 bits were frozen, or not made yet, when the model was set up, so that "
-            f"they did not become float32, and {type(optimizer).__name__} steps them now: updates below 1/256 "
-            "of a weight (1/2048 in float16) are lost. Unfreeze or make them before the model is set up, or store "
-            "them with weights='bf16' (with weights='fp16' in float16), which stores a weight when it is unfrozen"
+            f"they did not become float32, and {type(optimizer).__name__} steps them now: updates below "
+            "1/256 of a weight (1/2048 in float16) are lost. Unfreeze or make them before the model is set "
+            "up, or store them with weights='bf16' (with weights='fp16' in float16), which stores a weight "
+            "when it is unfrozen"
         )
 
 
