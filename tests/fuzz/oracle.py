@@ -207,9 +207,12 @@ class Oracle(Model):
             if index in self.windows[o].unclipped:
                 change(self.windows[o].unclipped[index])
         gradient.replaced |= replaced
-        gradient.dropped = not grad.any()
-        if gradient.dropped:
-            self.seen.doubt(index)
+        if not grad.any():
+            others = {i for o in self.owners(index) for i in self.members[o]}
+            gradient.dropped = not any(self.params[i].grad.any() for i in self.present(others))
+            self.seen.doubt(index, dropped=gradient.dropped)
+        else:
+            gradient.dropped = False
 
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
         """The user zeroes gradients in place, or drops them."""

@@ -33,11 +33,15 @@ class SeenOverflows:
         levels = {self._levels.get((o, index)) for index in indices}
         return {True} if YES in levels else {True, False} if MAYBE in levels else {False}
 
-    def doubt(self, index: int) -> None:
-        """A gradient is zero or gone: its overflow counts no more, at the latest after an update."""
+    def doubt(self, index: int, *, dropped: bool = True) -> None:
+        """A gradient is zero or gone: its overflow counts no more, at the latest after an update.
+
+        Unless the others of its optimizers are not zero (``dropped`` is False): who writes zeros over one gradient
+        has dropped no batch.
+        """
         for key in [key for key in self._levels if key[1] == index]:
             self._levels[key] = MAYBE
-            if key in self._told:
+            if dropped and key in self._told:
                 del self._levels[key]
 
     def update(self) -> None:

@@ -12,7 +12,7 @@ from tests.fuzz import search
 
 @pytest.mark.parametrize("first", range(0, 300, 100))
 def test_any_sequence_of_calls(first):
-    failure = next(search.failures(seed=400, indices=range(first, first + 100)), None)
+    failure = next(search.failures(seed=1, indices=range(first, first + 100)), None)
     if failure is not None:
         pytest.fail(f"\n{failure}", pytrace=False)
 

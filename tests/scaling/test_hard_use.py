@@ -203,6 +203,24 @@ def test_a_dropped_batch_takes_its_overflow_along(weights, fused, update):
     assert (one.value, scaler.get_scale()) == (-2.0, 4.0)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("update", [False, True])
+def test_zeros_over_one_overflowed_gradient_drop_no_batch(fused, update):
+    """The others' gradients are of the same backward: the step stays skipped, as after clipping by value."""
+    overflowed, good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([overflowed, good], lr=1.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(optimizer)
+    scaler.scale((overflowed * math.inf + 3.0 * good).sum()).backward()
+    scaler.ensure_unscaled(optimizer)
+    overflowed.grad.nan_to_num_(0.0, 0.0, 0.0)
+    if update:
+        scaler.update()
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).skipped
+    assert torch.equal(good, torch.ones(2))
+
+
 def test_an_overflow_written_over_still_counts_after_another_backward(weights):
     one = weights()
     scaler = GradScaler("cpu", init_scale=8.0)
