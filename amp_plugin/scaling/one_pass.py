@@ -78,7 +78,8 @@ def collect(optimizer: Optimizer) -> OnePassStep:
                 )
             except ValueError as error:
                 raise NotInOnePassError(str(error)) from None
-            parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
+            if len(tensors) > 0:
+                parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
             stored += weights
     return OnePassStep(optimizer, parts, stored, view)
 

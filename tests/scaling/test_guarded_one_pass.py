@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, store_weights
 from tests.scaling.test_one_pass import KINDS, Run, ulps
 
 pytestmark = pytest.mark.native
@@ -133,7 +133,9 @@ def test_a_change_that_is_seen_is_an_error():
     run.backward()
     run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
     run.params[0].grad.mul_(2.0)
-    text = r"gradients were changed between clip_grad_norm_\(\.\.\., fold=True\) and step\(\): they were not cl"
+    text = (
+        r"gradients were changed between clip_grad_norm_\(\.\.\., fold=True\) and step\(\): they were not cl"
+    )
     with pytest.raises(RuntimeError, match=text):
         run.scaler.step(run.optimizer)
     with pytest.raises(RuntimeError, match=text):
@@ -194,7 +196,9 @@ def test_other_steps_see_clipped_gradients(reason):
         closure()
         run.scaler.step(run.optimizer, **({"closure": None} if reason == "argument" else {}))
     assert not run.scaler.last_step(run.optimizer).one_pass
-    assert torch.cat([grad.flatten() for grad in gradients(run)]).norm().item() == pytest.approx(0.5, rel=1e-5)
+    assert torch.cat([grad.flatten() for grad in gradients(run)]).norm().item() == pytest.approx(
+        0.5, rel=1e-5
+    )
 
 
 @pytest.mark.parametrize("poison", [1.0, math.nan])
@@ -230,7 +234,9 @@ def test_options_leave_the_step_to_torch(options, text):
     run = Run("sgd", scaler=GradScaler("cpu", enabled=False, **options))
     _, result = clip_and_step(run)
     assert result.not_one_pass_because == text
-    assert torch.cat([grad.flatten() for grad in gradients(run)]).norm().item() == pytest.approx(0.5, rel=1e-5)
+    assert torch.cat([grad.flatten() for grad in gradients(run)]).norm().item() == pytest.approx(
+        0.5, rel=1e-5
+    )
 
 
 def test_a_norm_too_large_for_float32_makes_zeros_as_torchs():
@@ -250,3 +256,21 @@ def test_no_gradients_at_all():
     assert run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True) == 0
     run.scaler.step(run.optimizer)
     assert run.scaler.last_step(run.optimizer).not_one_pass_because == "nothing was to be clipped or checked"
+
+
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+def test_stored_weights_alone_are_stepped_without_any_scale(weights):
+    """The op is called for them alone: for no tensors at all nothing would tell it the device."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    store_weights(model, optimizer, weights=weights)
+    scaler = GradScaler("cpu", enabled=False)
+    for taken in (False, True, True):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 8)).sum().backward()
+        scaler.step(optimizer)
+        assert scaler.last_step(optimizer).one_pass is taken
+        assert not torch.equal(model.weight, before)
