@@ -386,9 +386,9 @@ class GradScaler(TorchInterface):
             max_norm: Largest norm.
             norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
             error_if_nonfinite: Raise if the norm is not finite: a host sync.
-            fold: With a fused optimizer, or a step in one pass, hand the factor to the step instead of writing
-                gradients. For callers that do not look at ``.grad`` before ``step()``, where it is still scaled
-                and not clipped. Ignored where the optimizer cannot.
+            fold: With a fused optimizer, or a step in one pass, hand the factor to the step instead of
+                writing gradients. For callers that do not look at ``.grad`` before ``step()``, where it is
+                still scaled and not clipped. Ignored where the optimizer cannot.
 
         Returns:
             The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled and

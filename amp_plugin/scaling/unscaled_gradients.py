@@ -32,7 +32,7 @@ class UnscaledGradients:
 
     Attributes:
         norm: Of the gradients before clipping, 0-dim; None if nobody has taken it.
-        clip: A clip left to the next step, which works it in as it reads the gradients; None if there is none.
+        clip: A clip left to the next step, which works it in as it reads gradients; None if there is none.
         changes_early: Whether the optimizer changes weights before the last call of its closure; None if no
             step has shown it yet.
     """
@@ -115,7 +115,7 @@ class UnscaledGradients:
         self._drop_clip()
 
     def leave_unwritten(self, params: list[Tensor], *, skipped: bool) -> None:
-        """Note that a step has worked a folded clip in, and written no gradient; a skipped one clips nothing."""
+        """Note that a step has worked a folded clip in without writing; a skipped one clips nothing."""
         clip = self.clip
         self._drop_clip()
         if clip is not None and not skipped:

@@ -54,7 +54,8 @@ class AmpKwargs(KwargsHandler):
         sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
         one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
         fold_clip: True leaves a clip by norm to the step where the optimizer is stepped in one pass or fused:
-            faster, but between ``clip_grad_norm_`` and the step ``.grad`` is neither unscaled nor clipped; False.
+            faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` and the step;
+            False.
         on_nonfinite: what a step does whose gradients are not finite, in any precision: ``"skip"``,
             ``"raise"`` or ``"ignore"``, as GradScaler's; ``"skip"``.
         max_skips_in_a_row: skipped steps in a row of one optimizer after which ``step()`` raises, with the
