@@ -17,8 +17,8 @@ update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 adam\_, sgd\_            read B, params and states,   1                0
                         write params and states
-pack_weights\_          read 4, write 4 a weight    per tensor       0
-unpack_weights\_        read 4, write 4 a weight    per tensor       0
+pack_weights\_          read 4, write 4 a weight    1                0
+unpack_weights\_        read 4, write 4 a weight    1                0
 round_weights\_         read 4, write 2 a weight    per tensor       0
 ======================  ==========================  ===============  ==========
 

@@ -28,6 +28,8 @@ def obstacle(guard: Guard, window: OptimizerWindow) -> str:
         return "one_pass=False"
     if not guard.checks:
         return "on_nonfinite='ignore' takes torch's own step"
+    if any(not param.is_cpu for param in window.params[:1]):
+        return "its parameters are on a GPU, where a fused step reads and writes as little"
     return one_pass.obstacle(window.optimizer)
 
 

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.weights.optimizer_view import OptimizerView, view_of
 from amp_plugin.weights.stored_weight import StoredWeight
 
@@ -41,6 +42,8 @@ def obstacle(optimizer: Optimizer) -> str:
         return missing
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
+    if any(_is_on_device(beta) for group in optimizer.param_groups for beta in group.get("betas", ())):
+        return "its betas are on a GPU"
     return _replaced_step(optimizer) or _hooks_in_the_way(optimizer)
 
 
@@ -52,7 +55,10 @@ def unavailable(device_type: str) -> str:
     """
     if native_core().region is None:
         return f"the native core is not loaded: {native_core().reason}"
-    return "" if device_type == "cpu" else f"the parameters are on {device_type}"
+    if device_type == "cuda":
+        core = cuda_core()
+        return "" if core.loaded else f"the CUDA kernels are not loaded: {core.reason}"
+    return "" if device_type == "cpu" else f"there is no op for {device_type}"
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
@@ -79,7 +85,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
             except ValueError as error:
                 raise NotInOnePassError(str(error)) from None
             if len(tensors) > 0:
-                parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
+                parts.append(_Part(getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
             stored += weights
     return OnePassStep(optimizer, parts, stored, view)
 
@@ -108,8 +114,8 @@ class OnePassStep:
         """
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
-            for call, options in self._parts:
-                call(*options, None, divisor, found_inf)
+            for call, options, lr in self._parts:
+                call(*options, lr, divisor, found_inf)
             for weight in self._stored:
                 weight.note_written()
             if self._view is not None:
@@ -123,6 +129,7 @@ class OnePassStep:
 class _Part(NamedTuple):
     call: Callable[..., None]
     options: tuple[Any, ...]
+    lr: Tensor | None
 
 
 class _Rule(NamedTuple):
@@ -139,7 +146,7 @@ def _adam_states(group: _Group) -> tuple[str, ...]:
 
 
 def _adam_options(group: _Group) -> tuple[Any, ...]:
-    numbers = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    numbers = (_lr_on_host(group), *group["betas"], group["eps"], group["weight_decay"])
     return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
 
 
@@ -148,8 +155,22 @@ def _sgd_states(group: _Group) -> tuple[str, ...]:
 
 
 def _sgd_options(group: _Group) -> tuple[Any, ...]:
-    numbers = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
+    numbers = (_lr_on_host(group), group["momentum"], group["dampening"], group["weight_decay"])
     return (*map(float, numbers), group["nesterov"], group["maximize"])
+
+
+def _is_on_device(number: Any) -> bool:
+    return isinstance(number, Tensor) and not number.is_cpu
+
+
+def _lr_on_device(group: _Group) -> Tensor | None:
+    """Return a learning rate that a GPU reads, without a host sync; None for one that the host knows."""
+    lr = group["lr"]
+    return lr if _is_on_device(lr) else None
+
+
+def _lr_on_host(group: _Group) -> Any:
+    return group["lr"] if _lr_on_device(group) is None else 0.0
 
 
 def _device_type_of(optimizer: Optimizer) -> str:

@@ -146,7 +146,8 @@ class OptimizerWindow:
         if not self._shared.one_pass:
             return "one_pass=False"
         device = self._shared.scales.device
-        return f"the loss scale is on {device}" if device.type != "cpu" else one_pass.obstacle(self.optimizer)
+        elsewhere = any(param.device != device for param in self.params[:1])
+        return f"the loss scale is on {device}" if elsewhere else one_pass.obstacle(self.optimizer)
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""

@@ -21,11 +21,11 @@ def fused_adamw(params):
 
 
 KERNELS = {
-    (sgd, None): {"unscale"},
+    (sgd, None): {"norm_check", "sgd"},
     (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, None): {"norm_check"},
+    (fused_adamw, None): {"norm_check", "adam"},
     (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, "folded"): {"norm_check", "clip_factor"},
+    (fused_adamw, "folded"): {"norm_check", "clip_factor", "adam"},
 }
 
 

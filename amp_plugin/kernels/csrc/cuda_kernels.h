@@ -26,6 +26,10 @@ enum KernelNumber : size_t {
   kCast,
   kUpdateScale,
   kClipFactor,
+  kAdam,
+  kSgd,
+  kPackWeights,
+  kUnpackWeights,
 };
 
 inline constexpr std::array kKernels{
@@ -43,6 +47,10 @@ inline constexpr std::array kKernels{
     Kernel{"cast", "", kThreads},
     Kernel{"update_scale", "", 1},
     Kernel{"clip_factor", "", 1},
+    Kernel{"adam", "", kThreads},
+    Kernel{"sgd", "", kThreads},
+    Kernel{"pack_weights", "", kThreads},
+    Kernel{"unpack_weights", "", kThreads},
 };
 
 }  // namespace amp_plugin::cuda

@@ -74,6 +74,7 @@ uint8_t code_of(at::ScalarType type) {
 Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device) {
   Rows result;
   result.rows.resize(tensors.size());
+  result.count = static_cast<uint32_t>(tensors.size());
   uint64_t granules = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const at::Tensor& tensor = tensors[i];
@@ -114,7 +115,7 @@ Table TableCache::laid_out(const Rows& rows, Address begin) const {
       .marks = marks,
       .partials = marks + marks_bytes(count),
       .ticket = begin,
-      .count = static_cast<uint32_t>(count),
+      .count = rows.count,
       .granules = rows.granules};
 }
 
@@ -136,7 +137,8 @@ Table TableCache::of(const Rows& rows, Handle stream, bool captured) {
 const TableCache::Entry* TableCache::find(const Rows& rows, Handle stream) {
   const size_t count = rows.rows.size(), bytes = count * sizeof(Row);
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-    if (entry->stream != stream || entry->rows.size() != count || entry->table.granules != rows.granules)
+    if (entry->stream != stream || entry->rows.size() != count || entry->table.count != rows.count ||
+        entry->table.granules != rows.granules)
       continue;
     if (count > 0 && std::memcmp(entry->rows.data(), rows.rows.data(), bytes) != 0) continue;
     entries_.splice(entries_.begin(), entries_, entry);

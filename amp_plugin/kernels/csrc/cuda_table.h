@@ -49,6 +49,7 @@ uint8_t code_of(at::ScalarType type);
 // Raises ValueError or TypeError for what the kernels do not take.
 struct Rows {
   std::vector<Row> rows;
+  uint32_t count = 0;  // of tensors; a step has several rows for each
   uint32_t granules = 0;
 };
 Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device);

@@ -23,7 +23,8 @@ void bump(at::TensorList tensors) {
 
 }  // namespace
 
-StepRows::StepRows(const StepTensors& tensors, const char* op) : tensors_(tensors), op_(op) {
+StepRows::StepRows(const StepTensors& tensors, const char* op, c10::Device device)
+    : tensors_(tensors), op_(op), device_(device) {
   const size_t count = tensors.params.size();
   const auto check_count = [&](at::TensorList list, const char* name, bool may_be_empty) {
     TORCH_CHECK_VALUE(
@@ -53,10 +54,10 @@ void StepRows::check(size_t i) const {
   const auto fits = [&](const at::Tensor& tensor, const char* name,
                         std::initializer_list<at::ScalarType> types) {
     TORCH_CHECK_VALUE(
-        tensor.device().is_cpu() && tensor.layout() == at::kStrided && tensor.sizes() == param.sizes(), op_,
+        tensor.device() == device_ && tensor.layout() == at::kStrided && tensor.sizes() == param.sizes(), op_,
         ": ", name, " ", i, " is of shape ", tensor.sizes(), ", layout ", tensor.layout(), " on ",
-        tensor.device(), "; it must be a dense tensor on the CPU of its parameter's shape ", param.sizes(),
-        ".");
+        tensor.device(), "; it must be a dense tensor on ", device_, " of its parameter's shape ",
+        param.sizes(), ".");
     for (const at::ScalarType type : types) {
       if (tensor.scalar_type() == type) return;
     }

@@ -37,8 +37,8 @@ struct Row {
 // Rows of tensors that are checked. Where memory orders differ, a row is worked on in copies.
 class StepRows {
  public:
-  // `op` is named in errors.
-  StepRows(const StepTensors& tensors, const char* op);
+  // `op` is named in errors; all tensors are to be on `device`.
+  StepRows(const StepTensors& tensors, const char* op, c10::Device device = c10::kCPU);
 
   const std::vector<Row>& rows() const { return rows_; }
 
@@ -52,6 +52,7 @@ class StepRows {
 
   const StepTensors& tensors_;
   const char* op_;
+  c10::Device device_;
   std::vector<Row> rows_;
   std::vector<at::Tensor> held_;
   std::vector<std::pair<at::Tensor, at::Tensor>> written_copies_;

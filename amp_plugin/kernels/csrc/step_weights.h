@@ -102,35 +102,73 @@ struct CopiedWeight : Fp32Weight {
   }
 };
 
+// As many elements as Floats holds, as bits.
+using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
+using SignedWords = int32_t [[gnu::vector_size(sizeof(Floats))]];
+using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+using SignedShorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+
 // A bfloat16 parameter with the 16 bits that make it a float32.
+//
+// Whole vectors in registers: through arrays in memory the compiler writes halves of a vector and reads the
+// whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
 struct PairedWeight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at, int64_t count) {
     const auto* high = static_cast<const uint16_t*>(row.param) + at;
     const auto* low = static_cast<const int16_t*>(row.beside) + at;
     fetch_ahead(high);
     fetch_ahead(low);
-    alignas(64) uint32_t bits[Block::kSize] = {};
-    if (count == Block::kSize) {
-      for (int i = 0; i < Block::kSize; ++i) bits[i] = unpack_weight(high[i], low[i]);
-    } else {
-      for (int i = 0; i < count; ++i) bits[i] = unpack_weight(high[i], low[i]);
-    }
-    const auto* values = reinterpret_cast<const float*>(bits);
-    return {Floats::loadu(values), Floats::loadu(values + Block::kHalf)};
+    if (count == Block::kSize) return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
+    uint16_t last_high[Block::kSize] = {};
+    int16_t last_low[Block::kSize] = {};
+    std::copy_n(high, count, last_high);
+    std::copy_n(low, count, last_low);
+    return {joined(last_high, last_low), joined(last_high + Block::kHalf, last_low + Block::kHalf)};
   }
+
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
-    alignas(64) uint32_t bits[Block::kSize];
-    store_block(reinterpret_cast<float*>(bits), block, Block::kSize);
-    // Into arrays that alias nothing, which the compiler turns into vectors.
-    alignas(64) uint16_t high[Block::kSize];
-    alignas(64) int16_t low[Block::kSize];
-    for (int i = 0; i < Block::kSize; ++i) {
-      const WeightPair pair = pack_weight(bits[i]);
-      high[i] = pair.high;
-      low[i] = pair.low;
+    auto* high = static_cast<uint16_t*>(row.param) + at;
+    auto* low = static_cast<int16_t*>(row.beside) + at;
+    if (count == Block::kSize) {
+      split(block.low, high, low);
+      split(block.high, high + Block::kHalf, low + Block::kHalf);
+      return;
     }
-    std::memcpy(static_cast<uint16_t*>(row.param) + at, high, count * sizeof(uint16_t));
-    std::memcpy(static_cast<int16_t*>(row.beside) + at, low, count * sizeof(int16_t));
+    uint16_t last_high[Block::kSize];
+    int16_t last_low[Block::kSize];
+    split(block.low, last_high, last_low);
+    split(block.high, last_high + Block::kHalf, last_low + Block::kHalf);
+    std::copy_n(last_high, count, high);
+    std::copy_n(last_low, count, low);
+  }
+
+ private:
+  // unpack_weight of each.
+  [[gnu::always_inline]] static Floats joined(const uint16_t* high, const int16_t* low) {
+    Shorts highs;
+    SignedShorts lows;
+    std::memcpy(&highs, high, sizeof(highs));
+    std::memcpy(&lows, low, sizeof(lows));
+    const auto rests = reinterpret_cast<Words>(__builtin_convertvector(lows, SignedWords));
+    const Words bits = (__builtin_convertvector(highs, Words) << 16) + rests;
+    return Floats::loadu(&bits);
+  }
+
+  // pack_weight of each.
+  [[gnu::always_inline]] static void split(const Floats& values, uint16_t* high, int16_t* low) {
+    Words bits;
+    values.store(&bits);
+    const Words magnitude = bits & 0x7FFFFFFFU;
+    const SignedWords lost =
+        ((magnitude > 0x7F800000U) & (magnitude < 0x7F808000U)) | (magnitude >= 0x7FFF8000U);
+    const auto is_lost = reinterpret_cast<Words>(lost);
+    const Words quiet = (bits & 0x80000000U) | 0x7FC00000U;
+    const Words kept = (bits & ~is_lost) | (quiet & is_lost);
+    const Words rounded = (kept + 0x8000U) >> 16;
+    const auto highs = __builtin_convertvector(rounded, Shorts);
+    const auto lows = __builtin_convertvector(kept - (rounded << 16), Shorts);
+    std::memcpy(high, &highs, sizeof(highs));
+    std::memcpy(low, &lows, sizeof(lows));
   }
 };
 

@@ -31,6 +31,10 @@ MULTIPLY: Final = Kernel(name="multiply")
 CAST: Final = Kernel(name="cast")
 UPDATE_SCALE: Final = Kernel(name="update_scale", threads=1)
 CLIP_FACTOR: Final = Kernel(name="clip_factor", threads=1)
+ADAM: Final = Kernel(name="adam")
+SGD: Final = Kernel(name="sgd")
+PACK_WEIGHTS: Final = Kernel(name="pack_weights")
+UNPACK_WEIGHTS: Final = Kernel(name="unpack_weights")
 
 
 def all_kernels() -> Iterator[Kernel]:
@@ -38,6 +42,7 @@ def all_kernels() -> Iterator[Kernel]:
     for family in (NORM_CHECK, UNSCALE):
         yield from family.values()
     yield from (MULTIPLY, CAST, UPDATE_SCALE, CLIP_FACTOR)
+    yield from (ADAM, SGD, PACK_WEIGHTS, UNPACK_WEIGHTS)
 
 
 def find(name: str, norm: str) -> Kernel:

@@ -80,7 +80,7 @@ class StepTensors {
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
         add_states(param, entry, states);
-        if (counted) add_counter(tensor_in(entry, step.ptr()));
+        if (counted) add_counter(param, tensor_in(entry, step.ptr()));
       } catch (const Obstacle& obstacle) {
         throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }
@@ -124,10 +124,14 @@ class StepTensors {
  private:
   void add(const at::Tensor& param, const at::Tensor& grad, PyObject* rest) {
     const bool is_wide = rest != nullptr || param.scalar_type() == at::kFloat;
-    refuse_if(!is_plain(param) || !param.device().is_cpu() || !is_wide, "", param);
+    const bool has_op = param.device().is_cpu() || param.device().is_cuda();
+    refuse_if(!is_plain(param) || !has_op || !is_wide, "", param);
     const at::ScalarType type = grad.scalar_type();
     const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
     refuse_if(!allowed || !fits(grad, param), "has a gradient that ", grad);
+    refuse_if(
+        !params_.empty() && params_[0].device() != param.device(), "is on another device than the first: it ",
+        param);
     grads_.push_back(grad);
     if (rest == nullptr) {
       params_.push_back(param);
@@ -149,10 +153,12 @@ class StepTensors {
     }
   }
 
-  void add_counter(const at::Tensor& step) {
+  // On a GPU that of fused=True and capturable=True: any other is counted by the host, which does not know of
+  // skipped steps.
+  void add_counter(const at::Tensor& param, const at::Tensor& step) {
     const bool allowed = step.scalar_type() == at::kFloat || step.scalar_type() == at::kDouble;
     refuse_if(
-        !allowed || step.numel() != 1 || !is_plain(step) || !step.device().is_cpu(),
+        !allowed || step.numel() != 1 || !is_plain(step) || step.device() != param.device(),
         "has a step counter that ", step);
     steps_.push_back(step);
   }

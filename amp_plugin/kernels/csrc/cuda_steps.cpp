@@ -1,0 +1,251 @@
+// Whole optimizer steps and stored weights on CUDA tensors: one launch each, no wait for the device.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <optional>
+
+#include "cuda_device.h"
+#include "memory_order.h"
+#include "step_rows.h"
+
+namespace amp_plugin::cuda {
+namespace {
+
+using Number = std::optional<at::Tensor>;
+using List = at::TensorList;
+
+// As in cuda/elements.cuh; no address where there is no number.
+struct OptionalScalar {
+  const void* address;
+  uint64_t is_double;
+};
+
+// As in cuda/adam.cu.
+struct AdamOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  uint32_t decoupled, maximize, amsgrad, unused;
+};
+
+// As in cuda/sgd.cu.
+struct SgdOptions {
+  double lr, momentum, dampening, weight_decay;
+  uint32_t nesterov, maximize, first_step, unused;
+};
+
+template <typename Signature, typename... Arguments>
+void plainly(const char* name, const Arguments&... arguments) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(arguments...);
+}
+
+bool is_number(const at::Tensor& tensor, c10::Device device) {
+  const bool is_real = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+  return tensor.device() == device && tensor.numel() == 1 && is_real;
+}
+
+OptionalScalar optional_scalar(const Number& number, const char* name, c10::Device device) {
+  if (!number) return {nullptr, 0};
+  TORCH_CHECK_VALUE(
+      is_number(*number, device), name, ": got a tensor of ", number->numel(), " elements, ",
+      number->scalar_type(), ", on ", number->device(), "; give one element of Float or Double on ", device);
+  return {number->const_data_ptr(), number->scalar_type() == at::kDouble};
+}
+
+uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
+
+uint32_t add_granules(uint64_t& granules, uint64_t numel) {
+  const auto first = static_cast<uint32_t>(granules);
+  granules += (numel + kGranuleElements - 1) / kGranuleElements;
+  TORCH_CHECK_VALUE(granules < UINT32_MAX, "these tensors are too large for one call; split the list");
+  return first;
+}
+
+// As cuda/step_rows.cuh reads them; `steps` is empty where steps are not counted.
+Rows table_rows(const StepRows& parameters, List steps) {
+  const size_t count = parameters.rows().size();
+  Rows result;
+  result.rows.resize(4 * count);
+  result.count = static_cast<uint32_t>(count);
+  uint64_t granules = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const amp_plugin::Row& parameter = parameters.rows()[i];
+    Row& first = result.rows[i];
+    first.address = address_of(parameter.grad);
+    first.out_address = address_of(parameter.param);
+    first.numel = static_cast<uint64_t>(parameter.numel);
+    first.first_granule = add_granules(granules, first.numel);
+    first.dtype = code_of(parameter.grad_type);
+    first.out_dtype = static_cast<uint8_t>(parameter.weight);
+    Row& second = result.rows[count + i];
+    second.address = address_of(parameter.beside);
+    if (!steps.empty()) {
+      second.out_address = address_of(steps[i].mutable_data_ptr());
+      second.dtype = code_of(steps[i].scalar_type());
+    }
+    result.rows[2 * count + i].address = address_of(parameter.states[0]);
+    result.rows[2 * count + i].out_address = address_of(parameter.states[1]);
+    result.rows[3 * count + i].address = address_of(parameter.states[2]);
+  }
+  result.granules = static_cast<uint32_t>(granules);
+  return result;
+}
+
+void require_counters(List steps, size_t count, c10::Device device) {
+  TORCH_CHECK_VALUE(
+      steps.size() == count, "adam_: ", count, " params and ", steps.size(),
+      " steps; give one for each parameter.");
+  for (const at::Tensor& step : steps) {
+    TORCH_CHECK_VALUE(
+        is_number(step, device), "adam_: a step counter is of dtype ", step.scalar_type(), " and shape ",
+        step.sizes(), " on ", step.device(), "; it must be one float32 or float64 on ", device,
+        ", as fused=True and capturable=True make it.");
+  }
+}
+
+Device* device_of(List params) { return params.empty() ? nullptr : Device::find(params[0].device().index()); }
+
+void adam_(
+    List params, List grads, List exp_avgs, List exp_avg_sqs, List max_exp_avg_sqs, List steps,
+    List remainders, List copies, double lr, double beta1, double beta2, double eps, double weight_decay,
+    bool decoupled_weight_decay, bool maximize, const Number& lr_tensor, const Number& grad_scale,
+    const Number& found_inf) {
+  Device* device = device_of(params);
+  if (device == nullptr) {
+    using Signature = void(
+        List, List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
+        const Number&, const Number&, const Number&);
+    return plainly<Signature>(
+        "amp_plugin::_plain_adam_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders,
+        copies, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale,
+        found_inf);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const StepTensors tensors{params, grads, remainders, copies, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
+  const StepRows rows(tensors, "adam_", device->device());
+  TORCH_CHECK_VALUE(
+      exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(), "adam_: ", params.size(),
+      " params, ", exp_avgs.size(), " exp_avgs and ", exp_avg_sqs.size(),
+      " exp_avg_sqs; give one for each parameter.");
+  require_counters(steps, params.size(), device->device());
+  const AdamOptions options{
+      lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, !max_exp_avg_sqs.empty(), 0};
+  const Handle stream = device->stream();
+  const Table table = device->table(table_rows(rows, steps), stream);
+  device->launch(
+      kAdam, device->blocks(table), stream, table, options,
+      optional_scalar(lr_tensor, "lr_tensor", device->device()),
+      optional_scalar(grad_scale, "grad_scale", device->device()),
+      optional_scalar(found_inf, "found_inf", device->device()));
+  rows.finish();
+  for (const at::Tensor& step : steps) {
+    if (!step.is_inference()) step.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+void sgd_(
+    List params, List grads, List momentum_buffers, List remainders, List copies, double lr, double momentum,
+    double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
+    const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) {
+  Device* device = device_of(params);
+  if (device == nullptr) {
+    using Signature = void(
+        List, List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
+        const Number&, const Number&);
+    return plainly<Signature>(
+        "amp_plugin::_plain_sgd_", params, grads, momentum_buffers, remainders, copies, lr, momentum,
+        dampening, weight_decay, nesterov, maximize, first_step, lr_tensor, grad_scale, found_inf);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const StepTensors tensors{params, grads, remainders, copies, {momentum_buffers}};
+  const StepRows rows(tensors, "sgd_", device->device());
+  TORCH_CHECK_VALUE(
+      momentum == 0 || momentum_buffers.size() == params.size(), "sgd_: momentum ", momentum, " with ",
+      momentum_buffers.size(), " momentum_buffers for ", params.size(),
+      " params; give one for each parameter.");
+  const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step, 0};
+  const Handle stream = device->stream();
+  const Table table = device->table(table_rows(rows, {}), stream);
+  device->launch(
+      kSgd, device->blocks(table), stream, table, options,
+      optional_scalar(lr_tensor, "lr_tensor", device->device()),
+      optional_scalar(grad_scale, "grad_scale", device->device()),
+      optional_scalar(found_inf, "found_inf", device->device()));
+  rows.finish();
+}
+
+// Whether the kernels take a stored weight as it is; anything else goes through torch's ops.
+bool is_a_pair(const at::Tensor& master, const at::Tensor& high, const at::Tensor& low, c10::Device device) {
+  return master.device() == device && high.device() == device && low.device() == device &&
+      master.scalar_type() == at::kFloat && high.scalar_type() == at::kBFloat16 &&
+      low.scalar_type() == at::kShort && master.sizes() == high.sizes() && master.sizes() == low.sizes() &&
+      master.is_non_overlapping_and_dense() && same_memory_order(master, high) &&
+      same_memory_order(master, low);
+}
+
+// As cuda/step_rows.cuh's for_each_pair reads them; no rows if one is no pair.
+std::optional<Rows> pair_rows(List masters, List high, List low, c10::Device device) {
+  const size_t count = masters.size();
+  if (high.size() != count || low.size() != count) return std::nullopt;
+  Rows result;
+  result.rows.resize(2 * count);
+  result.count = static_cast<uint32_t>(count);
+  uint64_t granules = 0;
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_a_pair(masters[i], high[i], low[i], device)) return std::nullopt;
+    Row& row = result.rows[i];
+    row.address = address_of(masters[i].mutable_data_ptr());
+    row.out_address = address_of(high[i].mutable_data_ptr());
+    row.numel = static_cast<uint64_t>(masters[i].numel());
+    row.first_granule = add_granules(granules, row.numel);
+    result.rows[count + i].address = address_of(low[i].mutable_data_ptr());
+  }
+  result.granules = static_cast<uint32_t>(granules);
+  return result;
+}
+
+// Runs a kernel over stored weights; false if they are for torch's ops.
+bool run_on_pairs(size_t kernel, List masters, List high, List low) {
+  Device* device = device_of(masters);
+  if (device == nullptr) return false;
+  const std::optional<Rows> rows = pair_rows(masters, high, low, device->device());
+  if (!rows) return false;
+  const Handle stream = device->stream();
+  const Table table = device->table(*rows, stream);
+  device->launch(kernel, device->blocks(table), stream, table);
+  return true;
+}
+
+void count_write(List tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+using OnPairs = void(List, List, List);
+
+void pack_weights_(List masters, List high, List low) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (!run_on_pairs(kPackWeights, masters, high, low))
+    return plainly<OnPairs>("amp_plugin::_plain_pack_weights_", masters, high, low);
+  count_write(high);
+  count_write(low);
+}
+
+void unpack_weights_(List high, List low, List masters) {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (!run_on_pairs(kUnpackWeights, masters, high, low))
+    return plainly<OnPairs>("amp_plugin::_plain_unpack_weights_", high, low, masters);
+  count_write(masters);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
+  m.impl("adam_", adam_);
+  m.impl("sgd_", sgd_);
+  m.impl("pack_weights_", pack_weights_);
+  m.impl("unpack_weights_", unpack_weights_);
+}
+
+}  // namespace amp_plugin::cuda

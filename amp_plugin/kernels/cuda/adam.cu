@@ -1,0 +1,77 @@
+// adam: a whole step of Adam or AdamW over all parameters of a table, torch's operations in their order.
+//
+// Writes nothing where found_inf is above 0. The last block counts the steps, when all have read them.
+// Bytes for B of float32 gradients: 4 B read (gradient, parameter, two moments), 3 B written.
+#include "step_rows.cuh"
+
+using namespace amp_plugin;
+
+struct AdamOptions {
+  double lr, beta1, beta2, eps, weight_decay;
+  u32 decoupled, maximize, amsgrad, unused;
+};
+
+// What one step of a parameter does to an element; float32 numbers, worked out in float64.
+struct AdamRule {
+  float divisor, correction, decay, kept, lerp, beta2, square, eps, step_size;
+  bool decays, shrinks;
+
+  __device__ AdamRule(const AdamOptions& options, double lr, double divided_by)
+      : divisor(float(options.maximize ? -divided_by : divided_by)),
+        decay(float(options.weight_decay)),
+        kept(float(1 - lr * options.weight_decay)),
+        lerp(float(1 - options.beta1)),
+        beta2(float(options.beta2)),
+        square(float(1 - options.beta2)),
+        eps(float(options.eps)),
+        decays(options.weight_decay != 0 && !options.decoupled),
+        shrinks(options.weight_decay != 0 && options.decoupled) {}
+
+  __device__ void correct(const AdamOptions& options, double lr, double step) {
+    correction = float(sqrt(1 - pow(options.beta2, step)));
+    step_size = float(-lr / (1 - pow(options.beta1, step)));
+  }
+
+  template <bool kAmsgrad>
+  struct Of {
+    const AdamRule& rule;
+
+    __device__ float operator()(float param, float grad, float* states) const {
+      grad = grad / rule.divisor;
+      if (rule.decays) grad = fmaf(param, rule.decay, grad);
+      if (rule.shrinks) param = param * rule.kept;
+      const float difference = grad - states[0];
+      states[0] =
+          rule.lerp < 0.5f ? fmaf(rule.lerp, difference, states[0]) : fmaf(rule.lerp - 1, difference, grad);
+      states[1] = fmaf(rule.square * grad, grad, states[1] * rule.beta2);
+      float largest = states[1];
+      // A nan counts as the largest, as in torch.
+      if constexpr (kAmsgrad) largest = states[2] = states[2] > largest ? states[2] : largest;
+      const float denominator = sqrtf(largest) / rule.correction + rule.eps;
+      return param + rule.step_size * states[0] / denominator;
+    }
+  };
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) adam(
+    Table table, AdamOptions options, DeviceScalar lr_tensor, DeviceScalar grad_scale,
+    DeviceScalar found_inf) {
+  if (read_or(found_inf, 0) > 0) return;
+  const double lr = read_or(lr_tensor, options.lr);
+  AdamRule rule(options, lr, read_or(grad_scale, 1));
+  double known = -1;  // parameters mostly have taken as many steps
+  for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
+    const Parameter parameter(table, tensor);
+    const double step = parameter.steps() + 1;
+    if (step != known) rule.correct(options, lr, step);
+    known = step;
+    if (options.amsgrad) {
+      step_piece<3>(parameter, begin, end, AdamRule::Of<true>{rule});
+    } else {
+      step_piece<2>(parameter, begin, end, AdamRule::Of<false>{rule});
+    }
+  });
+  if (!comes_last(table.ticket)) return;
+  for (u32 tensor = threadIdx.x; tensor < table.count; tensor += kThreads)
+    Parameter(table, tensor).count_step();
+}

@@ -1,0 +1,218 @@
+// An optimizer's step over the tensors of a table: what a parameter has, and how its elements move.
+//
+// A parameter has four rows, `table.count` apart:
+//
+//   address, out_address     gradient, parameter     dtype: the gradient's; out_dtype: how it is stored
+//   address, out_address     what is beside it, step counter              dtype: the counter's
+//   address, out_address     first state, second state
+//   address                  third state
+//
+// All tensors of a parameter are dense and ordered alike in memory. Gradients are read once, never written.
+#pragma once
+
+#include "tensor_table.cuh"
+
+namespace amp_plugin {
+
+// As Weight in csrc/step_rows.h.
+enum Storage : u8 { kFp32, kFp32AndFloat16, kFp32AndBFloat16, kBFloat16Pair };
+
+constexpr u32 kMostStates = 3;
+
+struct Parameter {
+  u64 grad, param, beside, step;
+  u64 states[kMostStates];
+  u64 numel;
+  DType grad_type, step_type;
+  Storage storage;
+
+  __device__ Parameter(const Table& table, u32 tensor) {
+    const Row &first = table.rows[tensor], &second = table.rows[table.count + tensor];
+    const Row &third = table.rows[2 * table.count + tensor], &fourth = table.rows[3 * table.count + tensor];
+    grad = first.address, param = first.out_address;
+    beside = second.address, step = second.out_address;
+    states[0] = third.address, states[1] = third.out_address, states[2] = fourth.address;
+    numel = first.numel;
+    grad_type = first.dtype, step_type = second.dtype;
+    storage = Storage(first.out_dtype);
+  }
+
+  __device__ double steps() const {
+    return DeviceScalar{reinterpret_cast<const void*>(step), is_double()}.read();
+  }
+  __device__ void count_step() const {
+    if (is_double()) {
+      *reinterpret_cast<double*>(step) += 1;
+    } else {
+      *reinterpret_cast<float*>(step) += 1;
+    }
+  }
+  __device__ bool is_double() const { return step_type == kFloat64; }
+
+  // Whether groups of `count` elements from `at` on are aligned in every tensor.
+  __device__ bool is_aligned(u64 at, u32 count) const {
+    const u64 halves = storage == kBFloat16Pair ? param | beside : beside;
+    const u64 wide = (storage == kBFloat16Pair ? 0 : param) | states[0] | states[1] | states[2];
+    const bool narrow_grad = grad_type != kFloat32;
+    return (wide | (narrow_grad ? 0 : grad)) % (4 * count) == 0 &&
+        (halves | (narrow_grad ? grad : 0)) % (2 * count) == 0 && at % count == 0;
+  }
+};
+
+// `kCount` neighbours as float32.
+template <int kCount>
+struct Lanes {
+  float lane[kCount];
+};
+
+template <typename T, int kCount>
+__device__ inline Lanes<kCount> load_lanes(u64 address, u64 at) {
+  const auto packet = load_packet(reinterpret_cast<const Packet<T, kCount>*>(address + at * sizeof(T)));
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = T::widen(packet.element[i]);
+  return lanes;
+}
+
+template <typename T, int kCount>
+__device__ inline void store_lanes(u64 address, u64 at, const Lanes<kCount>& lanes) {
+  Packet<T, kCount> packet;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) packet.element[i] = T::narrow(lanes.lane[i]);
+  store_packet(reinterpret_cast<Packet<T, kCount>*>(address + at * sizeof(T)), packet);
+}
+
+// The same branch for all threads of a block.
+template <int kCount>
+__device__ inline Lanes<kCount> load_grad(const Parameter& parameter, u64 at) {
+  switch (parameter.grad_type) {
+    case kFloat16: return load_lanes<Float16, kCount>(parameter.grad, at);
+    case kBFloat16: return load_lanes<BFloat16, kCount>(parameter.grad, at);
+    default: return load_lanes<Float32, kCount>(parameter.grad, at);
+  }
+}
+
+// A float32 as two halves, as in csrc/weight_pair.h.
+__device__ inline float joined(u16 high, u16 low) {
+  const u32 rest = (low ^ 0x8000u) - 0x8000u;  // with its sign
+  return __uint_as_float((u32(high) << 16) + rest);
+}
+
+__device__ inline u32 halves_of(float value) {  // the high half above the low one
+  const u32 bits = __float_as_uint(value), magnitude = bits & 0x7fffffffu;
+  const bool lost_nan = (magnitude > 0x7f800000u && magnitude < 0x7f808000u) || magnitude >= 0x7fff8000u;
+  const u32 kept = lost_nan ? (bits & 0x80000000u) | 0x7fc00000u : bits;
+  return ((kept + 0x8000u) & 0xffff0000u) | (kept & 0xffffu);
+}
+
+// 16 bits as they are.
+struct Bits16 {
+  u16 bits;
+};
+
+template <int kCount>
+__device__ inline Lanes<kCount> load_pair(u64 high, u64 low, u64 at) {
+  const auto highs = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(high + 2 * at));
+  const auto lows = load_packet(reinterpret_cast<const Packet<Bits16, kCount>*>(low + 2 * at));
+  Lanes<kCount> lanes;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) lanes.lane[i] = joined(highs.element[i].bits, lows.element[i].bits);
+  return lanes;
+}
+
+template <int kCount>
+__device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>& lanes) {
+  Packet<Bits16, kCount> highs, lows;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const u32 halves = halves_of(lanes.lane[i]);
+    highs.element[i].bits = u16(halves >> 16);
+    lows.element[i].bits = u16(halves & 0xffffu);
+  }
+  store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(high + 2 * at), highs);
+  store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(low + 2 * at), lows);
+}
+
+template <int kCount>
+__device__ inline Lanes<kCount> load_param(const Parameter& parameter, u64 at) {
+  if (parameter.storage == kBFloat16Pair) return load_pair<kCount>(parameter.param, parameter.beside, at);
+  return load_lanes<Float32, kCount>(parameter.param, at);
+}
+
+template <int kCount>
+__device__ inline void store_param(const Parameter& parameter, u64 at, const Lanes<kCount>& lanes) {
+  if (parameter.storage == kBFloat16Pair)
+    return store_pair<kCount>(parameter.param, parameter.beside, at, lanes);
+  store_lanes<Float32, kCount>(parameter.param, at, lanes);
+  if (parameter.storage == kFp32AndFloat16) store_lanes<Float16, kCount>(parameter.beside, at, lanes);
+  if (parameter.storage == kFp32AndBFloat16) store_lanes<BFloat16, kCount>(parameter.beside, at, lanes);
+}
+
+// Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end).
+template <int kCount, u32 kStates, typename Rule>
+__device__ void step_range(const Parameter& parameter, u64 begin, u64 end, const Rule& rule) {
+  for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
+    const Lanes<kCount> grad = load_grad<kCount>(parameter, at);
+    Lanes<kCount> param = load_param<kCount>(parameter, at);
+    Lanes<kCount> states[kStates + 1];
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) states[k] = load_lanes<Float32, kCount>(parameter.states[k], at);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float values[kStates + 1];
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
+      param.lane[i] = rule(param.lane[i], grad.lane[i], values);
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
+    }
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) store_lanes<Float32, kCount>(parameter.states[k], at, states[k]);
+    store_param<kCount>(parameter, at, param);
+  }
+}
+
+// The same for a run of granules of kGranuleElements.
+template <u32 kStates, typename Rule>
+__device__ void step_piece(const Parameter& parameter, u32 begin_granule, u32 end_granule, const Rule& rule) {
+  constexpr int kGroup = 4;
+  const u64 begin = u64(begin_granule) * kGranuleElements;
+  const u64 stop = u64(end_granule) * kGranuleElements;
+  const u64 end = stop < parameter.numel ? stop : parameter.numel;
+  u64 groups_end = begin;
+  if (parameter.is_aligned(begin, kGroup)) {
+    groups_end = end - (end - begin) % kGroup;
+    step_range<kGroup, kStates>(parameter, begin, groups_end, rule);
+  }
+  step_range<1, kStates>(parameter, groups_end, end, rule);
+}
+
+// Call `visit(master, high, low, at, group)` for groups of `group`'s kCount elements of stored weights, whose
+// rows are: master, high half; `table.count` behind it, low half.
+template <int kElements>
+struct Group {
+  static constexpr int kCount = kElements;
+};
+
+template <typename Visit>
+__device__ void for_each_pair(const Table& table, Visit&& visit) {
+  for_each_piece(table, [&](const Row& row, u32 tensor, u32 begin_granule, u32 end_granule) {
+    constexpr int kGroup = 4;
+    const u64 master = row.address, high = row.out_address, low = table.rows[table.count + tensor].address;
+    const u64 begin = u64(begin_granule) * kGranuleElements, stop = u64(end_granule) * kGranuleElements;
+    const u64 end = stop < row.numel ? stop : row.numel;
+    const bool aligned = master % (4 * kGroup) == 0 && (high | low) % (2 * kGroup) == 0;
+    const u64 groups_end = aligned ? end - (end - begin) % kGroup : begin;
+    for (u64 at = begin + threadIdx.x * kGroup; at < groups_end; at += u64(kThreads) * kGroup)
+      visit(master, high, low, at, Group<kGroup>{});
+    for (u64 at = groups_end + threadIdx.x; at < end; at += kThreads)
+      visit(master, high, low, at, Group<1>{});
+  });
+}
+
+// A number that may not be there.
+__device__ inline double read_or(const DeviceScalar& scalar, double otherwise) {
+  return scalar.address == nullptr ? otherwise : scalar.read();
+}
+
+}  // namespace amp_plugin

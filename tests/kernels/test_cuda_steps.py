@@ -1,0 +1,259 @@
+"""Whole steps and stored weights on CUDA tensors: against the CPU's ops, bit for bit, and the reference."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from amp_plugin.kernels import ops, step_reference  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels.cuda.register import cuda_core
+from tests.host_device import host_device
+
+pytestmark = pytest.mark.gpu
+
+OP = torch.ops.amp_plugin
+GRANULE = 1024  # elements; kGranuleElements
+SIZES = (0, 1, 3, 4, 5, 17, GRANULE - 1, GRANULE, GRANULE + 1, 3 * GRANULE + 2)
+ADAM = {
+    "lr": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.98,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "decoupled_weight_decay": True,
+    "maximize": False,
+}
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "weight_decay": 0.05,
+    "nesterov": False,
+    "maximize": False,
+    "first_step": False,
+}
+STORED = ("fp32", "fp32 and fp16", "fp32 and bf16", "bf16 pair")
+
+
+@pytest.fixture(params=["ascending", "descending"])
+def device(request):
+    if host_device.LOADED:
+        torch.ops.host_device.descending(request.param == "descending")
+    elif request.param == "descending":
+        pytest.skip("a GPU chooses the order itself")
+    assert cuda_core(0).loaded, cuda_core(0).reason
+    yield torch.device("cuda", 0)
+    if host_device.LOADED:
+        torch.ops.host_device.descending(False)
+
+
+def values(seed, sizes, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def unaligned(tensor, device):
+    """The same on a device, one element behind an aligned address."""
+    buffer = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype, device=device)
+    buffer[1:].copy_(tensor.flatten())
+    return buffer[1:].view(tensor.shape)
+
+
+def stored(params, how):
+    """Parameters, remainders and copies as the ops take them."""
+    if how == "bf16 pair":
+        high = [torch.empty_like(param, dtype=torch.bfloat16) for param in params]
+        low = [torch.empty_like(param, dtype=torch.int16) for param in params]
+        OP.pack_weights_(params, high, low)
+        return high, low, []
+    dtype = {"fp32 and fp16": torch.float16, "fp32 and bf16": torch.bfloat16}.get(how)
+    return params, [], [] if dtype is None else [param.to(dtype) for param in params]
+
+
+def adam_tensors(how="fp32", grad=torch.float32, *, amsgrad=False, sizes=SIZES, step=4.0):
+    params, remainders, copies = stored(values(0, sizes), how)
+    seconds = [value.square() for value in values(3, sizes)]
+    largest = [value.square() for value in values(4, sizes)] if amsgrad else []
+    steps = [torch.tensor(step + i % 3) for i in range(len(sizes))]
+    return [params, values(1, sizes, grad), values(2, sizes), seconds, largest, steps, remainders, copies]
+
+
+def moved(lists, device, *, aligned=True):
+    place = (lambda tensor: tensor.to(device)) if aligned else (lambda tensor: unaligned(tensor, device))
+    return [[place(tensor) if tensor.dim() else tensor.to(device) for tensor in part] for part in lists]
+
+
+def copied(lists):
+    return [[tensor.clone() for tensor in part] for part in lists]
+
+
+def assert_same_bits(ours, theirs):
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+        assert torch.equal(mine.cpu(), right.cpu())
+
+
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
+    host = adam_tensors(how, grad, amsgrad=aligned)
+    ours = moved(host, device, aligned=aligned)
+    before = copied(ours)
+    OP.adam_(*host, grad_scale=torch.tensor(3.7), **ADAM)
+    OP.adam_(*ours, grad_scale=torch.tensor(3.7, device=device), **ADAM)
+    if host_device.LOADED:
+        assert_same_bits(ours, host)
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
+        torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-6)
+    assert all(map(torch.equal, ours[1], before[1]))  # gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decoupled_weight_decay": False},
+        {"maximize": True, "weight_decay": 0.0},
+        {"beta1": 0.3, "eps": 1e-3},
+    ],
+    ids=str,
+)
+def test_options_of_adam(device, options):
+    host = adam_tensors(sizes=(70, 3))
+    ours, wide = moved(host, device), copied(host)
+    late = {"lr_tensor": torch.tensor(0.03, dtype=torch.float64)}
+    OP.adam_(*ours, lr_tensor=late["lr_tensor"].to(device), **{**ADAM, **options})
+    step_reference.adam_(*wide, **late, **{**ADAM, **options})
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*wide), strict=True):
+        torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"momentum": 0.0, "dampening": 0.0},
+        {"nesterov": True, "dampening": 0.0, "maximize": True},
+        {"first_step": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_sgd_is_the_cpus_bit_for_bit(device, how, options, aligned):
+    options = {**SGD, **options}
+    params, remainders, copies = stored(values(0, SIZES), how)
+    buffers = values(2, SIZES) if options["momentum"] else []
+    host = [params, values(1, SIZES), buffers, remainders, copies]
+    ours = moved(host, device, aligned=aligned)
+    OP.sgd_(*host, grad_scale=torch.tensor(0.3), **options)
+    OP.sgd_(*ours, grad_scale=torch.tensor(0.3, device=device), **options)
+    if host_device.LOADED:
+        assert_same_bits(ours, host)
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
+        torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_nothing_is_written_where_something_was_found(device, found):
+    ours = moved(adam_tensors(sizes=(5000, 3), amsgrad=True), device)
+    before = copied(ours)
+    flag = torch.tensor(found, device=device)
+    OP.adam_(*ours, found_inf=flag, **ADAM)
+    written = [
+        not torch.equal(a, b)
+        for part, old in zip(ours, before, strict=True)
+        for a, b in zip(part, old, strict=True)
+    ]
+    is_grad = [part is ours[1] for part in ours for _ in part]
+    assert written == [found == 0.0 and not grad for grad in is_grad]
+    params, grads, buffers = (moved([values(seed, (5000, 3))], device)[0] for seed in range(3))
+    old = copied([params, buffers])
+    OP.sgd_(params, grads, buffers, [], [], found_inf=flag, **SGD)
+    assert all(map(torch.equal, params + buffers, old[0] + old[1])) is (found == 1.0)
+
+
+def test_many_tensors_in_one_launch(device):
+    sizes = [7] * 1000
+    host = adam_tensors(sizes=sizes)
+    ours = moved(host, device)
+    OP.adam_(*copied(ours), **ADAM)  # loads the kernel
+    if host_device.LOADED:
+        torch.ops.host_device.launched()  # and forgets them
+    OP.adam_(*host, **ADAM)
+    OP.adam_(*ours, **ADAM)
+    if host_device.LOADED:
+        assert [name.split()[0] for name in torch.ops.host_device.launched()] == ["adam"]
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
+        torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-7)
+
+
+def test_memory_orders_that_differ(device):
+    param, grad = torch.randn(6, 4), torch.randn(4, 6).t()
+    host = [[param], [grad], [torch.zeros(6, 4)], [], []]
+    ours = [[tensor.to(device) for tensor in part] for part in host]
+    assert ours[1][0].stride() == (1, 6)
+    OP.sgd_(*host, **SGD)
+    OP.sgd_(*ours, **SGD)
+    torch.testing.assert_close(ours[0][0].cpu(), param, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(ours[2][0].cpu(), host[2][0], rtol=1e-6, atol=1e-7)
+
+
+def test_versions_count_what_is_written(device):
+    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(5,)), device)
+    before = [part[0]._version for part in (params, grads, first, second, steps)]
+    OP.adam_(params, grads, first, second, [], steps, [], [], **ADAM)
+    after = [part[0]._version for part in (params, grads, first, second, steps)]
+    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0, 1, 1, 1]
+
+
+def test_a_counter_of_the_host_is_refused(device):
+    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(5,)), device)
+    text = r"adam_: a step counter is of dtype Float and shape \[\] on cpu; it must be one float32 or float64 on cuda:0, as fused=True"
+    with pytest.raises(ValueError, match=text):
+        OP.adam_(params, grads, first, second, [], [step.cpu() for step in steps], [], [], **ADAM)
+    with pytest.raises(ValueError, match="grad 0 is of shape .* on cpu; it must be a dense tensor on cuda:0"):
+        OP.sgd_(params, [grads[0].cpu()], first, [], [], **SGD)
+    with pytest.raises(ValueError, match="found_inf: got a tensor of 2 elements, Float, on cuda:0; give one"):
+        OP.sgd_(params, grads, first, [], [], found_inf=torch.zeros(2, device=device), **SGD)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_pairs_are_split_and_joined_bit_for_bit(device, aligned):
+    special = torch.tensor(
+        [0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF, 0x00008000, 0x00000001, 0x3F808000], dtype=torch.int32
+    )
+    floats = torch.cat(
+        [special.view(torch.float32), -special.view(torch.float32), torch.tensor([math.inf, -0.0])]
+    )
+    host = [floats, *values(5, SIZES)]
+    high, low = ([torch.empty_like(t, dtype=d) for t in host] for d in (torch.bfloat16, torch.int16))
+    OP.pack_weights_(host, high, low)
+    masters, ours_high, ours_low = moved([host, high, low], device, aligned=aligned)
+    for tensor in ours_high + ours_low:
+        tensor.zero_()
+    OP.pack_weights_(masters, ours_high, ours_low)
+    for mine, right in zip(ours_high + ours_low, high + low, strict=True):
+        assert torch.equal(mine.cpu().view(torch.int16), right.view(torch.int16))
+    back = [torch.zeros_like(master) for master in masters]
+    OP.unpack_weights_(ours_high, ours_low, back)
+    OP.unpack_weights_(high, low, host)
+    for mine, right in zip(back, host, strict=True):
+        assert torch.equal(mine.cpu().view(torch.int32), right.view(torch.int32))
+
+
+def test_a_captured_step_counts_at_each_replay(device):
+    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(50, 3)), device)
+    twin = copied([params, grads, first, second, [], steps, [], []])
+    graph, scale = torch.cuda.CUDAGraph(), torch.tensor(2.0, device=device)
+    OP.adam_(*copied(twin), grad_scale=scale, **ADAM)  # loads the kernel
+    with torch.cuda.graph(graph):
+        OP.adam_(params, grads, first, second, [], steps, [], [], grad_scale=scale, **ADAM)
+    for _ in range(3):
+        graph.replay()
+        OP.adam_(*twin, grad_scale=scale, **ADAM)
+    torch.cuda.synchronize()
+    assert_same_bits([params, first, second, steps], [twin[0], twin[2], twin[3], twin[5]])
+    assert [step.item() for step in steps] == [7.0, 8.0]
