@@ -476,6 +476,29 @@ def test_options_of_lightning_are_checked(plugin):
         plugin("fp16", weights="fp16", eval_precision="fp32")
 
 
+@pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
+@pytest.mark.parametrize(("given", "mine"), [("bf16-true", "bf16"), ("16-true", "fp16")])
+def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
+    made = plugin(given)
+    assert (made.settings.precision, made.settings.weights) == (mine, mine)
+    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}')"
+    assert made.settings.scales_loss is (mine == "fp16")
+    assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
+    with pytest.raises(ValueError, match=r"weights='fp16' needs precision='fp16', not 'bf16'"):
+        plugin("bf16-true", weights="fp16")
+
+
+def test_bf16_true_trains_as_the_options_do():
+    runs = [module(), module()]
+    for model, plugin in zip(
+        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16")], strict=True
+    ):
+        fit(model, plugin, steps=3, data=data())
+    named, spelled_out = (values(model) for model in runs)
+    assert runs[0].net[0].weight.dtype is torch.bfloat16
+    assert torch.equal(named, spelled_out)
+
+
 def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeypatch):
     with pytest.raises(
         ValueError, match=r"needs mixed_precision='bf16', not 'fp16'.*weights comes from AmpKwargs"
