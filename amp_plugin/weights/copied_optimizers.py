@@ -41,7 +41,7 @@ class _Reduction:
         self._store = store
 
     def __call__(self, protocol: int) -> tuple[Any, ...]:
-        optimizer = self._optimizer()
+        optimizer: Any = self._optimizer()
         view = view_of(optimizer)
         steps = 0 if view is None else view.steps
         make, arguments, state, *others = type(optimizer).__reduce_ex__(optimizer, protocol)

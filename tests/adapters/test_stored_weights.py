@@ -194,7 +194,14 @@ def test_one_line_says_what_became_float32(program):
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
-def test_weights_that_are_thawed_later_are_told_of_once():
+def texts_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_weights_that_are_made_later_are_told_of_once():
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16"))
     model = module().bfloat16().net
     model[0].requires_grad_(False)
@@ -203,17 +210,48 @@ def test_weights_that_are_thawed_later_are_told_of_once():
     def step():
         optimizer.zero_grad()
         fabric.backward(net(torch.ones(1, 8)).sum())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        return [str(warning.message) for warning in caught]
+        return texts_of(optimizer.step)
 
     assert step() == []
-    model[0].requires_grad_(True)
+    model[0] = nn.Linear(8, model[0].out_features, dtype=torch.bfloat16)
+    optimizer.optimizer.add_param_group({"params": list(model[0].parameters())})
     (line,) = step()
     assert line.startswith("2 parameters in 16 bits were frozen, or not made yet, when the model was set up")
     assert "AdamW steps them now: updates below 1/256 of a weight" in line
     assert step() == []
+
+
+class ThawedInMidRun(Linear):
+    """Its first layer is frozen for the first epoch."""
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_trainer_trains_weights_that_are_thawed_later_as_in_float32(precision):
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16 if precision == "bf16" else torch.float16):
+        torch.manual_seed(0)
+        model = ThawedInMidRun(torch.optim.AdamW, weight_decay=0.0, lr=1e-5)
+        model.to(torch.bfloat16 if precision == "bf16" else torch.float16)
+        model.net[2].float()
+        model.net[0].to(dtype).requires_grad_(False)
+        lines = texts_of(
+            lambda model=model: fit(
+                model,
+                AmpPrecision(precision),
+                steps=6,
+                data=data(3),
+                max_epochs=2,
+                enable_checkpointing=False,
+            )
+        )
+        said = [line for line in lines if "16 bits lose small updates" in line]
+        assert len(said) == (dtype is not torch.float32), lines
+        runs.append(values(model))
+    plain, thawed = runs
+    assert all(torch.equal(plain[name], thawed[name]) for name in plain)
 
 
 def test_buffers_of_converted_modules_follow():
@@ -496,7 +534,8 @@ def test_bf16_true_trains_as_the_options_do():
         fit(model, plugin, steps=3, data=data())
     named, spelled_out = (values(model) for model in runs)
     assert runs[0].net[0].weight.dtype is torch.bfloat16
-    assert torch.equal(named, spelled_out)
+    assert named.keys() == spelled_out.keys()
+    assert all(torch.equal(named[name], spelled_out[name]) for name in named)
 
 
 def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeypatch):
