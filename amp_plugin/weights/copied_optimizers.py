@@ -44,7 +44,8 @@ class _Reduction:
         optimizer: Any = self._optimizer()
         view = view_of(optimizer)
         steps = 0 if view is None else view.steps
-        make, arguments, state, *others = type(optimizer).__reduce_ex__(optimizer, protocol)
+        of_class: Any = type(optimizer).__reduce_ex__
+        make, arguments, state, *others = of_class(optimizer, protocol)
         if isinstance(state, dict):  # of a class whose state is all that it has
             state = {name: value for name, value in state.items() if value is not self}
         return _blank, (make, arguments), (state, self._store, steps), *others
