@@ -6,9 +6,7 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -26,6 +24,8 @@ from recipes.bounds import bounds_of
 from recipes.config import ConfigError, load_config
 from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
+from tests import warm_processes
+from tests.recipes.command_line import on_the_command_line
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
@@ -393,23 +393,20 @@ def test_cuda_graph_skips_an_overflow_on_replay():
 
 
 def test_list_and_run_from_the_command_line(tmp_path):
-    environment = {**os.environ, "COLUMNS": "150"}
-
-    def call(*arguments):
-        command = [sys.executable, "-m", "recipes", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-    listed = call("list")
+    calls = (
+        ["list"],
+        ["run", "clipping", "max_nrom=1"],
+        ["run", "cuda_graph", "device=cpu"],
+        ["run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16"],
+    )
+    listed, wrong, graph, ran = (warm_processes.call(on_the_command_line, words) for words in calls)
     assert listed.returncode == 0, listed.stderr
     names = [line.split()[0] for line in listed.stdout.splitlines() if re.match(r" [a-z]", line)]
     assert names == list(catalogue.NAMES)
-    wrong = call("run", "clipping", "max_nrom=1")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("python -m recipes run clipping: command line: unknown key 'max_nrom'; ")
-    graph = call("run", "cuda_graph", "device=cpu")
     assert graph.returncode == 2
     assert graph.stderr.startswith("python -m recipes run cuda_graph: a CUDA graph needs device=cuda and")
-    ran = call("run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")
     assert {path.name for path in (tmp_path / "typical_training_bf16").iterdir()} == {
