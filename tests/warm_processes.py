@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -36,16 +37,21 @@ class WarmProcess:
         function: what to call; the process imports its module.
         arguments: what to call it with.
         environment: variables beside, or instead of, those of this process.
+        folder: where it starts.
     """
 
     def __init__(
-        self, function: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None
+        self,
+        function: Callable[..., object],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-process-")
         self._files = [Path(self._folder.name, name) for name in ("output", "errors")]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._process = _forked.Process(
-            target=_call, args=(self._files, variables, function, arguments), daemon=True
+            target=_call, args=(self._files, variables, folder, function, arguments), daemon=True
         )
         self._process.start()
 
@@ -79,10 +85,20 @@ class WarmProcess:
 
 
 def call(
-    function: Callable[..., object], *arguments: Any, environment: Mapping[str, str] | None = None
+    function: Callable[..., object],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
 ) -> CompletedProcess[str]:
     """Call a function in a process of its own; return its exit status, output and errors."""
-    return WarmProcess(function, *arguments, environment=environment).wait(400)
+    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(400)
+
+
+def run_program(
+    program: Path, environment: Mapping[str, str] | None = None, folder: Path = ROOT
+) -> CompletedProcess[str]:
+    """Run a file of Python in a process of its own; return its exit status, output and errors."""
+    return call(runpy.run_path, str(program), None, "__main__", environment=environment, folder=folder)
 
 
 def call_on_ranks(
@@ -100,6 +116,7 @@ def call_on_ranks(
 def _call(
     files: list[Path],
     variables: dict[str, str],
+    folder: Path,
     function: Callable[..., object],
     arguments: tuple[object, ...],
 ) -> None:
@@ -108,6 +125,6 @@ def _call(
             os.dup2(file.fileno(), descriptor)
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(ROOT)
+    os.chdir(folder)
     sys.argv = [function.__name__]
     function(*arguments)
