@@ -57,7 +57,7 @@ class WarmProcess:
 
     def errors(self) -> str:
         """Return what it has written to standard error up to now."""
-        return self._files[1].read_text() if self._files[1].exists() else ""
+        return self._text(self._files[1])
 
     def kill(self) -> None:
         """Kill it if it runs, wait until it is gone, and remove its output."""
@@ -79,9 +79,14 @@ class WarmProcess:
             said = self.errors()
             self.kill()
             raise TimeoutExpired(self._process.name, seconds, stderr=said)
-        output, errors = (path.read_text() for path in self._files)
+        output, errors = (self._text(path) for path in self._files)
         self._folder.cleanup()
         return CompletedProcess(self._process.name, self._process.exitcode, output, errors)
+
+    @staticmethod
+    def _text(file: Path) -> str:
+        """What a file holds; nothing, if the process ended before it could open it."""
+        return file.read_text() if file.exists() else ""
 
 
 def call(

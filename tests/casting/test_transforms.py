@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 
 import pytest
@@ -56,11 +57,11 @@ def assert_same(ours, theirs):
         assert torch.equal(a, b)
 
 
-def softmax_by(rule):
+def softmax_by(rule, number):
     """Compile a softmax under a rule; print its dtype and how often a cache on disk had it."""
     warnings.simplefilter("ignore")
     rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", rule)
-    compiled = torch.compile(lambda x: torch.softmax(x @ x, 0), fullgraph=True)
+    compiled = torch.compile(lambda x: torch.softmax(x @ x * number, 0), fullgraph=True)
     with torch.no_grad(), amp_plugin.autocast("cpu", rules=rules):
         print(compiled(torch.randn(4, 4)).dtype)
     counters = torch._dynamo.utils.counters
@@ -181,11 +182,16 @@ class TestCompile:
 
     @pytest.mark.native
     @pytest.mark.slow
-    def test_disk_caches_keep_rule_sets_apart(self, tmp_path):
-        """Two processes number different rules alike and share inductor's and AOTAutograd's caches."""
+    def test_disk_caches_keep_rule_sets_apart(self):
+        """Two processes number different rules alike and share inductor's and AOTAutograd's caches.
+
+        A number that no run had before stands for a cache folder of its own, for which inductor would try out the
+        compiler again.
+        """
+        number = time.time_ns() / 1e18
 
         def run(rule):
-            answer = call(softmax_by, rule, environment={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+            answer = call(softmax_by, rule, number)
             assert answer.returncode == 0, answer.stderr
             dtype, hits = answer.stdout.split()
             return dtype, int(hits) > 0
