@@ -7,6 +7,7 @@
 import importlib
 import json
 import re
+import socket
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -25,7 +26,7 @@ from recipes.config import ConfigError, load_config
 from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
 from tests import warm_processes
-from tests.recipes.command_line import on_the_command_line
+from tests.recipes.command_line import on_the_command_line, train_on_rank
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
@@ -34,6 +35,7 @@ PRECISIONS = [precision.value for precision in Precision]
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}  # relative, over three steps
 QUICK = {"compiled": ["backend=aot_eager"], "ddp": ["processes=1"], "fsdp2": ["processes=1"]}
 WITHOUT_CPU = {"cuda_graph"}
+SEVERAL = ("ddp", "fsdp2")
 READ = "samples read as the digit asked for"
 BITS = "bits per character, held out"
 MOVED = "weights moved, fp32"
@@ -257,12 +259,26 @@ def test_the_first_losses_are_the_golden_ones(name, precision):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_two_processes_have_the_losses_of_one(name):
-    golden = json.loads(GOLDEN.read_text())[name]["fp16"]
-    record = catalogue.load(name).train(config_of(name, "fp16", "steps=3", "processes=2"))
+def test_two_processes_that_a_recipe_starts_have_the_losses_of_one():
+    golden = json.loads(GOLDEN.read_text())["ddp"]["fp16"]
+    record = catalogue.load("ddp").train(config_of("ddp", "fp16", "steps=3", "processes=2"))
     assert record.losses == pytest.approx(golden, rel=TOLERANCE["fp16"])
     assert "2 processes" in record.title
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SEVERAL)
+def test_two_processes_that_torchrun_starts_have_the_losses_of_one(name):
+    golden = json.loads(GOLDEN.read_text())[name]["fp16"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    overrides = ["precision=fp16", "steps=3"]
+    for rank in warm_processes.call_on_ranks(2, 200, train_on_rank, 2, port, name, overrides):
+        assert rank.returncode == 0, rank.stderr
+        title, losses = json.loads(rank.stdout.splitlines()[-1])
+        assert losses == pytest.approx(golden, rel=TOLERANCE["fp16"])
+        assert "2 processes" in title
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -307,7 +323,6 @@ def test_the_clock_starts_after_the_native_core_is_loaded(name, monkeypatch):
 
 # -- whole runs ---------------------------------------------------------------------------------
 
-SEVERAL = ("ddp", "fsdp2")
 WHOLE = [pytest.param(name, marks=pytest.mark.dist) if name in SEVERAL else name for name in PLAIN]
 
 
