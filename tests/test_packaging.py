@@ -183,10 +183,8 @@ def test_types_reach_a_consumer(checker: str, tmp_path: Path) -> None:
             "-m",
             "mypy",
             "--strict",
-            "--config-file=",
-            "--cache-dir",
-            ROOT
-            / ".mypy_cache",  # what `make lint` knows of torch; the checks of torch's modules take a minute
+            # The options and the cache of `make lint`: to read torch's modules takes a minute.
+            *("--config-file", ROOT / "pyproject.toml", "--cache-dir", ROOT / ".mypy_cache"),
         ],
         "pyright": [sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--level", "error"],
     }[checker]
