@@ -20,6 +20,7 @@ from benchmarks.setting import Section, Setting
 BARE = "bare optimizer step"
 IN_FP32 = "fp32 weights"
 TABLE = "Unscale + clip + step + update, each after a backward"
+TABLE_WITHOUT_SCALE = "Clip + step where nothing is scaled, each after a backward"
 TABLE_16_BITS = "The same step of weights stored in bf16, beside float32 weights"
 MAX_NORM = 0.1
 SCALE = 2.0**10
@@ -63,6 +64,8 @@ class Steps(Section):
             yield whole_step(setting, name, optimizer)
         if setting.device == "cpu":
             yield in_16_bits(setting)
+            for optimizer in ("fused AdamW", "foreach AdamW"):
+                yield without_scale(setting, "ResNet-50", optimizer)
 
 
 def whole_step(setting: Setting, name: str, optimizer: str) -> Comparison:
@@ -107,13 +110,35 @@ def in_16_bits(setting: Setting) -> Comparison:
             IN_FP32: setting.memory_clock(wide.step_ours, prepare=lambda: wide.backward(wide.ours)),
         },
         rounds=setting.rounds(21),
+        gates=(Gate(limit=1.05, against=IN_FP32),),
+    )
+
+
+def without_scale(setting: Setting, name: str, optimizer: str) -> Comparison:
+    """Compare clip and step where nothing is scaled (bf16, fp32), each after a backward that is not timed."""
+    trained = Trained(shapes_of(name, setting), setting.device, optimizer, scaled=False)
+    calls: dict[str, Callable[[], object]] = {
+        OURS: trained.step_ours,
+        "torch": trained.clip_and_step,
+        BARE: trained.optimizer.step,
+    }
+    return Comparison(
+        name=f"{name}, {optimizer}",
+        table=TABLE_WITHOUT_SCALE,
+        samples={
+            label: setting.memory_clock(call, prepare=lambda: trained.backward(trained.ours))
+            for label, call in calls.items()
+        },
+        rounds=setting.rounds(21),
     )
 
 
 class Trained:
     """Parameters, an optimizer that has stepped, and one scaler of each kind."""
 
-    def __init__(self, shapes: Shapes, device: str, optimizer: str, *, weights: Any = None) -> None:
+    def __init__(
+        self, shapes: Shapes, device: str, optimizer: str, *, weights: Any = None, scaled: bool = True
+    ) -> None:
         self.model = torch.nn.ParameterList([torch.zeros(shape, device=device) for shape in shapes])
         self.params = list(self.model)
         kind, _, name = optimizer.partition(" ")
@@ -125,7 +150,7 @@ class Trained:
             self.optimizer = torch.optim.SGD(self.params, lr=1e-9, momentum=0.9, fused=kind == "fused")
         if weights is not None:
             store_weights(self.model, self.optimizer, weights=weights)
-        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False)
+        self.ours = GradScaler(device, init_scale=SCALE, dynamic=False, enabled=scaled)
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE, growth_interval=10**9)
         self.backward(self.ours)
         self.step_ours()  # makes the optimizer's state
@@ -141,6 +166,11 @@ class Trained:
         self.ours.assume_unchanged(self.optimizer)  # as the plugin for the Trainer does where it clips
         self.ours.step(self.optimizer)
         self.ours.update()
+
+    def clip_and_step(self) -> None:
+        """The same by torch, where nothing is scaled."""
+        torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
+        self.optimizer.step()
 
     def step_theirs(self) -> None:
         """The whole step after a backward."""

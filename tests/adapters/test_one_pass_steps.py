@@ -81,7 +81,7 @@ def test_the_trainer_writes_a_clip_where_somebody_may_see_it(module, callbacks):
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_fabric_folds_on_request(precision):
-    plugin = FabricAmpPrecision(precision)
+    plugin = FabricAmpPrecision(precision, **({"init_scale": 2.0**8} if precision == "fp16" else {}))
     fabric = Fabric(plugins=[plugin], accelerator="cpu")
     torch.manual_seed(0)
     model, optimizer = fabric.setup(net := torch.nn.Linear(4, 1), torch.optim.AdamW(net.parameters()))
@@ -111,6 +111,6 @@ def test_accelerate_folds_on_request(precision, fold):
         assert norm.item() == pytest.approx(2 * (3.0 + step), rel=1e-3)
         assert torch.equal(model.weight.grad, before) is fold
         optimizer.step()
-        accelerator.unscale_gradients()
-        assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
+    accelerator.unscale_gradients()
+    assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
     reset()
