@@ -78,11 +78,12 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.program",
         "amp_plugin.terminal",
     },
+    "amp_plugin.rules_commands": CORE | {"amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.program"}
-    | {"amp_plugin.script_casts", "amp_plugin.terminal"},
+    | {"amp_plugin.rules_commands", "amp_plugin.script_casts", "amp_plugin.terminal"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,

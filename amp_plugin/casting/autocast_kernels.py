@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRule, OpRules
 from amp_plugin.casting.watched_ops import watched_ops
 from amp_plugin.kernels.build import NativeCore, native_core
 from amp_plugin.kernels.tracers import outside_tracers
@@ -42,14 +43,14 @@ class AutocastKernels:
         enter: the native function that opens a region; None where they are not.
         leave: the one that closes a region; stays for those open at ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
-            if our kernels stand there, and whether autocast is on.
+            if our kernels stand there, whether autocast is on, and the number of its default rules.
     """
 
     def __init__(self) -> None:
         self.are_native = False
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
-        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool]] = {}
+        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}

@@ -12,7 +12,8 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.op_names import full_name, overloads_of
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRule, OpRules
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 # Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
