@@ -1,0 +1,63 @@
+"""The numbers of two rule sets beside each other."""
+
+from __future__ import annotations
+
+import math
+
+from rich import filesize
+from rich.table import Table
+
+from amp_plugin.tuning.measurement import Measurement
+
+
+def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float], title: str) -> Table:
+    """Return a table with a row for each number, by the default rules and by the chosen ones."""
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table.add_column("for each batch")
+    for column in ("default", "tuned", "change"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, *cells in rows(before, after, seconds):
+        table.add_row(name, *cells)
+    return table
+
+
+def rows(
+    before: Measurement, after: Measurement, seconds: tuple[float, float] | None = None
+) -> list[tuple[str, str, str, str]]:
+    """Return name, value before, value after, and change, as texts."""
+    found = [
+        (
+            "saved for backward",
+            size(before.saved_bytes),
+            size(after.saved_bytes),
+            before.saved_bytes,
+            after.saved_bytes,
+        ),
+        ("cast", size(before.cast_bytes), size(after.cast_bytes), before.cast_bytes, after.cast_bytes),
+        ("gradient error", f"{before.error:.3e}", f"{after.error:.3e}", before.error, after.error),
+        (
+            "error of a parameter, mean",
+            f"{before.mean_error:.3e}",
+            f"{after.mean_error:.3e}",
+            before.mean_error,
+            after.mean_error,
+        ),
+    ]
+    if seconds is not None:
+        texts = [f"{value * 1e3:.1f} ms" for value in seconds]
+        found.append(("time", texts[0], texts[1], seconds[0], seconds[1]))
+    shown = [(name, first, second, change(old, new)) for name, first, second, old, new in found]
+    failed = (str(before.failed), str(after.failed))
+    return [*shown, ("batches that overflow", *failed, "")] if failed != ("0", "0") else shown
+
+
+def size(count: float) -> str:
+    """Return bytes as people read them."""
+    return filesize.decimal(round(count))
+
+
+def change(before: float, after: float) -> str:
+    """Return how much more or less something is, ``"-12.3 %"``; ``""`` where it cannot be said."""
+    if before == 0 or not (math.isfinite(before) and math.isfinite(after)):
+        return ""
+    return f"{(after / before - 1) * 100:+.1f} %"
