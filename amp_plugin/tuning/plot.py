@@ -33,12 +33,11 @@ def draw(
     points = [attempt.measurement for attempt in tried if attempt.measurement and attempt.changes]
     finite = [point for point in points if math.isfinite(point.error)]
     axes.scatter(*_places(finite, in_casts=in_casts), s=24, color="0.65", label="tried")
-    axes.scatter(
-        *_places([before], in_casts=in_casts), s=90, marker="s", color="tab:blue", label="default rules"
-    )
-    axes.scatter(
-        *_places([after], in_casts=in_casts), s=160, marker="*", color="tab:red", label="chosen rules"
-    )
+    for label, marked, marker, color in (
+        ("default rules", before, "s", "tab:blue"),
+        ("chosen rules", after, "*", "tab:red"),
+    ):
+        axes.scatter(*_places([marked], in_casts=in_casts), s=130, marker=marker, color=color, label=label)
     axes.set_xlabel(f"megabytes {'cast' if in_casts else 'saved for backward'}, for each batch")
     axes.set_ylabel("relative error of the gradient")
     axes.set_title("Sets of op rules")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ def rules_without_16_bits(device_type: str) -> OpRules:
 
 
 class ReferenceGradients:
-    """The gradients of each batch in a run without 16 bits, kept in fp32 beside the model: one copy a batch."""
+    """The gradients of each batch in a run without 16 bits, kept in fp32: one copy a batch."""
 
     def __init__(self) -> None:
         self._batches: list[dict[str, Tensor]] = []
@@ -74,9 +74,9 @@ def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
     return first, second, third
 
 
-def _power_of_two(sums: object) -> float:
-    """Return the power of two nearest to the ratio of the gradients to the reference's; 1 if there is none."""
-    rows = [*sums]  # type: ignore[misc]
+def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
+    """Return the power of two nearest to gradients over reference; 1 if there is none."""
+    rows = [*sums]
     norm, product = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
     ratio = product / norm if norm > 0 else math.nan
     return 2.0 ** round(math.log2(ratio)) if math.isfinite(ratio) and ratio > 0 else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from rich import filesize
 from rich.table import Table
@@ -25,28 +26,15 @@ def rows(
     before: Measurement, after: Measurement, seconds: tuple[float, float] | None = None
 ) -> list[tuple[str, str, str, str]]:
     """Return name, value before, value after, and change, as texts."""
-    found = [
-        (
-            "saved for backward",
-            size(before.saved_bytes),
-            size(after.saved_bytes),
-            before.saved_bytes,
-            after.saved_bytes,
-        ),
-        ("cast", size(before.cast_bytes), size(after.cast_bytes), before.cast_bytes, after.cast_bytes),
-        ("gradient error", f"{before.error:.3e}", f"{after.error:.3e}", before.error, after.error),
-        (
-            "error of a parameter, mean",
-            f"{before.mean_error:.3e}",
-            f"{after.mean_error:.3e}",
-            before.mean_error,
-            after.mean_error,
-        ),
+    found: list[tuple[str, Callable[[float], str], float, float]] = [
+        ("saved for backward", size, before.saved_bytes, after.saved_bytes),
+        ("cast", size, before.cast_bytes, after.cast_bytes),
+        ("gradient error", "{:.3e}".format, before.error, after.error),
+        ("error of a parameter, mean", "{:.3e}".format, before.mean_error, after.mean_error),
     ]
     if seconds is not None:
-        texts = [f"{value * 1e3:.1f} ms" for value in seconds]
-        found.append(("time", texts[0], texts[1], seconds[0], seconds[1]))
-    shown = [(name, first, second, change(old, new)) for name, first, second, old, new in found]
+        found.append(("time", milliseconds, *seconds))
+    shown = [(name, text(old), text(new), change(old, new)) for name, text, old, new in found]
     failed = (str(before.failed), str(after.failed))
     return [*shown, ("batches that overflow", *failed, "")] if failed != ("0", "0") else shown
 
@@ -54,6 +42,11 @@ def rows(
 def size(count: float) -> str:
     """Return bytes as people read them."""
     return filesize.decimal(round(count))
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time as people read it."""
+    return f"{seconds * 1e3:.1f} ms"
 
 
 def change(before: float, after: float) -> str:

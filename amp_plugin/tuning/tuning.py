@@ -112,16 +112,16 @@ def tune(
 ) -> Tuning:
     """Search op rules that save memory or casts at no more gradient error, or that cure an overflow.
 
-    Runs ``step`` some fifty times under different rules, each time with the weights and random numbers of now.
+    Runs ``step`` some fifty times under different rules, always with the weights and random numbers of now.
 
     Args:
-        step: runs forward and backward on a batch, in an autocast region without ``rules=``. It leaves the optimizer
-            out. A loss may be scaled by a constant power of two.
+        step: runs forward and backward on a batch, in an autocast region without ``rules=``. It leaves the
+            optimizer out. A loss may be scaled by a constant power of two.
         model: its gradients are compared; its weights stay as they are.
         batches: what ``step`` takes; half of them, at least one, are searched on, all verify.
         device_type: of the rules; default: that of the model.
-        goal: ``"memory"``: fewer bytes saved for backward; ``"casts"``: fewer bytes cast; ``"accuracy"``: finite
-            gradients by the fewest fp32 ops, or if they are finite a smaller error.
+        goal: ``"memory"``: fewer bytes saved for backward; ``"casts"``: fewer bytes cast; ``"accuracy"``:
+            finite gradients by the fewest fp32 ops, or if they are finite a smaller error.
         budget: the share by which the gradient error may grow, and the bytes that were not asked for.
         reference: ``"fp64"`` or ``"fp32"``: what a gradient without 16 bits is computed in.
         progress: show a progress bar.

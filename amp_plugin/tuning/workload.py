@@ -42,8 +42,8 @@ class Steps:
     """A step function on batches.
 
     Args:
-        step: runs forward and backward on a batch, in an autocast region without rules of its own; it leaves the
-            optimizer out.
+        step: runs forward and backward on a batch, in an autocast region without rules of its own; it leaves
+            the optimizer out.
         model: whose gradients are compared.
         batches: what ``step`` takes.
 
