@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -51,5 +52,7 @@ def shown_progress(*, enabled: bool) -> Iterator[ShownProgress]:
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), disable=not enabled, transient=True) as progress:
+    with Progress(
+        *columns, console=Console(file=sys.stderr), disable=not enabled, transient=True
+    ) as progress:
         yield ShownProgress(progress)

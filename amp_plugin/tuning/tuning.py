@@ -19,6 +19,7 @@ from amp_plugin.tuning.evidence import rules_file
 from amp_plugin.tuning.measurement import Measurement
 from amp_plugin.tuning.progress import shown_progress
 from amp_plugin.tuning.report import tuning_table
+from amp_plugin.tuning.script import Script
 from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
 from amp_plugin.tuning.trials import Trials
 from amp_plugin.tuning.used_ops import used_ops
@@ -146,6 +147,13 @@ def tune(
     """
     device = device_type or next((param.device.type for param in model.parameters()), "cpu")
     return tuned(Steps(step, model, batches), device, _aim(goal, budget), reference, progress=progress)
+
+
+def tune_script(
+    script: Script, *, device_type: str, goal: str, budget: float, reference: str, progress: bool
+) -> Tuning:
+    """Tune the rules of a program; the arguments are those of :func:`tune`."""
+    return tuned(script, device_type, _aim(goal, budget), reference, progress=progress)
 
 
 def tuned(workload: Workload, device_type: str, aim: Aim, reference: str, *, progress: bool) -> Tuning:
