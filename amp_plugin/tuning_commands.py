@@ -57,7 +57,7 @@ def tune(
         typer.Option("--for", metavar="|".join(_GOALS), callback=_goal, help="What is to improve."),
     ] = "memory",
     budget: Annotated[
-        str, typer.Option(help="How much more gradient error, or of the other bytes, is allowed.")
+        str, typer.Option(help="How much more gradient error is allowed; with --for accuracy: bytes.")
     ] = "5%",
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to measure.")] = 4,
     device: Annotated[str | None, typer.Option(help="Device of the rules; default: the best here.")] = None,
@@ -103,6 +103,7 @@ def tune(
     if as_json:
         print(json.dumps(_as_json(tuning, output)))
         return
+    print(tuning.headline)
     show(tuning.table())
     print(
         f"{output} holds the rules" + (f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else "")

@@ -18,7 +18,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from amp_plugin import GradScaler, autocast
+from amp_plugin import GradScaler, OpRules, autocast
 from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.config import ConfigError
@@ -40,6 +40,7 @@ class Config(RecipeConfig):
     heads: int = number(4, least=1)
     layers: int = number(2, least=1)
     compile: bool = False
+    rules: str = ""
 
 
 class Block(nn.Module):
@@ -103,7 +104,8 @@ def train(config: Config) -> TrainingRecord:
     model = torch.compile(net) if config.compile else net
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate, betas=(0.9, 0.95), fused=True)
 
-    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    rules = OpRules.from_yaml(config.rules) if config.rules else None
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed, rules=rules)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
     def loss_on(source: Tensor, starts: Tensor) -> Tensor:

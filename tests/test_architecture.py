@@ -80,7 +80,6 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.terminal",
     },
     "amp_plugin.tuning": {
-        "amp_plugin",  # its version
         "amp_plugin.casting",
         "amp_plugin.did_you_mean",
         "amp_plugin.kernels",

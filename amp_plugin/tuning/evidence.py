@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
 
 import torch
 
-import amp_plugin
 from amp_plugin.casting.torch_version import torch_release
 from amp_plugin.tuning.measurement import Measurement
 from amp_plugin.tuning.report import change, rows
@@ -32,7 +32,10 @@ def rules_file(
         after: of the chosen ones.
         head: lines that say what was done.
     """
-    version, today = amp_plugin.__version__, datetime.now(timezone.utc).date()
+    version, today = (
+        vars(sys.modules[__name__.partition(".")[0]])["__version__"],
+        datetime.now(timezone.utc).date(),
+    )
     made = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
     comments = [*head, made, *(_line(*row) for row in rows(before, after))]
     text = "".join(f"# {comment}\n" for comment in comments)

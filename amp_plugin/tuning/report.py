@@ -11,9 +11,9 @@ from rich.table import Table
 from amp_plugin.tuning.measurement import Measurement
 
 
-def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float], title: str) -> Table:
+def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float]) -> Table:
     """Return a table with a row for each number, by the default rules and by the chosen ones."""
-    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    table = Table(box=None, pad_edge=False)
     table.add_column("for each batch")
     for column in ("default", "tuned", "change"):
         table.add_column(column, justify="right", no_wrap=True)

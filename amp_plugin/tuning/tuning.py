@@ -36,7 +36,7 @@ class Tuning:
     Attributes:
         rules: the chosen rules; the default ones where nothing better was found.
         goal: what they were searched for.
-        budget: the share by which what was not asked for was allowed to grow.
+        budget: the share by which the gradient error (for ``"accuracy"`` bytes) was allowed to grow.
         reference: ``"fp64"`` or ``"fp32"``: what gradients were compared with.
         before: the default rules on all batches.
         after: the chosen rules on all batches.
@@ -64,7 +64,7 @@ class Tuning:
 
     def table(self) -> Table:
         """Return a rich table of the numbers before and after."""
-        return tuning_table(self.before, self.after, self.seconds, self._headline())
+        return tuning_table(self.before, self.after, self.seconds)
 
     def to_yaml(self) -> str:
         """Return the rules as a file, with what each gained and the evidence in its comments."""
@@ -73,7 +73,7 @@ class Tuning:
             self.changes,
             before=self.before,
             after=self.after,
-            head=(self._headline(), f"gradients compared with {self.reference}, {self.batches} batches"),
+            head=(self.headline, f"gradients compared with {self.reference}, {self.batches} batches"),
         )
 
     def save(self, path: str | Path) -> None:
@@ -93,7 +93,9 @@ class Tuning:
 
         draw(self.tried, self.before, self.after, Path(path), in_casts=self.goal == "casts")
 
-    def _headline(self) -> str:
+    @property
+    def headline(self) -> str:
+        """What was done, in a line."""
         if self.keeps_default:
             return f"tuned for {self.goal}: nothing better was found, the default rules stay"
         count = len(self.changes)
@@ -123,7 +125,7 @@ def tune(
         device_type: of the rules; default: that of the model.
         goal: ``"memory"``: fewer bytes saved for backward; ``"casts"``: fewer bytes cast; ``"accuracy"``:
             finite gradients by the fewest fp32 ops, or if they are finite a smaller error.
-        budget: the share by which the gradient error may grow, and the bytes that were not asked for.
+        budget: the share by which the gradient error may grow; for ``"accuracy"`` the bytes.
         reference: ``"fp64"`` or ``"fp32"``: what a gradient without 16 bits is computed in.
         progress: show a progress bar.
 

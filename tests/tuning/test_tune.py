@@ -169,6 +169,7 @@ class TestMeasurement:
             "aten::gelu",
             "aten::add",
             "aten::cross_entropy_loss",
+            "aten::mul",  # outside of the region
         }
         assert found[0] == "aten::linear"
 
@@ -185,33 +186,33 @@ class TestMeasurement:
         assert aim.allows(measured(saved=50, error=1.05, cast=105), measured())
         assert not aim.allows(measured(error=1.06), measured())
         assert not aim.allows(measured(mean=1.06), measured())
-        assert not aim.allows(measured(cast=106), measured())
+        assert aim.allows(measured(saved=50, cast=300), measured())
         assert not aim.allows(measured(error=math.inf, mean=math.inf), measured())
-        assert Aim(goal="casts", budget=0.05).allows(measured(saved=105), measured())
-        assert not Aim(goal="casts", budget=0.05).allows(measured(saved=106), measured())
         assert not Aim(goal="accuracy", budget=0.05).allows(measured(saved=106, error=0.1), measured())
+        assert not Aim(goal="accuracy", budget=0.05).allows(measured(cast=106, error=0.1), measured())
+        assert Aim(goal="accuracy", budget=0.05).allows(measured(cast=105, saved=105), measured())
+
+
+@pytest.fixture(scope="module")
+def tuning():
+    torch.manual_seed(0)
+    model = Classifier()
+    batches = [(torch.randn(64, 16), torch.randint(200, (64,))) for _ in range(2)]
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    found = amp_plugin.tune(step_of(model), model=model, batches=batches, budget=0.2)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    return found, model, batches
 
 
 class TestTune:
-    @pytest.fixture(scope="class")
-    def tuning(self):
-        torch.manual_seed(0)
-        model = Classifier()
-        batches = [(torch.randn(64, 16), torch.randint(200, (64,))) for _ in range(2)]
-        kept = {name: value.clone() for name, value in model.state_dict().items()}
-        random = torch.get_rng_state()
-        found = amp_plugin.tune(step_of(model), model=model, batches=batches)
-        assert torch.equal(random, torch.get_rng_state())
-        assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
-        assert all(param.grad is None for param in model.parameters())
-        return found, model, batches
-
     def test_the_logits_are_saved_in_16_bits_where_that_keeps_the_error(self, tuning):
         found, _, _ = tuning
         assert found.rules["aten::cross_entropy_loss.default"].value == "lower_precision"
         assert found.after.saved_bytes < 0.75 * found.before.saved_bytes
-        assert found.after.error <= 1.05 * found.before.error
-        assert found.after.cast_bytes <= 1.05 * found.before.cast_bytes
+        assert found.after.error <= 1.2 * found.before.error
 
     def test_the_numbers_hold_when_measured_again(self, tuning):
         found, model, batches = tuning
@@ -230,7 +231,7 @@ class TestTune:
             assert OpRules.from_yaml(path) == found.rules
         text = path.read_text()
         assert re.search(
-            r"# tuned for memory: 1 rule, budget 5%\n# gradients compared with fp64, 2 batches\n", text
+            r"# tuned for memory: 1 rule, budget 20%\n# gradients compared with fp64, 2 batches\n", text
         )
         assert f"torch {torch.__version__}" in text
         assert re.search(r"# saved for backward: \S+ kB -> \S+ kB \(-\d\d\.\d %\)\n", text)
@@ -349,7 +350,21 @@ class TestCommand:
         script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
         script.write_text(SCRIPT)
         answer = self.amp(
-            *("tune", script, "-o", rules, "--device", "cpu", "--batches", 2, "--plot", plot, "--", "0.1")
+            *(
+                "tune",
+                script,
+                "-o",
+                rules,
+                "--device",
+                "cpu",
+                "--batches",
+                2,
+                "--budget",
+                "50%",
+                "--plot",
+                plot,
+            )
+            + ("--", "0.1")
         )
         assert answer.exit_code == 0, answer.output
         assert "not to be seen" not in answer.output
