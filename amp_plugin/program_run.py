@@ -35,7 +35,7 @@ def run_program(
     arguments: Sequence[str],
     around: AbstractContextManager[object],
     *,
-    expected: type[BaseException] | tuple[()] = (),
+    expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> ProgramRun:
     """Run a file or a module as the main program.
 

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from amp_plugin.numerics.storages import Storages, storage_address
 
 
-class SavedBytes(saved_tensors_hooks):
+class SavedBytes:
     """A region that counts what autograd keeps; each storage once while it lives.
 
     Parameters are left out: they are there anyway. Casts of them count, they live because they are saved.
@@ -21,13 +21,16 @@ class SavedBytes(saved_tensors_hooks):
     """
 
     def __init__(self) -> None:
-        super().__init__(self._pack, lambda tensor: tensor)
         self.total = 0
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._seen: Storages[bool] = Storages()
 
     def __enter__(self) -> Self:
-        super().__enter__()
+        self._hooks.__enter__()
         return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.__exit__(*exc_info)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1

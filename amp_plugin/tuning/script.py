@@ -59,7 +59,7 @@ class Script:
         random.seed(0)
         torch.manual_seed(0)
         counted = _CountedBackwards(observer, batches)
-        expected = (Enough,) if not self._has_run else (Enough, Exception)
+        expected: tuple[type[BaseException], ...] = (Enough, Exception) if self._has_run else (Enough,)
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
         with contextlib.redirect_stdout(io.StringIO()), quiet:
             run = run_program(self._program, self._arguments, around=counted, expected=expected)

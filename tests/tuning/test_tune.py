@@ -349,23 +349,8 @@ class TestCommand:
     def test_a_script_is_tuned(self, tmp_path: Path):
         script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
         script.write_text(SCRIPT)
-        answer = self.amp(
-            *(
-                "tune",
-                script,
-                "-o",
-                rules,
-                "--device",
-                "cpu",
-                "--batches",
-                2,
-                "--budget",
-                "50%",
-                "--plot",
-                plot,
-            )
-            + ("--", "0.1")
-        )
+        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
+        answer = self.amp("tune", script, *options, "--", "0.1")
         assert answer.exit_code == 0, answer.output
         assert "not to be seen" not in answer.output
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
