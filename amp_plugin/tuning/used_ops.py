@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 import torch
@@ -46,13 +49,33 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
     Returns:
         Names without overload, ``"aten::layer_norm"``, of ops that make new floating-point tensors.
     """
-    with rules_on_trial(rules), profile() as profiled:
-        workload.run(_Nothing(), batches=1)
+    profiled = profile()
+    with rules_on_trial(rules):
+        with _without_standard_error():
+            profiled.__enter__()
+        try:
+            workload.run(_Nothing(), batches=1)
+        finally:
+            with _without_standard_error():
+                profiled.__exit__(None, None, None)
     counts: dict[str, int] = {}
     for event in profiled.function_events or []:
         if _is_outermost(event):
             counts[event.name] = counts.get(event.name, 0) + 1
     return sorted((op for op in counts if _may_have_rule(op)), key=lambda op: -counts[op])
+
+
+@contextmanager
+def _without_standard_error() -> Iterator[None]:
+    """Drop what C++ writes to standard error: the profiler of torch 2.13 tells of each start and stop."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _is_outermost(event: FunctionEvent) -> bool:

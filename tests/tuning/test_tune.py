@@ -161,7 +161,7 @@ class TestMeasurement:
             assert in_bf16.errors[index].whole == pytest.approx(expected, rel=1e-4)
             assert in_fp32.errors[index].whole < 2e-6
 
-    def test_used_ops_are_those_the_program_calls(self, model, batches):
+    def test_used_ops_are_those_the_program_calls(self, model, batches, capfd):
         found = used_ops(Steps(step_of(model), model, batches), DEFAULT)
         assert set(found) == {
             "aten::linear",
@@ -172,6 +172,7 @@ class TestMeasurement:
             "aten::mul",  # outside of the region
         }
         assert found[0] == "aten::linear"
+        assert capfd.readouterr() == ("", "")
 
     def test_what_may_grow_is_bounded(self):
         def measured(saved=100.0, cast=100.0, error=1.0, mean=1.0):
