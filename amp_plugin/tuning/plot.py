@@ -32,7 +32,9 @@ def draw(
     axes = figure.subplots()
     points = [attempt.measurement for attempt in tried if attempt.measurement and attempt.changes]
     finite = [point for point in points if math.isfinite(point.error)]
-    axes.scatter(*_places(finite, in_casts=in_casts), s=24, color="0.65", label="tried")
+    axes.scatter(
+        *_places(finite, in_casts=in_casts), s=24, color="0.65", label="tried, on part of the batches"
+    )
     for label, marked, marker, color in (
         ("default rules", before, "s", "tab:blue"),
         ("chosen rules", after, "*", "tab:red"),
