@@ -13,16 +13,15 @@ from torch.nn.functional import cross_entropy
 
 import amp_plugin
 from amp_plugin.tuning.report import change
-from recipes import catalogue, char_gpt, digits
-from recipes import diagnose as overflowing
-from recipes.config import load_config
-from tests.tuning.models import MODELS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.native, pytest.mark.slow, pytest.mark.whole_run]
 
 
 def config_of(name: str, *overrides: str):
+    from recipes import catalogue
+    from recipes.config import load_config
+
     return load_config(catalogue.load(name).Config, ROOT / f"configs/{name}.yaml", [*overrides])
 
 
@@ -36,6 +35,8 @@ def tuned(model, batches, goal="memory", **options):
 
 
 def test_four_of_six_kinds_of_models_save_bytes_at_no_more_error():
+    from tests.tuning.models import MODELS  # loads transformers
+
     found = {}
     for name, make in MODELS.items():
         torch.manual_seed(0)
@@ -72,6 +73,9 @@ def _table(found):
 
 def test_an_overflow_is_cured_and_training_equals_fp32(monkeypatch):
     """The recipe `diagnose`, whose attention overflows in fp16: without a hint, tune finds the op."""
+    from recipes import diagnose as overflowing
+    from recipes import digits
+
     config = config_of("diagnose")
     torch.manual_seed(config.seed)
     model = overflowing.Classifier(config.width)
@@ -94,6 +98,8 @@ def test_an_overflow_is_cured_and_training_equals_fp32(monkeypatch):
 
 
 def test_a_gpt_trained_by_tuned_rules_ends_where_the_default_ends(tmp_path):
+    from recipes import char_gpt
+
     config = config_of("char_gpt", "precision=bf16")
     texts = "".join(char_gpt.topics[key] for key in sorted(char_gpt.topics))
     characters = sorted(set(texts))
