@@ -52,12 +52,12 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
     profiled = profile()
     with rules_on_trial(rules):
         with _without_standard_error():
-            profiled.__enter__()
+            profiled.__enter__()  # type: ignore[no-untyped-call]
         try:
             workload.run(_Nothing(), batches=1)
         finally:
             with _without_standard_error():
-                profiled.__exit__(None, None, None)
+                profiled.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     counts: dict[str, int] = {}
     for event in profiled.function_events or []:
         if _is_outermost(event):
