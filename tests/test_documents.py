@@ -13,6 +13,9 @@ from urllib.parse import unquote
 
 import pytest
 
+import amp_plugin
+from tests.warm_processes import run_program
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,10 +36,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """A page is read from top to bottom, so its blocks share one program."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks(page, "python")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    answer = run_program(program, {"PYTHONPATH": str(ROOT)}, tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
@@ -60,6 +60,18 @@ def headings(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
     return {title.replace(" ", "-") for title in plain}
+
+
+def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
+    sections = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    described = [section.rpartition(".")[2] for section in sections]
+    assert len(described) == len(set(described))
+    programs = "\n".join(text for page in PAGES for text in blocks(page, "python"))
+    imported = re.findall(r"^ *from amp_plugin[\w.]* import ([\w, ]+)", programs, re.MULTILINE)
+    used = {name.partition(" as ")[0].strip() for names in imported for name in names.split(",")}
+    public = {name for name in dir(amp_plugin) if not name.startswith("_")}
+    assert "diagnose_skip" in public & used
+    assert (public | used) - set(described) == set()
 
 
 def test_the_readme_names_commands_that_exist() -> None:
