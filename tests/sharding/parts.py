@@ -1,0 +1,94 @@
+"""The parts of what ranks do, each a function of a folder that returns what can be written as JSON."""
+
+from collections import Counter
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from amp_plugin import autocast, fully_shard, log_collectives
+from amp_plugin.sharding.shard_units import shard_units
+from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares
+from tests.sharding.models import IN_FP32, Net, alone, loss_of, plan
+
+
+def planned(units, net, dtypes):
+    """The collectives that a plan asks for, of units as they are."""
+    modules, found = dtypes.modules(net), Counter()
+    for unit in units:
+        wanted = modules[unit.name]
+        found.update(replace(unit, gathered=wanted.compute, reduced=wanted.reduction).collectives())
+    return found
+
+
+def rows(counter):
+    return sorted([*asdict(call).values(), count] for call, count in counter.items())
+
+
+def recorded(model, strategy):
+    with log_collectives() as log:
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, 0, share_of(strategy))
+        loss.backward()
+    return Counter(log)
+
+
+def compare(net, model, dtypes, strategy):
+    """What a step carries against the plan; tensor parallelism's own collectives are told apart by their group."""
+    units, seen = shard_units(model), recorded(model, strategy)
+    want = planned(units, net, dtypes)
+    return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
+
+
+def collectives(_):
+    """The collectives of a step, of all ranks and of each pair of ranks."""
+    report = {}
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for strategy in ("fsdp2", "hsdp", "tp") if ranks == 4 else ("fsdp2",):
+        for reduce in ("fp32", "bf16"):
+            dtypes, net, whole = plan("bf16", IN_FP32, reduce), Net(), Net()
+            model = shard(net, dtypes, strategy)
+            report[f"{strategy} {reduce}"] = compare(whole, model, dtypes, strategy)
+    if ranks == 4:
+        first = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])
+        dtypes, net = plan(), Net()
+        model = fully_shard(net, dtypes, units=net.blocks, mesh=first[rank // 2])
+        report["pair"] = compare(Net(), model, dtypes, "fsdp2")
+    dtypes, net = plan(), Net()
+    model = shard(net, plan("bf16", (), "bf16"), "fsdp2")  # against the plan on purpose
+    report["broken"] = compare(Net(), model, dtypes, "fsdp2")
+    return report
+
+
+def equality(_):
+    """How far losses and weights are from one process after 20 steps, relative."""
+    report, ranks = {}, dist.get_world_size()
+    for strategy in STRATEGIES:
+        modules = fp32_modules_of(strategy)
+        losses, weights = alone(shares(strategy, ranks), "bf16", modules)
+        for name, front in FRONTS.items():
+            run = front(strategy)
+            report[f"{name} {strategy}"] = {
+                "losses": ((run.mean_losses() - losses).abs() / losses.abs()).max().item(),
+                "weights": ((run.weights - weights).norm() / weights.norm()).item(),
+                "moved": (weights - torch.cat([p.flatten() for p in Net().parameters()])).norm().item(),
+                "steps": len(run.losses),
+            }
+    return report
+
+
+def overflow(_):
+    """Skips of three steps in fp16, the second of which overflows in one element on one rank."""
+    report = {}
+    for strategy in STRATEGIES:
+        for name, front in FRONTS.items():
+            for fused in (False, True):
+                run = front(strategy, "fp16", fused=fused, steps=3, poison=1)
+                finite = bool(run.weights.isfinite().all())
+                key = f"{name} {strategy} {'fused' if fused else 'plain'}"
+                report[key] = {"skipped": run.skipped, "finite": finite, "scale": run.scale}
+    return report
+
+
+PARTS = {"collectives": collectives, "equality": equality, "overflow": overflow}
