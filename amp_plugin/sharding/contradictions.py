@@ -49,8 +49,8 @@ def _refuse_rounded_weights(model: nn.Module, plan: DtypePlan, units: list[Shard
         unit = _unit_of(owner, units)
         if of_modules[owner].compute is torch.float32 and unit is not None and unit.gathered in _HALVES:
             msg = (
-                f"fp32_modules names {owner!r}, but the {unit.engine} unit {unit.name or 'model'!r} gathers its "
-                f" {tuple(param.shape)} {name.rpartition('.')[2]} in {unit.gathered}: shard with "
+                f"fp32_modules names {owner!r}, but the {unit.engine} unit {unit.name or 'model'!r} gathers "
+                f"its {tuple(param.shape)} {name.rpartition('.')[2]} in {unit.gathered}: shard with "
                 "amp_plugin.fully_shard(model, plan), which gives it a unit in fp32, or leave param_dtype out"
             )
             raise ValueError(msg)

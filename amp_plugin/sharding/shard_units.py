@@ -170,7 +170,7 @@ def _fsdp1(name: str, module: Any, *, is_root: bool) -> ShardUnit | None:
     replicas = module.process_group.size() if whole else hybrid.size() if hybrid is not None else 1
     gathered = policy.param_dtype or flat.dtype
     again = strategy in {ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD}
-    elements = flat._padded_unsharded_size.numel() if not whole else flat.numel()
+    elements = ranks * flat._sharded_size.numel()
     return ShardUnit(
         name=name,
         engine="fsdp1",

@@ -1,0 +1,86 @@
+"""Two and four gloo processes: what collectives carry, the same numbers as one process, skips on all ranks."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sharding.fronts import FRONTS, STRATEGIES
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.dist
+
+RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
+
+
+def launch(count, folder, *parts):
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
+        *(str(ROOT / "tests" / "sharding" / "ranks.py"), str(folder), *parts),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-6000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    return launch(4, tmp_path_factory.mktemp("four"))
+
+
+def found(ranks, part, key):
+    """What each rank reports; an error there is shown here."""
+    reports = [rank[part] for rank in ranks]
+    for report in reports:
+        assert "error" not in report, report["error"]
+        assert "error" not in report.get(key.rpartition(" ")[0], {}), report[key.rpartition(" ")[0]]["error"]
+        assert "error" not in report[key], report[key]["error"]
+    return [report[key] for report in reports]
+
+
+class TestCollectives:
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+    def test_each_carries_what_the_plan_says_and_there_is_no_other(self, four, strategy, reduce):
+        for report in found(four, "collectives", f"{strategy} {reduce}"):
+            assert (report["extra"], report["missing"]) == ([], [])
+            assert report["calls"] == {"fsdp2": 14, "hsdp": 19}[strategy]
+
+    def test_two_ranks(self, four):
+        for report in found(four, "collectives", "pair"):
+            assert (report["extra"], report["missing"], report["calls"]) == ([], [], 14)
+
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_tensor_parallelism_adds_activations_up_in_the_dtype_they_are_computed_in(self, four, reduce):
+        for report in found(four, "collectives", f"tp {reduce}"):
+            assert report["missing"] == []
+            assert [(op, dtype, calls) for op, dtype, _, _, _, calls in report["extra"]] == [
+                ("all_reduce", "bf16", 2),  # outputs of both blocks
+                ("all_reduce", "fp32", 2),  # gradients that go into their norms
+            ]
+
+    def test_shards_unlike_the_plan_are_seen(self, four):
+        for report in found(four, "collectives", "broken"):
+            assert {dtype for _, dtype, *_ in report["extra"]} == {"bf16"}
+            assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+class TestEveryStrategyUnderEveryFront:
+    def test_20_steps_are_those_of_one_process(self, four, run):
+        for report in found(four, "equality", run):
+            assert report["steps"] == 20
+            assert report["moved"] > 0.1
+            assert report["losses"] < 1e-6
+            assert report["weights"] < 1e-6
+
+    @pytest.mark.parametrize("way", ["fused", "plain"])
+    def test_an_overflow_on_one_rank_skips_the_step_on_all(self, four, run, way):
+        for report in found(four, "overflow", f"{run} {way}"):
+            assert report["skipped"] == [False, True, False]
+            assert report["finite"]
+            assert report["scale"] == 2.0**9
