@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import FSDPStrategy as FabricFSDPStrategy
@@ -219,14 +220,17 @@ def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None)
 
 def accelerator_of(strategy, precision, **options):
     reset()
+    by_block = strategy in {"fsdp2", "hsdp"}
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1 if strategy == "fsdp1" else 2,
-        auto_wrap_policy="NO_WRAP" if strategy == "fsdp1" else "TRANSFORMER_BASED_WRAP",
-        transformer_cls_names_to_wrap=["Block"],
+        auto_wrap_policy="TRANSFORMER_BASED_WRAP" if by_block else "NO_WRAP",
+        transformer_cls_names_to_wrap=["Block"] if by_block else None,
         cpu_ram_efficient_loading=False,
         use_orig_params=True if strategy == "fsdp1" else None,
     )
+    replicated = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
     return AmpAccelerator(
+        parallelism_config=replicated if strategy == "hsdp" else None,
         mixed_precision=precision if precision != "fp32" else "no",
         fsdp_plugin=plugin,
         kwargs_handlers=[AmpKwargs(init_scale=SCALE, fp32_modules=fp32_modules_of(strategy), **options)],
@@ -234,10 +238,10 @@ def accelerator_of(strategy, precision, **options):
 
 
 def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None):
-    """HSDP and tensor parallelism are set up before ``prepare``, which leaves shards as they are."""
+    """Tensor parallelism is set up before ``prepare``, which leaves shards as they are."""
     accelerator = accelerator_of(strategy, precision)
     net = Net()
-    if strategy in {"hsdp", "tp"}:
+    if strategy == "tp":
         shard(net, accelerator.dtype_plan, strategy)
     model, optimizer = accelerator.prepare(net, optimizer_of(net.parameters(), fused=fused))
     run = Run()

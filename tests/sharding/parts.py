@@ -13,6 +13,7 @@ from amp_plugin import autocast, fully_shard, log_collectives
 from amp_plugin.sharding.shard_units import shard_units
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares
 from tests.sharding.models import IN_FP32, Net, alone, loss_of, plan
+from tests.sharding.variants import resume, save, variants
 
 
 def planned(units, net, dtypes):
@@ -113,4 +114,11 @@ def each(run):
     return report
 
 
-PARTS = {"collectives": collectives, "equality": equality, "overflow": overflow}
+PARTS = {
+    "collectives": collectives,
+    "equality": equality,
+    "overflow": overflow,
+    "variants": variants,
+    "save": save,
+    "resume": resume,
+}
