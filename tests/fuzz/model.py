@@ -33,10 +33,10 @@ class Gradient:
     losses: set[str] = field(default_factory=set)
     origins: set[tuple[str, float]] = field(default_factory=set)
 
-    def drop(self, zeroed: bool) -> None:
+    def clear(self, zeroed: bool) -> None:
         """The user has cleared it."""
         self.pending = None if zeroed and self.pending is not False else False
-        self.dropped, self.replaced = True, False
+        self.replaced = False
         self.losses, self.origins = set(), set()
 
 

@@ -208,11 +208,17 @@ class Oracle(Model):
                 change(self.windows[o].unclipped[index])
         gradient.replaced |= replaced
         if not grad.any():
-            others = {i for o in self.owners(index) for i in self.members[o]}
-            gradient.dropped = not any(self.params[i].grad.any() for i in self.present(others))
-            self.seen.doubt(index, dropped=gradient.dropped)
+            self._drop(index)
         else:
             gradient.dropped = False
+
+    def _drop(self, index: int) -> None:
+        """A gradient is zero or gone: the batch it came from is dropped if the others of its optimizers are too."""
+        others = {i for o in self.owners(index) for i in self.members[o]} | {index}
+        dropped = not any(self.params[i].grad.any() for i in self.present(others))
+        for i in others if dropped else {index}:
+            self.gradients[i].dropped = dropped
+            self.seen.doubt(i, dropped=dropped)
 
     def clear(self, indices: Iterable[int], zeroed: bool) -> None:
         """The user zeroes gradients in place, or drops them."""
@@ -221,8 +227,8 @@ class Oracle(Model):
                 self.params[index].grad.zero_()
             else:
                 self.params[index].grad = None
-            self.gradients[index].drop(zeroed)
-            self.seen.doubt(index)
+            self.gradients[index].clear(zeroed)
+            self._drop(index)
             for o in self.owners(index):
                 window = self.windows[o]
                 window.edited = True

@@ -33,7 +33,8 @@ def may_edit(model: Model, index: int) -> bool:
     backward has made: documented as a limit.
     """
     windows = [model.windows[o] for o in model.owners(index)]
-    known = all(w.stages == {"unscaled"} or w.fresh != NO or w.folded for w in windows)
+    waiting = model.gradients[index].pending is not False
+    known = all(w.stages == {"unscaled"} or w.fresh != NO or (w.folded and waiting) for w in windows)
     return model.params[index].grad is not None and known
 
 

@@ -1,6 +1,7 @@
 """Faults that hard use found in release 0.1: numbers that were wrong without a word, errors that were none."""
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -216,6 +217,28 @@ def test_zeros_over_one_overflowed_gradient_drop_no_batch(fused, update):
     overflowed.grad.nan_to_num_(0.0, 0.0, 0.0)
     if update:
         scaler.update()
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).skipped
+    assert torch.equal(good, torch.ones(2))
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(("drop", "update", "backward"))), ids="-".join)
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_one_dropped_gradient_drops_no_batch(order, zeroed):
+    """Whatever comes between: the other gradient still holds what the overflowed backward brought."""
+    overflowed, good = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.SGD([overflowed, good], lr=1.0)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(optimizer)
+    scaler.scale((overflowed * math.inf + 3.0 * good).sum()).backward()
+    scaler.clip_grad_norm_(optimizer, 1e9)
+    calls = {
+        "drop": lambda: overflowed.grad.zero_() if zeroed else setattr(overflowed, "grad", None),
+        "update": scaler.update,
+        "backward": lambda: scaler.scale(good.sum()).backward(),
+    }
+    for name in order:
+        calls[name]()
     scaler.step(optimizer)
     assert scaler.last_step(optimizer).skipped
     assert torch.equal(good, torch.ones(2))
