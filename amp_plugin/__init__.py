@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from amp_plugin.casting.cast_log import log_casts as log_casts
     from amp_plugin.casting.custom_fwd import custom_bwd as custom_bwd
     from amp_plugin.casting.custom_fwd import custom_fwd as custom_fwd
-    from amp_plugin.casting.dtype_report import dtype_report as dtype_report
     from amp_plugin.casting.invalidate import invalidate as invalidate
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
     from amp_plugin.sharding.collective_log import log_collectives as log_collectives
     from amp_plugin.sharding.dtype_plan import DtypePlan as DtypePlan
+    from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
@@ -57,7 +57,7 @@ _HOME = {
     "custom_fwd": "amp_plugin.casting.custom_fwd",
     "diagnose": "amp_plugin.numerics.diagnosis",
     "diagnose_skip": "amp_plugin.numerics.replayed",
-    "dtype_report": "amp_plugin.casting.dtype_report",
+    "dtype_report": "amp_plugin.sharding.dtype_report",
     "fully_shard": "amp_plugin.sharding.fully_shard",
     "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",

@@ -81,9 +81,11 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.terminal",
     },
     "amp_plugin.doctor": CORE,
+    "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
-    | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.program"}
+    | {"amp_plugin.doctor", "amp_plugin.model_examination", "amp_plugin.numerics_commands"}
+    | {"amp_plugin.program"}
     | {"amp_plugin.script_casts", "amp_plugin.terminal"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},

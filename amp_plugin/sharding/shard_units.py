@@ -188,25 +188,23 @@ def _fsdp1(name: str, module: Any, *, is_root: bool) -> ShardUnit | None:
 
 
 def _ddp(name: str, module: Any) -> ShardUnit:
-    trained = [param for param in module.parameters() if param.requires_grad]
-    return _plain_unit(name, "ddp", list(module.parameters()), trained, replicas=module.process_group.size())
+    return _plain_unit(name, "ddp", list(module.parameters()), replicas=module.process_group.size())
 
 
 def _whole(model: nn.Module) -> ShardUnit | None:
     params = list(model.parameters())
-    return _plain_unit("", "none", params, []) if params else None
+    return _plain_unit("", "none", params) if params else None
 
 
-def _plain_unit(
-    name: str, engine: Engine, params: Sequence[Tensor], trained: Sequence[Tensor], *, replicas: int = 1
-) -> ShardUnit:
+def _plain_unit(name: str, engine: Engine, params: Sequence[Tensor], *, replicas: int = 1) -> ShardUnit:
+    trained = [param for param in params if param.requires_grad]
     elements, stored = sum(local_of(param).numel() for param in params), (trained or params)[0].dtype
     return ShardUnit(
         name=name,
         engine=engine,
         stored=stored,
         gathered=stored,
-        reduced=stored if trained else None,
+        reduced=stored if trained and engine == "ddp" else None,
         parameters=elements,
         elements=elements,
         trained=sum(local_of(param).numel() for param in trained),
