@@ -33,7 +33,7 @@ def examine_model(target: str, plan: DtypePlan, *, ranks: int = 1, units: Sequen
         units: Patterns of the modules that are gathered one at a time, ``"layers.*"`` for example.
 
     Returns:
-        ``model``; ``parameters``; ``patterns``: pattern -> dtypes; ``modules_in_fp32`` and ``units``: how many;
+        ``model``; ``parameters``; ``patterns``: pattern -> dtypes; ``modules_in_fp32``, ``units``: how many;
         ``bytes_per_parameter``: on one rank, by kind; ``collectives``: of a step, by dtype.
 
     Raises:

@@ -40,7 +40,8 @@ class RankBytes:
         each = self.per_parameter()
         return (
             f"bytes a parameter on this rank: weights {each['weights']:.3g}, "
-            f"gradients {each['gradients']:.3g}, AdamW's moments {each['moments']:.3g}, the largest gathered unit {each['largest_gather']:.3g}"
+            f"gradients {each['gradients']:.3g}, AdamW's moments {each['moments']:.3g}, "
+            f"the largest gathered unit {each['largest_gather']:.3g}"
         )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.sharding.fronts import FRONTS, STRATEGIES
+from tests.sharding.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.dist
@@ -28,8 +29,21 @@ def launch(count, folder, *parts):
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory):
-    return launch(4, tmp_path_factory.mktemp("four"))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def four(folder):
+    return launch(4, folder, "collectives", "equality", "overflow", "variants", "save")
+
+
+@pytest.fixture(scope="module")
+def two(four, folder, tmp_path_factory):
+    """Started after the four, with the checkpoint they have saved."""
+    own = tmp_path_factory.mktemp("two")
+    (own / "saved").symlink_to(folder / "saved")
+    return launch(2, own, "collectives", "resume")
 
 
 def found(ranks, part, key):
@@ -38,8 +52,8 @@ def found(ranks, part, key):
     for report in reports:
         assert "error" not in report, report["error"]
         assert "error" not in report.get(key.rpartition(" ")[0], {}), report[key.rpartition(" ")[0]]["error"]
-        assert "error" not in report[key], report[key]["error"]
-    return [report[key] for report in reports]
+        assert "error" not in report.get(key, {}), report[key]["error"]
+    return [report[key] if key else report for report in reports]
 
 
 class TestCollectives:
@@ -50,8 +64,9 @@ class TestCollectives:
             assert (report["extra"], report["missing"]) == ([], [])
             assert report["calls"] == {"fsdp2": 14, "hsdp": 19}[strategy]
 
-    def test_two_ranks(self, four):
-        for report in found(four, "collectives", "pair"):
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_two_ranks(self, two, reduce):
+        for report in found(two, "collectives", f"fsdp2 {reduce}"):
             assert (report["extra"], report["missing"], report["calls"]) == ([], [], 14)
 
     @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
@@ -84,3 +99,18 @@ class TestEveryStrategyUnderEveryFront:
             assert report["skipped"] == [False, True, False]
             assert report["finite"]
             assert report["scale"] == 2.0**9
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
+    for report in found(four, "variants", variant):
+        assert report["losses"] < 1e-6
+        assert report["weights"] < 1e-6
+
+
+def test_two_ranks_go_on_where_four_have_saved(four, two):
+    saved, resumed = found(four, "save", "")[0], found(two, "resume", "")[0]
+    assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
+    assert saved["end"] == resumed["end"] == 2.0**11  # grown after three steps, two of them before
+    assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
+    assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
