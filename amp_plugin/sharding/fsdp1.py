@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from amp_plugin.sharding.dtype_plan import DtypePlan
+from amp_plugin.weights.refusals import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -22,9 +23,13 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
 
     Args:
         plan: The dtypes.
+
+    Raises:
+        TypeError: The plan stores weights in 16 bits.
     """
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
 
+    refuse_sharded_weights(plan.weights)
     return MixedPrecision(
         param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,

@@ -4,7 +4,7 @@ Each function trains on this rank's share of the data and returns a Run. ``poiso
 rank's gradient of one element is infinite.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -99,8 +99,8 @@ def wrap(net, policy):
     return FullyShardedDataParallel(net, mixed_precision=policy, use_orig_params=True, device_id=CPU)
 
 
-def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None):
-    dtypes, net = plan(precision, fp32_modules_of(strategy)), Net()
+def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
+    dtypes, net = replace(plan(precision, fp32_modules_of(strategy)), **options), Net()
     if strategy == "fsdp1":
         from amp_plugin.casting.fp32_modules import apply_fp32_modules
 
@@ -168,7 +168,7 @@ class Module(LightningModule):
         self.run.weights = whole_weights(self.trainer.model, self.net)
 
 
-def trainer(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None):
+def trainer(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
     ranks = dist.get_world_size()
     if strategy == "fsdp1":
         way = OnCpu(use_orig_params=True, process_group_backend="gloo")
@@ -178,15 +178,16 @@ def trainer(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None
     module = Module(strategy, fused, poison)
     Trainer(
         strategy=way, accelerator="cpu", devices=ranks, max_steps=steps, logger=False, use_distributed_sampler=False,
-        plugins=[AmpPrecision(precision, fp32_modules=fp32_modules_of(strategy), init_scale=SCALE)],
+        plugins=[AmpPrecision(precision, fp32_modules=fp32_modules_of(strategy), init_scale=SCALE, **options)],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(module, torch.utils.data.DataLoader(range(steps)))  # fmt: skip
     return module.run
 
 
-def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None):
+def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
     ranks = dist.get_world_size()
-    plugin = FabricAmpPrecision(precision, fp32_modules=fp32_modules_of(strategy), init_scale=SCALE)
+    modules = fp32_modules_of(strategy)
+    plugin = FabricAmpPrecision(precision, fp32_modules=modules, init_scale=SCALE, **options)
     if strategy == "fsdp1":
         way = FabricOnCpu(use_orig_params=True, process_group_backend="gloo")
     else:
@@ -235,9 +236,9 @@ def accelerator_of(strategy, precision, **options):
     )
 
 
-def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None):
+def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
     """Tensor parallelism is set up before ``prepare``, which leaves shards as they are."""
-    accelerator = accelerator_of(strategy, precision)
+    accelerator = accelerator_of(strategy, precision, **options)
     net = Net()
     if strategy == "tp":
         shard(net, accelerator.dtype_plan, strategy)

@@ -13,6 +13,7 @@ from amp_plugin.sharding.shard_units import shard_units
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares
 from tests.sharding.models import IN_FP32, Net, alone, loss_of, plan
 from tests.sharding.variants import resume, save, variants
+from tests.weights.ranks import compare_with_one_process
 
 
 def planned(units, net, dtypes):
@@ -108,11 +109,30 @@ def each(run):
     return report
 
 
+def refusals(_):
+    """What is said of weights stored in 16 bits under FSDP, which stores float32."""
+    report = {}
+    for strategy in ("fsdp1", "fsdp2"):
+        for name, front in FRONTS.items():
+            try:
+                front(strategy, steps=1, weights="bf16")
+            except TypeError as error:
+                report[f"{name} {strategy}"] = str(error)
+    return report
+
+
+def stored_weights(_):
+    """Weights stored in 16 bits under DDP, beside one process."""
+    return {form: compare_with_one_process(form, dist.get_world_size()) for form in ("fp32", "bf16")}
+
+
 PARTS = {
     "collectives": collectives,
     "equality": equality,
     "overflow": overflow,
     "variants": variants,
+    "refusals": refusals,
+    "stored_weights": stored_weights,
     "save": save,
     "resume": resume,
 }

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.sharding.fronts import FRONTS, STRATEGIES
+from tests.sharding.parts import PARTS
 from tests.sharding.variants import VARIANTS
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def four(folder):
-    return launch(4, folder, "collectives", "equality", "overflow", "variants", "save")
+    return launch(4, folder, *(part for part in PARTS if part != "resume"))
 
 
 @pytest.fixture(scope="module")
@@ -114,3 +115,18 @@ def test_two_ranks_go_on_where_four_have_saved(four, two):
     assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_weights_in_16_bits_are_refused_where_fsdp_stores_them(four, front, strategy):
+    for text in found(four, "refusals", f"{front} {strategy}"):
+        assert "weights='bf16' does not work" in text
+        assert "leave weights='fp32'" in text
+
+
+def test_weights_in_16_bits_under_ddp_are_as_near_to_one_process_as_in_float32(four):
+    for report in found(four, "stored_weights", ""):
+        assert report["bf16"]["same_on_all_ranks"]
+        assert report["bf16"]["moved"] > 100 * report["bf16"]["distance"]
+        assert report["bf16"]["distance"] <= 1.5 * report["fp32"]["distance"] + 1e-6
