@@ -1,7 +1,7 @@
 # make demo    train the digits classifier in fp16 and draw its curves
 # make test    lint, types and the tests, on the native core and on the fallback, some 10 minutes
-# make test-recipes   train every recipe to its end in three precisions and compare them, 2 to 4 minutes
-#              more; not part of make test
+# make test-whole   what is marked whole_run: every recipe to its end in three precisions, tests over all cases where
+#              make test takes a sample; some 20 minutes; not part of make test
 # make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
@@ -26,11 +26,12 @@ SEED ?= 0
 BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
 # A test that hangs shows its stacks after 900 s, and the others go on.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
+# One thread of inductor's compiles in the process itself; a second would be a process that imports torch.
+PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-recipes fuzz docs wheels bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-whole fuzz docs wheels bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -50,8 +51,7 @@ format: $(READY)
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
 test-native: $(READY)
-	$(PYTEST) $(PARALLEL) -m "not dist and not whole_run"
-	$(PYTEST) -m dist
+	$(PYTEST) $(PARALLEL) -m "not whole_run"
 
 test-host-device: $(READY)
 	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
@@ -63,7 +63,7 @@ test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \
 		tests/adapters tests/casting tests/scaling
 
-test-recipes: $(READY)
+test-whole: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
 
 fuzz: $(READY)

@@ -13,6 +13,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from tests.warm_processes import run_program
+
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -33,10 +35,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """A page is read from top to bottom, so its blocks share one program."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks(page, "python")))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    answer = subprocess.run(
-        [sys.executable, program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    answer = run_program(program, {"PYTHONPATH": str(ROOT)}, tmp_path)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -18,7 +18,7 @@ from amp_plugin.weights.forms import WeightsName
 from amp_plugin.weights.optimizer_view import view_of
 from amp_plugin.weights.refusals import sharded_by
 from amp_plugin.weights.store_weights import store_weights
-from amp_plugin.weights.thawed import tell_of_thawed
+from amp_plugin.weights.thawed import FrozenWeights, expect_thawed, widen_when_thawed
 from amp_plugin.weights.weight_store import store_of
 
 
@@ -33,7 +33,7 @@ class ModelWeights:
     def __init__(self, weights: WeightsName, *, casts: bool) -> None:
         self._weights = weights
         self._casts = casts
-        self._known: WeakSet[nn.Module] = WeakSet()
+        self._known: WeakKeyDictionary[nn.Module, FrozenWeights | None] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what was asked for; a process that is spawned knows no model yet."""
@@ -57,7 +57,7 @@ class ModelWeights:
         """
         if model in self._known:
             return
-        self._known.add(model)
+        self._known[model] = None
         if self.are_stored:
             store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
             return
@@ -67,6 +67,17 @@ class ModelWeights:
             warn_user(self._lost_updates(len(narrow), sharded=sharded))
         elif narrow and (converted := convert_to_fp32(model)) is not None:
             warn_user(str(converted))
+        if self._casts and not sharded:
+            self._known[model] = widen_when_thawed(model)
+
+    def widen_thawed(self) -> None:
+        """Make float32 of weights that were frozen in 16 bits at set-up and are trained now.
+
+        A model's own forward pass does so too; this is for frameworks that do not call it.
+        """
+        for model, frozen in self._known.items():
+            if frozen is not None:
+                frozen(model)
 
     @staticmethod
     def _lost_updates(count: int, *, sharded: bool) -> str:
@@ -107,4 +118,4 @@ class ModelWeights:
             if view_of(optimizer) is None:
                 load_exactly(optimizer)
                 if has_frozen and self._casts and not self.are_stored:
-                    tell_of_thawed(optimizer)
+                    expect_thawed(optimizer)

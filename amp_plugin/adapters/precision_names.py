@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 import torch
 
 from amp_plugin.did_you_mean import did_you_mean
 
+if TYPE_CHECKING:
+    from amp_plugin.weights.forms import WeightsName
+
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
+NameWithWeights = Literal["16-true", "bf16-true"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 # The dtype that autocast computes in, in training; of fp8 around the layers that torchao has converted.
 TRAINING_DTYPES: Final = {**DTYPES, "fp8": torch.bfloat16}
@@ -29,7 +33,12 @@ OTHER_NAMES: Final[dict[str, PrecisionName]] = {
     "float": "fp32",
     "float32": "fp32",
 }
-WEIGHTS_IN_16_BITS: Final = {"16-true": "fp16", "bf16-true": "bf16", "O3": "fp16"}
+WEIGHTS_IN_16_BITS: Final[dict[str, Literal["fp16", "bf16"]]] = {
+    "16-true": "fp16",
+    "fp16-true": "fp16",
+    "bf16-true": "bf16",
+    "O3": "fp16",
+}
 _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
 
@@ -80,14 +89,33 @@ def checked_precision(option: str, given: object, source: str = "") -> Precision
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
-    """Return our name of a precision to train in: those of :func:`checked_precision`, or ``"fp8"``.
+    """Return our name of a precision to train in.
+
+    Args:
+        given: what :func:`checked_precision` takes, ``"fp8"``, or a name that tells of weights too.
 
     Raises:
         ValueError: it is no precision of ours; the text says what to use.
     """
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
-    return checked_precision("precision", given)
+    return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given))
+
+
+def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
+    """Return how weights are stored, of which the name of a precision may tell as well.
+
+    Args:
+        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep weights in 16 bits.
+        weights: as given; ``"fp32"``, the default, leaves it to the precision.
+
+    Example:
+        >>> weights_meant("bf16-true", "fp32"), weights_meant("bf16-true", "bf16-stochastic")
+        ('bf16', 'bf16-stochastic')
+        >>> weights_meant("bf16-mixed", "fp32")
+        'fp32'
+    """
+    return WEIGHTS_IN_16_BITS.get(str(precision), weights) if weights == "fp32" else weights
 
 
 def _allowed() -> str:

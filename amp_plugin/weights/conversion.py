@@ -60,7 +60,7 @@ def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = N
         dtype=params[0].dtype,
     )
     for param in params:
-        _widen(param)
+        widen_(param)
     own = set(params)
     for module in model.modules():
         if any(param in own for param in module.parameters(recurse=False)):
@@ -108,7 +108,8 @@ def _kept_modules(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
 
 
 @torch.no_grad()
-def _widen(param: nn.Parameter) -> None:
+def widen_(param: Tensor) -> None:
+    """Make a parameter float32, in place, and the gradient that it has."""
     grad, param.grad = param.grad, None
     param.data = param.data.float()
     if grad is not None:

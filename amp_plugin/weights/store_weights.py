@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from amp_plugin.weights.conversion import convert_to_fp32, storable
 from amp_plugin.weights.forms import FORMS, WeightsName
-from amp_plugin.weights.refusals import checked_name, refuse_sharded
+from amp_plugin.weights.refusals import checked_name, refuse_sharded, sharded_by
+from amp_plugin.weights.thawed import expect_thawed, widen_when_thawed
 from amp_plugin.weights.weight_store import WeightStore, store_of
 
 
@@ -37,7 +38,8 @@ def store_weights(
         *optimizers: Of any class, made before.
         weights: ``"bf16"``: 16 bits more are kept beside each weight, together all bits of float32;
             ``"fp16"``: float32 masters are kept; ``"bf16-stochastic"``: nothing is kept, and each step's
-            result is rounded up or down at random; ``"fp32"``: weights in 16 bits become float32.
+            result is rounded up or down at random; ``"fp32"``: weights in 16 bits become float32, frozen
+            ones when they are trained.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
             weights stay in float32.
         seed: Of stochastic rounding; the same on all ranks.
@@ -66,6 +68,9 @@ def store_weights(
     store = store_of(model)
     if name == "fp32":
         convert_to_fp32(model)
+        if sharded_by(model) is None and widen_when_thawed(model) is not None:
+            for optimizer in optimizers:
+                expect_thawed(optimizer)
         return store or WeightStore(FORMS["bf16"])
     in_16_bits, in_fp32 = storable(model, fp32_modules)
     convert_to_fp32(model, only=in_fp32)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_plugin.weights.copied_optimizers import keep_in_copies
 from amp_plugin.weights.forms import FORMS, Form
 from amp_plugin.weights.optimizer_view import OptimizerView, view_of
 from amp_plugin.weights.stored_weight import StoredWeight
@@ -107,6 +108,7 @@ class WeightStore:
             params = [param for group in optimizer.param_groups for param in group["params"]]
             if view_of(optimizer) is None and any(self.find(param) is not None for param in params):
                 OptimizerView(self.form, self.find, self.adopt, seed=self._seed).attach(optimizer)
+                keep_in_copies(optimizer, self)
 
     # -- in float32 ------------------------------------------------------------------------------
 

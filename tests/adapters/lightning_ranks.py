@@ -1,10 +1,13 @@
-"""A Trainer on two processes, as a script: ``python lightning_ranks.py STRATEGY PRECISION FOLDER``.
+"""Trainers on two processes, one after another: ``python lightning_ranks.py FOLDER STRATEGY:PRECISION...``.
 
-Each rank writes what it saw to ``FOLDER/rankN.json``. In fp16 at step 2 the gradient of one element of
-one weight overflows, so that under FSDP2 only one rank holds a shard that is not finite.
+Each rank writes what it saw to ``FOLDER/STRATEGY_PRECISION/rankN.json``. In fp16 at step 2 the gradient of one
+element of one weight overflows, so that under FSDP2 only one rank holds a shard that is not finite.
+
+The first strategy that starts a script again keeps its second process for those that follow.
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -85,15 +88,14 @@ def strategy_of(name):
     return DDPStrategy(process_group_backend="gloo", start_method="spawn" if name == "ddp_spawn" else "popen")
 
 
-def main(name, precision, folder):
-    warnings.filterwarnings("ignore")
-    devices = 1 if name == "single" else 2
+def fit(name, precision, folder):
+    folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         plugins=[AmpPrecision(precision, init_scale=2.0**12)],
         callbacks=[AmpMonitor()],
         accelerator="cpu",
         strategy="auto" if name == "single" else strategy_of(name),
-        devices=devices,
+        devices=1 if name == "single" else 2,
         max_steps=STEPS,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
@@ -103,7 +105,16 @@ def main(name, precision, folder):
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(Path(folder), sharded=name == "fsdp2"))
+    trainer.fit(Module(folder, sharded=name == "fsdp2"))
+
+
+def main(folder, *runs):
+    warnings.filterwarnings("ignore")
+    started_again = "LOCAL_RANK" in os.environ
+    for run in runs:
+        name, precision = run.split(":")
+        if not (started_again and name in {"single", "ddp_spawn"}):
+            fit(name, precision, Path(folder) / f"{name}_{precision}")
 
 
 if __name__ == "__main__":

@@ -14,26 +14,36 @@ SCRIPT = Path(__file__).with_name("lightning_ranks.py")
 pytestmark = pytest.mark.dist
 
 
-def run(name, folder, precision="fp16"):
-    folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), name, precision, str(folder)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+RUNS = ("single:fp16", "ddp_spawn:fp16", "ddp:fp16", "fsdp2:fp16", "fsdp2:bf16")
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    (result,) = run("single", tmp_path_factory.mktemp("single") / "out")
+def reports(tmp_path_factory):
+    """What each rank reports of each run; one start of the script for all, since its imports take seconds."""
+    folder = tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(SCRIPT), str(folder), *RUNS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+    def of(run):
+        ranks = sorted((folder / run.replace(":", "_")).glob("rank*.json"))
+        return [json.loads(path.read_text()) for path in ranks]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def alone(reports):
+    (result,) = reports("single:fp16")
     assert result["skipped"] == 1
     assert result["scale"] == 2.0**11
     return result
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp_spawn", "fsdp2"])
-def test_two_processes_do_what_one_does(name, alone, tmp_path):
-    ranks = run(name, tmp_path / "out")
+def test_two_processes_do_what_one_does(name, alone, reports):
+    ranks = reports(f"{name}:fp16")
     assert len(ranks) == 2
     for rank in ranks:
         assert (rank["skipped"], rank["scale"]) == (1, 2.0**11)
@@ -46,7 +56,9 @@ def test_two_processes_do_what_one_does(name, alone, tmp_path):
             assert norm == pytest.approx(expected, rel=5e-3)
 
 
-def test_the_norm_of_shards_is_known_in_bf16_too(tmp_path):
-    for rank in run("fsdp2", tmp_path / "out", "bf16"):
+def test_the_norm_of_shards_is_known_in_bf16_too(reports):
+    ranks = reports("fsdp2:bf16")
+    assert len(ranks) == 2
+    for rank in ranks:
         assert (rank["skipped"], rank["scale"]) == (0, 1.0)
         assert rank["norm"] == pytest.approx(rank["norms"][-1], rel=1e-5)

@@ -921,8 +921,11 @@ def test_a_step_before_the_first_loss_is_told_of():
             {"precision": "16-mixd"},
             r"precision='16-mixd' is unknown; allowed are 'fp16', 'bf16', 'fp32'; did you mean precision='fp16'\?",
         ),
-        ({"precision": "bf16-true"}, r"weights themselves in 16 bits.*Use precision='bf16': .* in fp32"),
-        ({"precision": "16-true"}, r"Use precision='fp16'"),
+        (
+            {"eval_precision": "bf16-true"},
+            r"weights themselves in 16 bits.*Use eval_precision='bf16': .* in fp32",
+        ),
+        ({"eval_precision": "16-true"}, r"Use eval_precision='fp16'"),
         ({"precision": torch.float64}, r"precision=torch.float64 is not mixed precision.*'64-true'"),
         ({"precision": "fp4"}, "precision='fp4' is unknown; allowed are"),
         ({"eval_precision": "fp8"}, "eval_precision='fp8' is unknown; allowed are"),

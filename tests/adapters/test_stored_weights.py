@@ -194,7 +194,14 @@ def test_one_line_says_what_became_float32(program):
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 
-def test_weights_that_are_thawed_later_are_told_of_once():
+def texts_of(call):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_weights_that_are_made_later_are_told_of_once():
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16"))
     model = module().bfloat16().net
     model[0].requires_grad_(False)
@@ -203,17 +210,48 @@ def test_weights_that_are_thawed_later_are_told_of_once():
     def step():
         optimizer.zero_grad()
         fabric.backward(net(torch.ones(1, 8)).sum())
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            optimizer.step()
-        return [str(warning.message) for warning in caught]
+        return texts_of(optimizer.step)
 
     assert step() == []
-    model[0].requires_grad_(True)
+    model[0] = nn.Linear(8, model[0].out_features, dtype=torch.bfloat16)
+    optimizer.optimizer.add_param_group({"params": list(model[0].parameters())})
     (line,) = step()
     assert line.startswith("2 parameters in 16 bits were frozen, or not made yet, when the model was set up")
     assert "AdamW steps them now: updates below 1/256 of a weight" in line
     assert step() == []
+
+
+class ThawedInMidRun(Linear):
+    """Its first layer is frozen for the first epoch."""
+
+    def on_train_epoch_start(self):
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_the_trainer_trains_weights_that_are_thawed_later_as_in_float32(precision):
+    runs = []
+    for dtype in (torch.float32, torch.bfloat16 if precision == "bf16" else torch.float16):
+        torch.manual_seed(0)
+        model = ThawedInMidRun(torch.optim.AdamW, weight_decay=0.0, lr=1e-5)
+        model.to(torch.bfloat16 if precision == "bf16" else torch.float16)
+        model.net[2].float()
+        model.net[0].to(dtype).requires_grad_(False)
+        lines = texts_of(
+            lambda model=model: fit(
+                model,
+                AmpPrecision(precision),
+                steps=6,
+                data=data(3),
+                max_epochs=2,
+                enable_checkpointing=False,
+            )
+        )
+        said = [line for line in lines if "16 bits lose small updates" in line]
+        assert len(said) == (dtype is not torch.float32), lines
+        runs.append(values(model))
+    plain, thawed = runs
+    assert all(torch.equal(plain[name], thawed[name]) for name in plain)
 
 
 def test_buffers_of_converted_modules_follow():
@@ -474,6 +512,30 @@ def test_options_of_lightning_are_checked(plugin):
         plugin("fp16", weights="bf16")
     with pytest.raises(ValueError, match=r"weights='fp16' needs eval_precision='fp16', not 'fp32'"):
         plugin("fp16", weights="fp16", eval_precision="fp32")
+
+
+@pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
+@pytest.mark.parametrize(("given", "mine"), [("bf16-true", "bf16"), ("16-true", "fp16")])
+def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
+    made = plugin(given)
+    assert (made.settings.precision, made.settings.weights) == (mine, mine)
+    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}')"
+    assert made.settings.scales_loss is (mine == "fp16")
+    assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
+    with pytest.raises(ValueError, match=r"weights='fp16' needs precision='fp16', not 'bf16'"):
+        plugin("bf16-true", weights="fp16")
+
+
+def test_bf16_true_trains_as_the_options_do():
+    runs = [module(), module()]
+    for model, plugin in zip(
+        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16")], strict=True
+    ):
+        fit(model, plugin, steps=3, data=data())
+    named, spelled_out = (values(model) for model in runs)
+    assert runs[0].net[0].weight.dtype is torch.bfloat16
+    assert named.keys() == spelled_out.keys()
+    assert all(torch.equal(named[name], spelled_out[name]) for name in named)
 
 
 def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeypatch):

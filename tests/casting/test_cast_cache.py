@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
-import subprocess
-import sys
 import time
 
 import pytest
@@ -15,6 +13,7 @@ from torch import nn
 
 import amp_plugin
 from amp_plugin.casting.cast_cache import CastCache
+from tests.warm_processes import run_program
 
 pytestmark = pytest.mark.native
 BF16 = torch.bfloat16
@@ -393,14 +392,10 @@ thread.join()
 """
 
 
-def test_a_cache_may_be_asked_while_another_thread_casts():
-    run = subprocess.run(
-        [sys.executable, "-c", COUNTED_WHILE_CASTING],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_a_cache_may_be_asked_while_another_thread_casts(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(COUNTED_WHILE_CASTING)
+    run = run_program(program)
     assert run.stdout == "1 32 1\n", run.stderr
 
 

@@ -6,11 +6,10 @@ One process with AMP_PLUGIN_NATIVE=0 answers everything; the tests look at its a
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from tests.warm_processes import run_program
 
 PROGRAM = r"""
 import json, threading, warnings
@@ -103,12 +102,10 @@ print(json.dumps(answers))
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, object]:
-    environment = {**os.environ, "AMP_PLUGIN_NATIVE": "0", "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
-    )
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    program = tmp_path_factory.mktemp("fallback") / "program.py"
+    program.write_text(PROGRAM)
+    done = run_program(program, {"AMP_PLUGIN_NATIVE": "0"})
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""  # switched off on purpose: no warning
     return json.loads(done.stdout)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from tests.process_groups import leave
+from tests.warm_processes import call_on_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.native]
 
@@ -52,12 +51,5 @@ def second_forward(rank: int, path: str) -> None:
 
 
 def test_second_forward_uses_the_new_weights(tmp_path):
-    context = torch.multiprocessing.get_context("spawn")
-    processes = [context.Process(target=second_forward, args=(r, str(tmp_path / "store"))) for r in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(90)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], sys.argv
+    ranks = call_on_ranks(2, 90, second_forward, str(tmp_path / "store"))
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr for rank in ranks)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ import torch
 import amp_plugin
 from amp_plugin.casting.op_names import full_name, overloads_of
 from amp_plugin.casting.rules import TABLES, OpRule, OpRules
+from tests.warm_processes import call, run_program
 
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA", "xpu": "AutocastXPU", "mps": "AutocastMPS"}
 # Registered by the CUDA build on CUDA's key for its own use: torch's kernel repacks cuDNN's weights.
@@ -20,17 +19,19 @@ NO_RULE = {"aten::_cudnn_rnn.default"}
 
 
 @pytest.fixture(scope="module")
-def registered_by_torch():
+def registered_by_torch(tmp_path_factory):
     """What torch registers on each autocast key, read where nothing of ours is installed.
 
     Without the overloads for named tensors, gone since torch 2.13: torch's own kernels see to them.
     """
-    program = (
+    program = tmp_path_factory.mktemp("registered") / "program.py"
+    program.write_text(
         "import json, torch\n"
         f"keys = {KEYS!r}\n"
         "print(json.dumps({d: torch._C._dispatch_get_registrations_for_dispatch_key(k) for d, k in keys.items()}))"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    answer = run_program(program)
+    assert answer.returncode == 0, answer.stderr
     names = json.loads(answer.stdout)
     return {
         device: {full_name(each) for each in ops if not re.search(r"\.(names_|\w*[Dd]imname)", each)}
@@ -297,17 +298,18 @@ class TestOwnRules:
             assert torch.softmax(self.x, 0).dtype is torch.bfloat16
 
     def test_too_many_rule_sets(self):
-        # in a process of its own: rule sets are numbered for its whole life
-        program = (
-            "import amp_plugin\n"
-            "default = amp_plugin.OpRules.default('cpu')\n"
-            "ops = sorted(default.rules)\n"
-            "try:\n"
-            "    for op in ops: amp_plugin.autocast('cpu', rules=default.with_rule(op, 'unchanged'))\n"
-            "except ValueError as error: print(error)\n"
-        )
-        answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        answer = call(make_rule_sets)  # in a process of its own: rule sets are numbered for its whole life
         assert "23 rule sets besides the default ones" in answer.stdout
+
+
+def make_rule_sets():
+    """Make one rule set for each op, and print the error that ends it."""
+    default = OpRules.default("cpu")
+    try:
+        for op in sorted(default.rules):
+            amp_plugin.autocast("cpu", rules=default.with_rule(op, "unchanged"))
+    except ValueError as error:
+        print(error)
 
 
 class _seen_dtypes(torch.utils._python_dispatch.TorchDispatchMode):

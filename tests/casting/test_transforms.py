@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import time
 import warnings
 
 import pytest
@@ -16,6 +14,7 @@ import amp_plugin
 from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
 from tests.process_groups import group_of_one
+from tests.warm_processes import call
 
 # torch's own: inductor and jvp script functions when first used, Dynamo looks at .grad of inputs
 pytestmark = pytest.mark.filterwarnings(
@@ -56,6 +55,17 @@ def assert_same(ours, theirs):
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
+
+
+def softmax_by(rule, number):
+    """Compile a softmax under a rule; print its dtype and how often a cache on disk had it."""
+    warnings.simplefilter("ignore")
+    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", rule)
+    compiled = torch.compile(lambda x: torch.softmax(x @ x * number, 0), fullgraph=True)
+    with torch.no_grad(), amp_plugin.autocast("cpu", rules=rules):
+        print(compiled(torch.randn(4, 4)).dtype)
+    counters = torch._dynamo.utils.counters
+    print(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
 
 
 class TestCompile:
@@ -172,21 +182,17 @@ class TestCompile:
 
     @pytest.mark.native
     @pytest.mark.slow
-    def test_disk_caches_keep_rule_sets_apart(self, tmp_path):
-        """Two processes number different rules alike and share inductor's and AOTAutograd's caches."""
-        program = (
-            "import sys, torch, amp_plugin\n"
-            "rules = amp_plugin.OpRules.default('cpu').with_rule('aten::softmax.int', sys.argv[1])\n"
-            "f = torch.compile(lambda x: torch.softmax(x @ x, 0), fullgraph=True)\n"
-            "with torch.no_grad(), amp_plugin.autocast('cpu', rules=rules): print(f(torch.randn(4, 4)).dtype)\n"
-            "c = torch._dynamo.utils.counters\n"
-            "print(c['aot_autograd']['autograd_cache_hit'] + c['inductor']['fxgraph_cache_hit'])\n"
-        )
-        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    def test_disk_caches_keep_rule_sets_apart(self):
+        """Two processes number different rules alike and share inductor's and AOTAutograd's caches.
+
+        A number that no run had before stands for a cache folder of its own, for which inductor would try out the
+        compiler again.
+        """
+        number = time.time_ns() / 1e18
 
         def run(rule):
-            command = [sys.executable, "-W", "ignore", "-c", program, rule]
-            answer = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+            answer = call(softmax_by, rule, number)
+            assert answer.returncode == 0, answer.stderr
             dtype, hits = answer.stdout.split()
             return dtype, int(hits) > 0
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 from amp_plugin.kernels.cuda.catalogue import MULTIPLY, UPDATE_SCALE
 from amp_plugin.kernels.cuda.compile import cached_cubin
 from tests.cuda_emulation.emulated_kernels import HERE, compiler
+from tests.warm_processes import run_program
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="the driver needs g++"),
@@ -44,20 +42,16 @@ def run(tmp_path_factory):
     folders = {}
     for name, options in (("whole", []), ("old", ["-DWITHOUT_GRAPHS"])):
         folders[name] = tmp_path_factory.mktemp(name)
-        command = [compiler(), "-std=c++20", "-shared", "-fPIC", *options, "-o", "libcuda.so.1"]
-        subprocess.run([*command, str(HERE / "driver.cpp")], cwd=folders[name], check=True)
+        command = [compiler(), "-std=c++20", "-shared", "-fPIC", *options, "-Wl,-soname,libcuda.so.1"]
+        sources = ["-o", "libcuda.so.1", str(HERE / "driver.cpp")]
+        subprocess.run([*command, *sources], cwd=folders[name], check=True)
 
     def on_the_driver(code, driver="whole", **variables):
-        environment = {**os.environ, "LD_LIBRARY_PATH": str(folders[driver]), **variables}
-        environment.pop("AMP_PLUGIN_NATIVE", None)
-        done = subprocess.run(
-            [sys.executable, "-c", ON_THE_DRIVER + code],
-            env=environment,
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        # A library that is loaded is found by its soname.
+        load = f"import ctypes; ctypes.CDLL({str(folders[driver] / 'libcuda.so.1')!r})\n" if driver else ""
+        program = folders["whole"] / "program.py"
+        program.write_text(load + ON_THE_DRIVER + code)
+        done = run_program(program, variables)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), done.stderr
 
@@ -103,5 +97,5 @@ def test_a_driver_that_is_too_old_is_told_of(run):
 
 
 def test_a_machine_without_a_driver_is_told_of(run):
-    lines, _ = run(ASKS, LD_LIBRARY_PATH="")
+    lines, _ = run(ASKS, driver=None)
     assert "the CUDA driver cannot be loaded (libcuda.so.1: cannot open" in lines[-1]

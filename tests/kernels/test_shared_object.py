@@ -7,7 +7,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from amp_plugin.kernels import compiler as compiler_module
 from amp_plugin.kernels import shared_object
 from amp_plugin.kernels.compiler import SharedObject, find_compiler, first_error, package_with, python_headers
 from amp_plugin.kernels.shared_object import obtain
+from tests.warm_processes import WarmProcess
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("g++", "c++", "clang++")), reason="needs a C++ compiler"
@@ -68,25 +68,16 @@ def counting_compiler(folder: Path, before: str = "") -> tuple[Path, Path]:
     return script, calls
 
 
-def start(sources: Path, root: Path, **environment: str) -> subprocess.Popen[str]:
+def obtain_and_print(sources: Path, root: Path) -> None:
+    try:
+        print(obtain(target(sources), root).path)
+    except RuntimeError as error:
+        sys.exit(str(error))
+
+
+def start(sources: Path, root: Path, **environment: str) -> WarmProcess:
     """Obtain the target in another process; it prints where the result is, or the error."""
-    code = f"""
-import sys
-from pathlib import Path
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_shared_object import obtain, target
-try:
-    print(obtain(target(Path({str(sources)!r})), Path({str(root)!r})).path)
-except RuntimeError as error:
-    sys.exit(str(error))
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return WarmProcess(obtain_and_print, sources, root, environment=environment)
 
 
 def test_compiles_once_and_says_so(sources: Path, root: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -353,11 +344,11 @@ def test_a_bad_cxx(value: str, message: str, monkeypatch: pytest.MonkeyPatch) ->
 def test_of_several_processes_one_compiles(sources: Path, root: Path, tmp_path: Path) -> None:
     script, calls = counting_compiler(tmp_path, before="sleep 1")
     processes = [start(sources, root, CXX=str(script)) for _ in range(4)]
-    results = [process.communicate(timeout=120) for process in processes]
-    assert [process.returncode for process in processes] == [0] * 4, results
-    assert len({path for path, _ in results}) == 1
+    results = [process.wait(120) for process in processes]
+    assert [result.returncode for result in results] == [0] * 4, results
+    assert len({result.stdout for result in results}) == 1
     assert len(calls.read_text().split()) == 2  # two sources, each once
-    assert sum("compiling libsmall" in messages for _, messages in results) == 1
+    assert sum("compiling libsmall" in result.stderr for result in results) == 1
 
 
 def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(
@@ -369,21 +360,19 @@ def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(
     processes = [start(sources, root, CXX=str(script)) for _ in range(3)]
     waiting = [process for process in processes if "waiting" in _first_words(process)]
     (tmp_path / "go").touch()
-    for process in processes:
-        process.communicate(timeout=120)
+    results = [process.wait(120) for process in processes]
     assert len(waiting) == 2
-    assert [process.returncode for process in processes] == [1] * 3
+    assert [result.returncode for result in results] == [1] * 3
     assert len(calls.read_text().split()) == 1
 
 
-def _first_words(process: subprocess.Popen[str]) -> str:
-    """Read standard error up to the first word that tells who compiles."""
-    words = ""
-    while "waiting" not in words and "compiling" not in words:
-        character = process.stderr.read(1)
-        assert character, words
-        words += character
-    return words
+def _first_words(process: WarmProcess) -> str:
+    """Wait until standard error tells who compiles."""
+    deadline = time.monotonic() + 60
+    while not any(word in process.errors() for word in ("waiting", "compiling")):
+        assert time.monotonic() < deadline, process.errors()
+        time.sleep(0.01)
+    return process.errors()
 
 
 def test_a_killed_build_leaves_nothing_that_is_used(sources: Path, root: Path, tmp_path: Path) -> None:
@@ -395,16 +384,15 @@ def test_a_killed_build_leaves_nothing_that_is_used(sources: Path, root: Path, t
         time.sleep(0.05)
     assert list(root.glob("*.tmp-*"))
     process.kill()
-    process.communicate()
     for pid in [*calls.read_text().split(), *(tmp_path / "sleepers").read_text().split()]:
         os.kill(int(pid), signal.SIGKILL)  # the compiler outlives us
 
     script.write_text(counting_compiler(tmp_path)[0].read_text())
     again = start(sources, root, CXX=str(script))
-    path, messages = again.communicate(timeout=60)
+    done = again.wait(60)
 
-    assert again.returncode == 0, messages
-    assert answer(Path(path.strip())) == 42
+    assert done.returncode == 0, done.stderr
+    assert answer(Path(done.stdout.strip())) == 42
     assert not list(root.glob("*.tmp-*"))
 
 

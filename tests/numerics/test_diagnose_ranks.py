@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from amp_plugin.cli import app
+from tests.warm_processes import call_on_ranks
+
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 SECONDS = 120  # far below the half hour that gloo waits for a rank that says nothing
 SCRIPT = """\
 import os, sys, torch
@@ -27,29 +28,19 @@ print("sum", (weight.grad * 2).sum().item() == 0)
 """
 
 
+def diagnose(rank: int, words: list[str]) -> None:
+    """Do what the command ``amp-plugin diagnose`` does."""
+    os.environ.update(RANK=str(rank), COLUMNS="300", NO_COLOR="1")
+    sys.argv = ["amp-plugin", "diagnose", *words]
+    app()
+
+
 def run(folder: Path, *options: str) -> list[tuple[int, str, str]]:
     """Run the script in two processes; return exit code, output and errors of each rank."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    main = "import sys; from amp_plugin.cli import app; sys.argv[0] = 'amp-plugin'; app()"
-    command = [sys.executable, "-c", main, "diagnose", *options, str(script), str(folder / "store")]
-    ranks = [
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "RANK": str(rank), "COLUMNS": "300", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        texts = [process.communicate(timeout=SECONDS) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [(process.returncode, *text) for process, text in zip(ranks, texts, strict=True)]
+    ranks = call_on_ranks(2, SECONDS, diagnose, [*options, str(script), str(folder / "store")])
+    return [(rank.returncode, rank.stdout, rank.stderr) for rank in ranks]
 
 
 def test_the_rank_that_stops_is_named_and_the_other_ends(tmp_path: Path) -> None:

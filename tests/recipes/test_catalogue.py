@@ -6,9 +6,8 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
+import socket
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -26,6 +25,8 @@ from recipes.bounds import bounds_of
 from recipes.config import ConfigError, load_config
 from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
+from tests import warm_processes
+from tests.recipes.command_line import on_the_command_line, train_on_rank
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
@@ -34,6 +35,7 @@ PRECISIONS = [precision.value for precision in Precision]
 TOLERANCE = {"fp32": 1e-3, "fp16": 1e-2, "bf16": 5e-2}  # relative, over three steps
 QUICK = {"compiled": ["backend=aot_eager"], "ddp": ["processes=1"], "fsdp2": ["processes=1"]}
 WITHOUT_CPU = {"cuda_graph"}
+SEVERAL = ("ddp", "fsdp2")
 READ = "samples read as the digit asked for"
 BITS = "bits per character, held out"
 MOVED = "weights moved, fp32"
@@ -257,12 +259,26 @@ def test_the_first_losses_are_the_golden_ones(name, precision):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_two_processes_have_the_losses_of_one(name):
-    golden = json.loads(GOLDEN.read_text())[name]["fp16"]
-    record = catalogue.load(name).train(config_of(name, "fp16", "steps=3", "processes=2"))
+def test_two_processes_that_a_recipe_starts_have_the_losses_of_one():
+    golden = json.loads(GOLDEN.read_text())["ddp"]["fp16"]
+    record = catalogue.load("ddp").train(config_of("ddp", "fp16", "steps=3", "processes=2"))
     assert record.losses == pytest.approx(golden, rel=TOLERANCE["fp16"])
     assert "2 processes" in record.title
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", SEVERAL)
+def test_two_processes_that_torchrun_starts_have_the_losses_of_one(name):
+    golden = json.loads(GOLDEN.read_text())[name]["fp16"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    overrides = ["precision=fp16", "steps=3"]
+    for rank in warm_processes.call_on_ranks(2, 200, train_on_rank, 2, port, name, overrides):
+        assert rank.returncode == 0, rank.stderr
+        title, losses = json.loads(rank.stdout.splitlines()[-1])
+        assert losses == pytest.approx(golden, rel=TOLERANCE["fp16"])
+        assert "2 processes" in title
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -307,7 +323,6 @@ def test_the_clock_starts_after_the_native_core_is_loaded(name, monkeypatch):
 
 # -- whole runs ---------------------------------------------------------------------------------
 
-SEVERAL = ("ddp", "fsdp2")
 WHOLE = [pytest.param(name, marks=pytest.mark.dist) if name in SEVERAL else name for name in PLAIN]
 
 
@@ -393,23 +408,20 @@ def test_cuda_graph_skips_an_overflow_on_replay():
 
 
 def test_list_and_run_from_the_command_line(tmp_path):
-    environment = {**os.environ, "COLUMNS": "150"}
-
-    def call(*arguments):
-        command = [sys.executable, "-m", "recipes", *arguments]
-        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-
-    listed = call("list")
+    calls = (
+        ["list"],
+        ["run", "clipping", "max_nrom=1"],
+        ["run", "cuda_graph", "device=cpu"],
+        ["run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16"],
+    )
+    listed, wrong, graph, ran = (warm_processes.call(on_the_command_line, words) for words in calls)
     assert listed.returncode == 0, listed.stderr
     names = [line.split()[0] for line in listed.stdout.splitlines() if re.match(r" [a-z]", line)]
     assert names == list(catalogue.NAMES)
-    wrong = call("run", "clipping", "max_nrom=1")
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("python -m recipes run clipping: command line: unknown key 'max_nrom'; ")
-    graph = call("run", "cuda_graph", "device=cpu")
     assert graph.returncode == 2
     assert graph.stderr.startswith("python -m recipes run cuda_graph: a CUDA graph needs device=cuda and")
-    ran = call("run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16")
     assert ran.returncode == 0, ran.stderr
     assert "arning" not in ran.stderr.replace("amp_plugin's native core", "")
     assert {path.name for path in (tmp_path / "typical_training_bf16").iterdir()} == {

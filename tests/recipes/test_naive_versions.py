@@ -88,10 +88,11 @@ class ClipsScaled(GradScaler):
 
 
 def test_clipping_scaled_gradients_stops_the_learning(monkeypatch):
-    fp32 = run(clipping, "fp32", "steps=60").losses
-    right = run(clipping, "fp16", "steps=60").losses
+    options = ("steps=60", "width=4")
+    fp32 = run(clipping, "fp32", *options).losses
+    right = run(clipping, "fp16", *options).losses
     monkeypatch.setattr(clipping, "GradScaler", ClipsScaled)
-    naive = run(clipping, "fp16", "steps=60").losses
+    naive = run(clipping, "fp16", *options).losses
     assert mean_of_last(right) == pytest.approx(mean_of_last(fp32), rel=0.1)
     assert mean_of_last(fp32) < 0.6 * fp32[0]
     assert mean_of_last(naive) > 0.95 * fp32[0]

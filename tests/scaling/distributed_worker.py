@@ -1,11 +1,9 @@
-"""Run by test_distributed.py in each process: every scenario in turn, results as JSON."""
+"""What test_distributed.py runs in each process: every scenario in turn, results as JSON."""
 
 import json
 import math
 import os
-import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -394,13 +392,13 @@ def scenarios(rank, world):
     }
 
 
-if __name__ == "__main__":
+def report(rank, world, port, folder):
+    """Run all scenarios as a rank of a gloo group and write what came of them; ends the process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rank, world, port, target = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=str(rank), WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     dist.init_process_group("gloo", rank=rank, world_size=world)
     results = scenarios(rank, world)
-    (Path(target) / f"{rank}.json").write_text(json.dumps(results))
+    (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()
     leave()

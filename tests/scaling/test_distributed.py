@@ -2,20 +2,17 @@
 
 import json
 import math
-import os
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from amp_plugin import GradScaler
+from tests.scaling.distributed_worker import report
+from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.dist
 
-WORKER = Path(__file__).parent / "distributed_worker.py"
 FULL = torch.arange(1.0, 9.0)
 
 
@@ -23,23 +20,8 @@ def run(world, folder):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, str(WORKER)]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(world), str(port), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=WORKER.parents[2],
-            env={**os.environ, "PYTHONPATH": str(WORKER.parents[2]), "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [process.communicate(timeout=240)[0].decode() for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert all(process.returncode == 0 for process in ranks), "\n".join(outputs)[-6000:]
+    ranks = call_on_ranks(world, 240, report, world, port, folder)
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stderr for rank in ranks)[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -1,50 +1,39 @@
 """Two and four gloo processes: what collectives carry, the same numbers as one process, skips on all ranks."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.sharding.fronts import FRONTS, STRATEGIES
-from tests.sharding.parts import PARTS
+from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
+from tests.warm_processes import call
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.dist
 
 RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
 
 
-def launch(count, folder, *parts):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
-        *(str(ROOT / "tests" / "sharding" / "ranks.py"), str(folder), *parts),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-6000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """Number of ranks -> what each of them reports."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ended = call(launch, folder)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return {
+        count: [json.loads((folder / f"rank{rank}-of-{count}.json").read_text()) for rank in range(count)]
+        for count in (4, 2)
+    }
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("four")
+def four(reports):
+    return reports[4]
 
 
 @pytest.fixture(scope="module")
-def four(folder):
-    return launch(4, folder, *(part for part in PARTS if part != "resume"))
-
-
-@pytest.fixture(scope="module")
-def two(four, folder, tmp_path_factory):
-    """Started after the four, with the checkpoint they have saved."""
-    own = tmp_path_factory.mktemp("two")
-    (own / "saved").symlink_to(folder / "saved")
-    return launch(2, own, "collectives", "resume")
+def two(reports):
+    return reports[2]
 
 
 def found(ranks, part, key):

@@ -20,11 +20,13 @@ from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
 from amp_plugin.adapters.precision_names import (
     TRAINING_DTYPES,
+    NameWithWeights,
     PrecisionName,
     StockName,
     TrainingPrecision,
     checked_precision,
     checked_training_precision,
+    weights_meant,
 )
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
@@ -69,7 +71,7 @@ class PrecisionCore:
     @names_checked
     def __init__(
         self,
-        precision: TrainingPrecision | StockName | torch.dtype = "fp16",
+        precision: TrainingPrecision | StockName | NameWithWeights | torch.dtype = "fp16",
         *,
         device: str | None = None,
         eval_precision: PrecisionName | StockName | torch.dtype | None = None,
@@ -102,7 +104,7 @@ class PrecisionCore:
             device=device,
             rules=rules,
             fp32_modules=fp32_modules,
-            weights=weights,
+            weights=weights_meant(precision, weights),
             reduce=reduce,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
@@ -141,8 +143,9 @@ class PrecisionCore:
         return checked_config(f"{type(self).__name__}('fp8')", given)
 
     def __repr__(self) -> str:
-        """Show the precision."""
-        return f"{type(self).__name__}({self.settings.precision!r})"
+        """Show the precision, and how weights are stored if not as usual."""
+        weights = f", weights={self.settings.weights!r}" if self.settings.weights != "fp32" else ""
+        return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
         """Say what to do too: Lightning's errors, such as that of two precisions, hold ``f"{plugin}"``."""

@@ -176,6 +176,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
         self._weights_may_have_changed(evaluating=False)
+        self._weights.widen_thawed()
         self._in_train_step = True
         try:
             with self.autocast_context_manager():

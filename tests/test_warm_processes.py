@@ -1,0 +1,69 @@
+"""A forked process tells how it ended, as one by ``subprocess`` does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import warm_processes
+
+
+def speak() -> None:
+    print("output", os.environ["SAID"], Path.cwd().name, "amp_plugin" in sys.modules, "torch" in sys.modules)
+    print("errors", file=sys.stderr)
+
+
+def fail() -> None:
+    raise ValueError("of the test")
+
+
+def leave() -> None:
+    sys.exit("no more")
+
+
+def stay() -> None:
+    print("here", file=sys.stderr, flush=True)
+    time.sleep(600)
+
+
+def test_output_errors_environment_and_folder(tmp_path: Path) -> None:
+    answer = warm_processes.call(speak, environment={"SAID": "yes"}, folder=tmp_path)
+    assert (answer.returncode, answer.stderr) == (0, "errors\n")
+    assert answer.stdout == f"output yes {tmp_path.name} False True\n"
+    assert "SAID" not in os.environ
+
+
+def test_an_error_is_told_with_the_exit_status() -> None:
+    answer = warm_processes.call(fail)
+    assert answer.returncode == 1
+    assert answer.stderr.endswith("ValueError: of the test\n")
+    answer = warm_processes.call(leave)
+    assert (answer.returncode, answer.stderr) == (1, "no more\n")
+
+
+def test_a_program_that_fails_is_told(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("print(__name__)\nmissing\n")
+    answer = warm_processes.run_program(program)
+    assert (answer.returncode, answer.stdout) == (1, "__main__\n")
+    assert "NameError: name 'missing' is not defined" in answer.stderr
+
+
+def test_what_does_not_end_is_killed() -> None:
+    process = warm_processes.WarmProcess(stay)
+    deadline = time.monotonic() + 60
+    while not process.errors() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        process.wait(0.01)
+    assert caught.value.stderr == "here\n"
+
+
+def test_ranks_are_numbered() -> None:
+    answers = warm_processes.call_on_ranks(2, 60, print, "of two")
+    assert [answer.stdout for answer in answers] == ["0 of two\n", "1 of two\n"]

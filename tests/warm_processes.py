@@ -1,0 +1,135 @@
+"""Processes of their own that start in milliseconds: forked from one that has imported torch.
+
+For what needs a new process but no new interpreter: ranks, programs that load the native core, builds beside each
+other. What an import does, and what a process must find at its very start (``LD_LIBRARY_PATH``, ``-W error``), needs
+an interpreter, by ``subprocess``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from subprocess import CompletedProcess, TimeoutExpired
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PRELOADED = [
+    "pytest",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+]
+
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(PRELOADED)
+
+
+class WarmProcess:
+    """A process that calls a function of a module, with its output in files.
+
+    Args:
+        function: what to call; the process imports its module.
+        arguments: what to call it with.
+        environment: variables beside, or instead of, those of this process.
+        folder: where it starts.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., object],
+        *arguments: Any,
+        environment: Mapping[str, str] | None = None,
+        folder: Path = ROOT,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-process-")
+        self._files = [Path(self._folder.name, name) for name in ("output", "errors")]
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._process = _forked.Process(
+            target=_call, args=(self._files, variables, folder, function, arguments), daemon=True
+        )
+        self._process.start()
+
+    def errors(self) -> str:
+        """Return what it has written to standard error up to now."""
+        return self._text(self._files[1])
+
+    def kill(self) -> None:
+        """Kill it if it runs, wait until it is gone, and remove its output."""
+        self._process.kill()
+        self._process.join()
+        self._folder.cleanup()
+
+    def wait(self, seconds: float) -> CompletedProcess[str]:
+        """Wait for its end; return its exit status, output and errors.
+
+        Args:
+            seconds: after which it is killed.
+
+        Raises:
+            TimeoutExpired: it had not ended by then.
+        """
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            said = self.errors()
+            self.kill()
+            raise TimeoutExpired(self._process.name, seconds, stderr=said)
+        output, errors = (self._text(path) for path in self._files)
+        self._folder.cleanup()
+        return CompletedProcess(self._process.name, self._process.exitcode, output, errors)
+
+    @staticmethod
+    def _text(file: Path) -> str:
+        """What a file holds; nothing, if the process ended before it could open it."""
+        return file.read_text() if file.exists() else ""
+
+
+def call(
+    function: Callable[..., object],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+) -> CompletedProcess[str]:
+    """Call a function in a process of its own; return its exit status, output and errors."""
+    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(400)
+
+
+def run_program(
+    program: Path, environment: Mapping[str, str] | None = None, folder: Path = ROOT
+) -> CompletedProcess[str]:
+    """Run a file of Python in a process of its own; return its exit status, output and errors."""
+    return call(runpy.run_path, str(program), None, "__main__", environment=environment, folder=folder)
+
+
+def call_on_ranks(
+    count: int, seconds: float, function: Callable[..., object], *arguments: Any
+) -> list[CompletedProcess[str]]:
+    """Call ``function(rank, *arguments)`` in ``count`` processes side by side; return how each ended."""
+    processes = [WarmProcess(function, rank, *arguments) for rank in range(count)]
+    try:
+        return [process.wait(seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def _call(
+    files: list[Path],
+    variables: dict[str, str],
+    folder: Path,
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
+) -> None:
+    for descriptor, path in enumerate(files, start=1):
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), descriptor)
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    sys.argv = [function.__name__]
+    function(*arguments)
