@@ -38,7 +38,7 @@ def fork_ranks(count, folder, chosen):
         if child == 0:
             try:
                 run_rank(rank, count, Path(folder), chosen)
-            except BaseException:
+            except BaseException:  # noqa: BLE001 -- told, and no code of the parent runs here
                 traceback.print_exc()
             os._exit(1)
         children.append(child)

@@ -7,7 +7,7 @@ import pytest
 from tests.sharding.fronts import FRONTS, STRATEGIES
 from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
-from tests.warm_processes import call
+from tests.warm_processes import WarmProcess
 
 pytestmark = pytest.mark.dist
 
@@ -18,7 +18,7 @@ RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
 def reports(tmp_path_factory):
     """Number of ranks -> what each of them reports."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = call(launch, folder)
+    ended = WarmProcess(launch, folder).wait(800)
     assert ended.returncode == 0, ended.stderr[-6000:]
     return {
         count: [json.loads((folder / f"rank{rank}-of-{count}.json").read_text()) for rank in range(count)]
