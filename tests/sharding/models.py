@@ -5,7 +5,7 @@ from torch import nn
 
 from amp_plugin import DtypePlan, autocast
 
-STEPS, ROWS = 20, 2
+STEPS, FEW_STEPS, ROWS = 20, 4, 2
 IN_FP32 = ("LayerNorm",)
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -23,21 +23,21 @@ OF_TWO = ("collectives", "resume")  # after the four, with the checkpoint they h
 OF_FOUR = tuple(part for part in parts.PARTS if part != "resume")
 
 
-def launch(folder):
-    """Run four ranks to their end, then two."""
+def launch(folder, whole):
+    """Run four ranks to their end, then two; each step and each way, or a few."""
     for count, chosen in ((4, OF_FOUR), (2, OF_TWO)):
-        ended = fork_ranks(count, folder, chosen)
+        ended = fork_ranks(count, Path(folder), chosen, whole)
         if any(ended):
             raise SystemExit(f"{count} ranks ended with {ended}")
 
 
-def fork_ranks(count, folder, chosen):
+def fork_ranks(count, folder, chosen, whole):
     children = []
     for rank in range(count):
         child = os.fork()
         if child == 0:
             try:
-                run_rank(rank, count, Path(folder), chosen)
+                run_rank(rank, count, folder, chosen, whole)
             except BaseException:  # noqa: BLE001 -- told, and no code of the parent runs here
                 traceback.print_exc()
             os._exit(1)
@@ -45,7 +45,7 @@ def fork_ranks(count, folder, chosen):
     return [os.waitpid(child, 0)[1] for child in children]
 
 
-def run_rank(rank, count, folder, chosen):
+def run_rank(rank, count, folder, chosen, whole):
     warnings.simplefilter("ignore")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0", "CUDA_VISIBLE_DEVICES": ""}
@@ -61,7 +61,7 @@ def run_rank(rank, count, folder, chosen):
     for name in chosen:
         start = time.perf_counter()
         try:
-            report[name] = parts.PARTS[name](folder)
+            report[name] = parts.PARTS[name](folder, whole)
         except Exception:  # noqa: BLE001 -- the test shows it, and the other parts go on
             report[name] = {"error": traceback.format_exc()}
         report["seconds"][name] = time.perf_counter() - start
