@@ -32,7 +32,7 @@ SCALING_LAYERS = (
     {"optimizer_window"},
     {"registry"},
     {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
-    | {"guard", "guarded_steps", "guarded_closures"},
+    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "guarded_clipping"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},
@@ -63,6 +63,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.numerics",
         "amp_plugin.scaling",
         "amp_plugin.sharding",
+        "amp_plugin.tuning",
         "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
@@ -80,13 +81,30 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.program",
         "amp_plugin.terminal",
     },
+    "amp_plugin.tuning": {
+        "amp_plugin.casting",
+        "amp_plugin.did_you_mean",
+        "amp_plugin.kernels",
+        "amp_plugin.numerics",
+        "amp_plugin.program",
+        "amp_plugin.program_run",
+    },
+    "amp_plugin.tuning_commands": {
+        "amp_plugin.did_you_mean",
+        "amp_plugin.doctor",
+        "amp_plugin.kernels",
+        "amp_plugin.program",
+        "amp_plugin.terminal",
+        "amp_plugin.tuning",
+    },
+    "amp_plugin.rules_commands": CORE | {"amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.doctor", "amp_plugin.model_examination", "amp_plugin.numerics_commands"}
-    | {"amp_plugin.program"}
-    | {"amp_plugin.script_casts", "amp_plugin.terminal"},
+    | {"amp_plugin.program", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
+    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,
