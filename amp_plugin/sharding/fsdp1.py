@@ -29,7 +29,7 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
     """
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
 
-    refuse_sharded_weights(plan.weights)
+    refuse_sharded_weights(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
     return MixedPrecision(
         param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,

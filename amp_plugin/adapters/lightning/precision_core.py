@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -196,7 +195,7 @@ class PrecisionCore:
     @property
     def mixed_precision_config(self) -> Any:
         """The policy that Lightning's FSDPStrategy gives FSDP, unless the user gave it one."""
-        return fsdp1_policy(replace(self.settings.dtype_plan, weights="fp32"))  # others are refused later
+        return fsdp1_policy(self.settings.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
         """Compare what shards a model with the plan; let micro-batches add up in fp32.
