@@ -1,9 +1,8 @@
 """The digits recipe: its config, its data, and runs in three precisions."""
 
 import logging
-import os
 import re
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from recipes.digits import DigitsNet, digits_loaders
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
+from tests import warm_processes
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/train_digits.yaml"
@@ -216,19 +216,21 @@ def test_three_precisions_agree(changes, least, apart):
     assert accuracies["bf16"] == pytest.approx(accuracies["fp32"], abs=apart)
 
 
+def as_script_and_as_module(words):
+    """Do what ``python recipes/train_digits.py WORDS`` does, then the same with ``-m``."""
+    for name, run in (("script", runpy.run_path), ("module", runpy.run_module)):
+        sys.argv = ["train_digits.py", *words, f"name={name}"]
+        run(
+            {"script": "recipes/train_digits.py", "module": "recipes.train_digits"}[name], run_name="__main__"
+        )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["recipes/train_digits.py"], ["-m", "recipes.train_digits"]])
-def test_the_program_runs_without_a_warning(command, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "test accuracy" in done.stdout
+def test_the_program_runs_without_a_warning(tmp_path):
+    words = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
+    done = warm_processes.call(as_script_and_as_module, words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 2
     assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
-    assert (tmp_path / "digits_fp16/training.png").exists()
+    for name in ("script", "module"):
+        assert (tmp_path / f"{name}_fp16/training.png").exists()
