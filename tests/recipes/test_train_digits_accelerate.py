@@ -40,12 +40,11 @@ def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate, 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")  # bit for bit, which a GPU does not promise
     # Accelerate's clip is written into the gradients, so its steps are torch's own: compared with such
     monkeypatch.setattr(train_digits, "AmpPrecision", partial(train_digits.AmpPrecision, one_pass=False))
+    options = {"epochs": 2, "accumulate": accumulate, "width": 4}
     lightning = train_digits.train(
-        train_digits.DigitsConfig(
-            precision=Precision(precision), accelerator="cpu", epochs=2, accumulate=accumulate
-        )
+        train_digits.DigitsConfig(precision=Precision(precision), accelerator="cpu", **options)
     )
-    ours = train(DigitsConfig(precision=precision, epochs=2, accumulate=accumulate))
+    ours = train(DigitsConfig(precision=precision, **options))
     assert len(ours.losses) == 2 * -(-20 // accumulate)
     unit = ours.losses[0] / lightning.losses[0]  # Lightning reports what it runs backward on
     assert unit in {1, accumulate}
