@@ -97,7 +97,7 @@ def call(
     folder: Path = ROOT,
 ) -> CompletedProcess[str]:
     """Call a function in a process of its own; return its exit status, output and errors."""
-    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(400)
+    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(800)
 
 
 def run_program(

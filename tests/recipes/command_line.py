@@ -23,3 +23,13 @@ def train_and_print(name: str, overrides: list[str]) -> None:
     config = load_config(catalogue.load(name).Config, ROOT / f"configs/{name}.yaml", overrides)
     record = catalogue.load(name).train(config)
     print(json.dumps([record.title, record.losses]))
+
+
+def digits_as_script_and_as_module(words: list[str]) -> None:
+    """Do what ``python recipes/train_digits.py WORDS`` does, then the same with ``-m``."""
+    for name, run, program in (
+        ("script", runpy.run_path, "recipes/train_digits.py"),
+        ("module", runpy.run_module, "recipes.train_digits"),
+    ):
+        sys.argv = ["train_digits.py", *words, f"name={name}"]
+        run(program, run_name="__main__")

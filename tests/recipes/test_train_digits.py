@@ -2,7 +2,6 @@
 
 import logging
 import re
-import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
 from tests import warm_processes
+from tests.recipes.command_line import digits_as_script_and_as_module
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/train_digits.yaml"
@@ -216,19 +216,10 @@ def test_three_precisions_agree(changes, least, apart):
     assert accuracies["bf16"] == pytest.approx(accuracies["fp32"], abs=apart)
 
 
-def as_script_and_as_module(words):
-    """Do what ``python recipes/train_digits.py WORDS`` does, then the same with ``-m``."""
-    for name, run in (("script", runpy.run_path), ("module", runpy.run_module)):
-        sys.argv = ["train_digits.py", *words, f"name={name}"]
-        run(
-            {"script": "recipes/train_digits.py", "module": "recipes.train_digits"}[name], run_name="__main__"
-        )
-
-
 @pytest.mark.slow
 def test_the_program_runs_without_a_warning(tmp_path):
     words = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
-    done = warm_processes.call(as_script_and_as_module, words)
+    done = warm_processes.call(digits_as_script_and_as_module, words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 2
     assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
