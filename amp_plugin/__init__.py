@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.replayed import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_plugin.tuning.tuning import tune as tune
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
 __version__ = "0.1.0"
@@ -61,6 +62,7 @@ _HOME = {
     "set_default_rules": "amp_plugin.casting.rule_sets",
     "shadow_run": "amp_plugin.numerics.shadow_run",
     "store_weights": "amp_plugin.weights.store_weights",
+    "tune": "amp_plugin.tuning.tuning",
 }
 
 _ADAPTERS = {

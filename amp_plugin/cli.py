@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import amp_plugin
-from amp_plugin import numerics_commands
+from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.program import program_named
 from amp_plugin.terminal import fail, show
@@ -199,6 +199,8 @@ def casts(
 
 app.command(context_settings={"allow_interspersed_args": False})(numerics_commands.diagnose)
 app.command()(numerics_commands.compare)
+app.command()(tuning_commands.tune)
+app.add_typer(rules_commands.commands)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.program import Program
 
 
@@ -34,7 +35,7 @@ def run_program(
     arguments: Sequence[str],
     around: AbstractContextManager[object],
     *,
-    expected: type[BaseException] | tuple[()] = (),
+    expected: type[BaseException] | tuple[type[BaseException], ...] = (),
 ) -> ProgramRun:
     """Run a file or a module as the main program.
 

@@ -18,7 +18,7 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from amp_plugin import GradScaler, autocast
+from amp_plugin import GradScaler, OpRules, autocast
 from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.config import ConfigError
@@ -40,6 +40,7 @@ class Config(RecipeConfig):
     heads: int = number(4, least=1)
     layers: int = number(2, least=1)
     compile: bool = False
+    rules: str = ""
 
 
 class Block(nn.Module):
@@ -103,10 +104,12 @@ def train(config: Config) -> TrainingRecord:
     model = torch.compile(net) if config.compile else net
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate, betas=(0.9, 0.95), fused=True)
 
-    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
+    rules = OpRules.from_yaml(config.rules) if config.rules else None
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed, rules=rules)
+    measuring = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
-    def loss_on(source: Tensor, starts: Tensor) -> Tensor:
+    def loss_on(source: Tensor, starts: Tensor, region: torch.autocast = region) -> Tensor:
         windows = source[starts[:, None] + torch.arange(config.context + 1, device=source.device)]
         with region:
             logits = model(windows[:, :-1])
@@ -128,7 +131,8 @@ def train(config: Config) -> TrainingRecord:
     record.seconds = time.perf_counter() - start
     with torch.no_grad():
         starts = torch.linspace(0, len(held_out) - config.context - 1, 64, device=config.device).long()
-        record.results["bits per character, held out"] = loss_on(held_out, starts).item() / math.log(2)
+        loss = loss_on(held_out, starts, measuring).item()
+        record.results["bits per character, held out"] = loss / math.log(2)
         record.results["it writes"] = "".join(characters[code] for code in write(net, codes[:20], region))
     return record
 

@@ -61,6 +61,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.did_you_mean",
         "amp_plugin.numerics",
         "amp_plugin.scaling",
+        "amp_plugin.tuning",
         "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
@@ -78,11 +79,29 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.program",
         "amp_plugin.terminal",
     },
+    "amp_plugin.tuning": {
+        "amp_plugin.casting",
+        "amp_plugin.did_you_mean",
+        "amp_plugin.kernels",
+        "amp_plugin.numerics",
+        "amp_plugin.program",
+        "amp_plugin.program_run",
+    },
+    "amp_plugin.tuning_commands": {
+        "amp_plugin.did_you_mean",
+        "amp_plugin.doctor",
+        "amp_plugin.kernels",
+        "amp_plugin.program",
+        "amp_plugin.terminal",
+        "amp_plugin.tuning",
+    },
+    "amp_plugin.rules_commands": CORE | {"amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.program"}
-    | {"amp_plugin.script_casts", "amp_plugin.terminal"},
+    | {"amp_plugin.rules_commands", "amp_plugin.script_casts", "amp_plugin.terminal"}
+    | {"amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,

@@ -57,7 +57,7 @@ def test_version() -> None:
 
 def test_help_names_every_command() -> None:
     output = amp("--help").output
-    for command in ("doctor", "build", "casts", "diagnose", "compare"):
+    for command in ("doctor", "build", "casts", "diagnose", "compare", "rules"):
         assert re.search(rf"\b{command}\b", output)
 
 

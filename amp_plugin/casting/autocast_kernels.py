@@ -7,7 +7,7 @@ regions are torch's own with the weight cache off, which follow the default rule
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rules import TABLES, OpRule, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRule, OpRules
 from amp_plugin.casting.watched_ops import watched_ops
 from amp_plugin.kernels.build import NativeCore, native_core
 from amp_plugin.kernels.tracers import outside_tracers
@@ -42,19 +43,20 @@ class AutocastKernels:
         enter: the native function that opens a region; None where they are not.
         leave: the one that closes a region; stays for those open at ``uninstall``.
         checked: arguments of a region that torch found nothing wrong with -> the number of its device,
-            if our kernels stand there, and whether autocast is on.
+            if our kernels stand there, whether autocast is on, and the number of its default rules.
     """
 
     def __init__(self) -> None:
         self.are_native = False
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
-        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool]] = {}
+        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
         self._invalidate: Callable[[], None] = lambda: None
         self._step_hook: RemovableHandle | None = None
+        self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
         self._epoch: torch.Tensor | None = None  # what invalidate() writes in compiled code
 
     def install(self) -> NativeCore:
@@ -73,7 +75,9 @@ class AutocastKernels:
     def _install_native(self, region: Any) -> None:
         watched = watched_ops()
         for device_type in TABLES:
-            _define(OpRules.default(device_type), DEFAULT)
+            default = OpRules.default(device_type)
+            _define(default, DEFAULT)
+            self._in_default[device_type] = {*default.rules, *default.keep}
             torch.ops.amp_plugin._watch_writes(device_type, watched)
         region.keep_only(torch.nn.Parameter, is_managed_by_fsdp)
         self._step_hook = register_optimizer_step_post_hook(_weights_changed)
@@ -110,6 +114,17 @@ class AutocastKernels:
             _define(rules, len(self._numbers) + 1)
             self._numbers[rules] = len(self._numbers) + 1
             return self._numbers[rules], True
+
+    def put_default(self, rules: OpRules) -> None:
+        """Let the number of the default rules mean others on their device, until they are put back.
+
+        Every region without rules of its own follows them at once; what is compiled does not.
+        """
+        with self._lock, outside_tracers():
+            named = self._in_default.setdefault(rules.device_type, set())
+            _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
+            named.update(rules.rules, rules.keep)
+        self.invalidate()
 
     def rule_sets(self) -> dict[int, OpRules]:
         """Return the rule sets in use besides the default ones, by their numbers."""
@@ -148,13 +163,15 @@ def _weights_changed(*_: Any) -> None:
 _weights_changed.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
 
 
-def _define(rules: OpRules, number: int) -> None:
-    """Give the dispatcher's functors the rules of one set."""
+def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:
+    """Give the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
     ops = sorted({*rules.rules, *rules.keep})
     codes = [RULE_CODES[rules[op]] for op in ops]
     default = OpRules.default(rules.device_type).rules
     written = {op: written_arguments(op) for op in ops if op not in default}
     kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
+    unnamed = [*cleared]
+    ops, codes, kept = [*ops, *unnamed], codes + [0] * len(unnamed), kept + [0] * len(unnamed)
     names = [dispatcher_name(op) for op in ops]
     torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
 

@@ -11,9 +11,9 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import DEFAULT, DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.dynamo_types import named_for_dynamo
-from amp_plugin.casting.rule_sets import number_of, rules_of
+from amp_plugin.casting.rule_sets import number_by_default, number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
 from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
 from amp_plugin.kernels.tracers import untraced
@@ -61,7 +61,8 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             ``torch.get_autocast_dtype(device_type)`` says.
         enabled: False runs the region as if autocast were off.
         cache_enabled: keep the cast of an fp32 weight for its next use in the region.
-        rules: op rules other than the default ones; needs the native core.
+        rules: op rules other than the default ones; needs the native core. Default: those of the file that
+            ``AMP_PLUGIN_RULES`` names, if it is set.
         cache: a CastCache that keeps cast weights from region to region; needs the native core.
 
     Raises:
@@ -107,7 +108,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             torch.get_autocast_dtype(device_type) if dtype is None else dtype,
             checked[1],
             cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
-            DEFAULT if rules is None else number_of(rules, device_type),
+            checked[2] if rules is None else number_of(rules, device_type),
             None if cache is None else _kept_by(cache),
             device_type,
         )
@@ -185,11 +186,12 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
 
 @untraced
-def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool]:
+def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool, int]:
     """Let torch check the arguments, with its own errors and warnings.
 
     Returns:
-        The number of a device on which our kernels stand, else None, and whether autocast is on.
+        The number of a device on which our kernels stand, else None, whether autocast is on, and the number
+        of the rules to follow by default.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(str(dtype), str(dtype))
@@ -199,7 +201,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     KERNELS.install()
     theirs = warned_at_user(torch.autocast, device_type, dtype, enabled)
     number = DEVICE_NUMBERS.get(device_type) if KERNELS.are_native else None
-    checked = (number, theirs._enabled)
+    checked = (number, theirs._enabled, number_by_default(device_type))
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked

@@ -9,7 +9,8 @@ import torch
 from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import rules_of
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.torch_blocks import has_block
 
 

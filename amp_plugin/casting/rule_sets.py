@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from amp_plugin.casting.autocast_kernels import DEFAULT, KERNELS, NO_RULES
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.environment_rules import environment_rules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import require_native
 
 _TAG = "amp_plugin:"
@@ -39,6 +41,23 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     number, is_new = KERNELS.number_of(rules)
     if is_new:
         _tag_compile_caches()
+    return number
+
+
+def number_by_default(device_type: str) -> int:
+    """Return the number of the rules that regions without rules of their own follow on a device.
+
+    Where the environment names a rules file, ``torch.autocast`` blocks follow it from now on, too.
+
+    Raises:
+        ValueError: the file is missing or holds no rules.
+        RuntimeError: it holds other rules than the default ones, and there is no native core.
+    """
+    rules = environment_rules(device_type)
+    if rules is None:
+        return DEFAULT
+    number = number_of(rules, device_type)
+    KERNELS.follow_by_default(device_type, number)
     return number
 
 

@@ -8,17 +8,23 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
-from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import yaml
 
-from amp_plugin.casting.op_names import check_arguments, dtype_overload, is_registered, nearest, overloads_of
-from amp_plugin.casting.torch_version import torch_older_than
+from amp_plugin.casting.op_names import (
+    check_arguments,
+    dtype_overload,
+    is_registered,
+    names_an_op,
+    overloads_of,
+)
+from amp_plugin.casting.rule_tables import RELEASES, TABLES, listed_rules
+from amp_plugin.casting.rules_file import RulesFile, read_rules_file, release_of
+from amp_plugin.casting.torch_version import torch_release
 from amp_plugin.did_you_mean import did_you_mean
-
-TABLES = ("cpu", "cuda", "mps", "xpu")
+from amp_plugin.user_warnings import warn_user
 
 # What people write for a rule who think of the dtype.
 _DTYPE_RULES = {
@@ -101,31 +107,59 @@ class OpRules:
     @staticmethod
     def default(device_type: str) -> OpRules:
         """Return torch's own rules for a device."""
-        return _default(device_type)
+        return _listed(device_type, torch_release())
+
+    @staticmethod
+    def named(policy: str, device_type: str) -> OpRules:
+        """Return the rules that a torch release has, whichever torch is installed.
+
+        Torch changes its op lists: ``rms_norm`` on CUDA runs in fp32 since 2.12. A named policy stays.
+        Ops that the installed torch lacks are left out.
+
+        Args:
+            policy: ``"torch-2.11"`` to ``"torch-2.15"``.
+            device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
+
+        Raises:
+            ValueError: there is no such policy or device; the text names the nearest.
+
+        Example:
+            >>> OpRules.named("torch-2.11", "cuda").diff(OpRules.named("torch-2.12", "cuda"))
+            {'aten::rms_norm.default': ('unchanged', 'fp32')}
+        """
+        return _listed(device_type, release_of(policy))
 
     @staticmethod
     def from_yaml(path: str | Path) -> OpRules:
         """Read rules that change the default ones of a device.
 
+        Warns where the file says that it was written for another torch, and rules have changed since.
+
         Args:
             path: a YAML file with ``device_type`` and ``rules``: op -> rule, or
-                op -> ``{rule: ..., keep: [argument, ...]}``.
+                op -> ``{rule: ..., keep: [argument, ...]}``. Besides, if wanted: ``torch``, the version it
+                was written with, and ``base``, a policy as for ``named`` to change instead of the default.
 
         Raises:
             ValueError: a key, op, rule or argument is unknown; the text names the nearest.
         """
+        file = read_rules_file(path)
         try:
-            return _from_mapping(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, TypeError, yaml.YAMLError) as error:
+            rules, changes = _rules_of(file)
+        except ValueError as error:
             msg = f"{path}: {error}"
             raise ValueError(msg) from error
+        if changes:
+            warn_user(f"{path} was written for torch {file.torch}; in torch {torch_release()} {changes}")
+        return rules
 
     def to_yaml(self) -> str:
         """Return the changes against the default rules, as ``from_yaml`` reads them."""
         base = OpRules.default(self.device_type)
         changed = {op: self[op].value for op in self.diff(base) if self.keep.get(op) == base.keep.get(op)}
         kept = {op: {"rule": self[op].value, "keep": sorted(args)} for op, args in self.keep.items()}
-        return str(yaml.safe_dump({"device_type": self.device_type, "rules": {**changed, **kept}}))
+        head = {"device_type": self.device_type, "torch": torch_release()}
+        return str(yaml.safe_dump({**head, "rules": {**changed, **kept}}, sort_keys=False))
 
     def with_rule(self, op: object, rule: str | OpRule | None = None, *, keep: Iterable[str] = ()) -> OpRules:
         """Return these rules with another rule for one op.
@@ -161,7 +195,7 @@ class OpRules:
     def diff(self, other: OpRules) -> dict[str, tuple[str, str]]:
         """Return op -> (rule here, rule there) where the two sets differ."""
         ops = sorted({*self.rules, *other.rules, *self.keep, *other.keep})
-        described = {op: (self._describe(op), other._describe(op)) for op in ops}
+        described = {op: (self.described(op), other.described(op)) for op in ops}
         return {op: pair for op, pair in described.items() if pair[0] != pair[1]}
 
     def fingerprint(self) -> str:
@@ -169,7 +203,8 @@ class OpRules:
         content = [self.device_type, [*self.rules.items()], [(op, sorted(a)) for op, a in self.keep.items()]]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
-    def _describe(self, op: str) -> str:
+    def described(self, op: str) -> str:
+        """Return an op's rule and its kept arguments in words, ``"fp32, keep weight"`` for example."""
         kept = sorted(self.keep.get(op, ()))
         return self[op].value + (f", keep {', '.join(kept)}" if kept else "")
 
@@ -200,49 +235,44 @@ class OpRules:
 
 
 @cache
-def _default(device_type: str) -> OpRules:
-    if device_type not in TABLES:
-        msg = f"no autocast rules for device {device_type!r}; allowed: {', '.join(TABLES)}"
-        raise ValueError(msg)
-    table = resources.files("amp_plugin.casting") / "tables" / f"{device_type}.yaml"
-    data = yaml.safe_load(table.read_text(encoding="utf-8"))
-    since = data.get("since", {})
-    rules = {
-        op: OpRule(group["rule"])
-        for group in data["groups"]
-        for op in group["ops"]
-        if is_registered(op) and not (op in since and torch_older_than(since[op]))
-    }
-    return OpRules(device_type=device_type, rules=rules)
+def _listed(device_type: str, release: str) -> OpRules:
+    """Return what a torch release lists, without the ops that the installed torch lacks."""
+    listed = listed_rules(device_type, release)
+    return OpRules(
+        device_type=device_type, rules={op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
+    )
 
 
-def _from_mapping(data: Any) -> OpRules:
-    if not isinstance(data, Mapping):
-        msg = f"a rules file is a mapping with the keys device_type and rules, got {_kind(data)}"
-        raise TypeError(msg)
-    allowed = ("device_type", "rules")
-    for key in data:
-        if key not in allowed:
-            msg = f"unknown key {key!r}{nearest(str(key), allowed)}; allowed: {', '.join(allowed)}"
-            raise ValueError(msg)
-    if "device_type" not in data:
-        msg = f"the key device_type is missing; give one of {', '.join(TABLES)}"
-        raise ValueError(msg)
-    rules = OpRules.default(data["device_type"])
-    entries = data.get("rules") or {}
-    if not isinstance(entries, Mapping):
-        msg = f"rules: give a mapping of op to rule (aten::softmax.int: fp32), got {_kind(entries)}"
-        raise TypeError(msg)
-    for op, entry in entries.items():
-        if isinstance(entry, Mapping):
-            rules = rules.with_rule(op, entry.get("rule"), keep=entry.get("keep", ()))
-        else:
-            rules = rules.with_rule(op, entry)
-    return rules
+def _rules_of(file: RulesFile) -> tuple[OpRules, str]:
+    """Return the rules of a file, and what has changed since it was written (``""`` if nothing has)."""
+    rules = OpRules.named(file.base, file.device_type) if file.base else OpRules.default(file.device_type)
+    is_of_another_torch = file.torch not in {"", torch_release()}
+    gone = []
+    for op, (rule, keep) in file.entries.items():
+        try:
+            rules = rules.with_rule(op, rule, keep=keep)
+        except ValueError:
+            if not is_of_another_torch or names_an_op(op):
+                raise
+            gone.append(op)
+    if not is_of_another_torch:
+        return rules, ""
+    changes = [f"there is no {op}, its rule is left out" for op in gone]
+    if not file.base:
+        changes += _changed_defaults(file)
+    return rules, "; ".join(changes)
 
 
-def _kind(data: Any) -> str:
-    return "nothing" if data is None else f"a {type(data).__name__}"
+def _changed_defaults(file: RulesFile) -> list[str]:
+    """Describe the default rules that differ between the torch of a file and the installed one."""
+    then, now = _listed(file.device_type, file.torch), OpRules.default(file.device_type)
+    changed = [f"{op} is {new} and was {old}" for op, (old, new) in then.diff(now).items()]
+    if not changed:
+        return []
+    remedy = (
+        f" (base: torch-{file.torch} in the file keeps the old defaults)" if file.torch in RELEASES else ""
+    )
+    return [f"the default of {', of '.join(changed)}{remedy}"]
 
 
 def _check_has_dtype_overload(full: str) -> None:

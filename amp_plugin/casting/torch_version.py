@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from amp_plugin.casting.rule_tables import is_older
+
+
+def torch_release() -> str:
+    """Return the release of the installed torch, ``"2.13"`` for example."""
+    return ".".join(torch.__version__.split(".")[:2])
+
 
 def torch_older_than(release: str) -> bool:
     """Say whether the installed torch is older than a release.
@@ -11,5 +18,4 @@ def torch_older_than(release: str) -> bool:
     Args:
         release: ``"2.12"``, for example; a pre-release of it is not older.
     """
-    major, minor = map(int, release.split("."))
-    return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+    return is_older(torch_release(), release)

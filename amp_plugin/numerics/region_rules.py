@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
 from amp_plugin.casting.rule_sets import rules_of
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
 
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
 _CALLED_AS = {

@@ -46,6 +46,10 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
+    def value_of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's shadow, of its shape."""
+        return self._shadows.of(tensor)
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -16,6 +16,7 @@ from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.rounding_errors import Errors
 from amp_plugin.numerics.shadow import Key, Shadow
+from amp_plugin.numerics.unwatched import unwatched
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -50,6 +51,15 @@ class ShadowRun:
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
         return dict(sorted(self._shadow.errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
+
+    def without_rounding(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what a tensor of the program would hold without rounding: a copy in the wide dtype.
+
+        Args:
+            tensor: dense, floating-point; one that no op of the region made has its own values.
+        """
+        with unwatched():
+            return self._shadow.value_of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
         """Return how often ops could not run in the wide dtype; their results are taken as exact."""

@@ -19,7 +19,8 @@ from amp_plugin.adapters.precision_names import (
     known_precision,
 )
 from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rules import TABLES, OpRules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user

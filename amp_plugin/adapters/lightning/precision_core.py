@@ -29,6 +29,7 @@ from amp_plugin.adapters.precision_names import (
     weights_meant,
 )
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
@@ -204,7 +205,7 @@ class PrecisionCore:
         self.device = self.settings.device or device_type
         if self.settings.float8_config is not None:
             refuse_device(repr(self), self.device, self.settings.float8_config)
-        rules = self.settings.op_rules
+        rules = self.settings.op_rules or environment_rules(self.device)
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)

@@ -1,0 +1,128 @@
+"""The command `amp-plugin tune`: search op rules for a program and write them to a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import program_named
+from amp_plugin.terminal import fail, show
+
+if TYPE_CHECKING:
+    from amp_plugin.tuning.tuning import Tuning
+
+_GOALS: Final = ("memory", "casts", "accuracy")
+_REFERENCES: Final = ("fp64", "fp32")
+
+
+def _goal(given: str) -> str:
+    return _word(given, _GOALS, {"speed": "casts", "bytes": "memory", "fp16": "accuracy"})
+
+
+def _reference(given: str) -> str:
+    return _word(given, _REFERENCES, {"float64": "fp64", "double": "fp64", "float32": "fp32"})
+
+
+def _word(given: str, allowed: tuple[str, ...], aliases: dict[str, str]) -> str:
+    if given in allowed:
+        return given
+    hint = did_you_mean(given, allowed, aliases=aliases, written=repr)
+    msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
+    raise typer.BadParameter(msg)
+
+
+def _share(given: str) -> float:
+    """Return 0.05 for ``5%`` and for ``0.05``."""
+    number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
+    if number is None:
+        msg = f"{given!r} is no share; give it as 5% or 0.05"
+        raise typer.BadParameter(msg)
+    return float(number[1]) / (100 if number[2] else 1)
+
+
+def tune(
+    script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")] = Path(
+        "rules.yaml"
+    ),
+    goal: Annotated[
+        str,
+        typer.Option("--for", metavar="|".join(_GOALS), callback=_goal, help="What is to improve."),
+    ] = "memory",
+    budget: Annotated[
+        str, typer.Option(help="How much more gradient error is allowed; with --for accuracy: bytes.")
+    ] = "5%",
+    batches: Annotated[int, typer.Option(min=1, help="Backward passes to measure.")] = 4,
+    device: Annotated[str | None, typer.Option(help="Device of the rules; default: the best here.")] = None,
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="|".join(_REFERENCES), callback=_reference, help="What gradients are compared to."
+        ),
+    ] = "fp64",
+    plot: Annotated[Path | None, typer.Option(help="Draw the sets tried into this file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
+
+    The script runs some fifty times up to its first backward passes; it has to open autocast without rules of
+    its own. What it prints is dropped.
+    """
+    from amp_plugin.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.script import Script  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch
+
+    share = _share(budget)
+    try:
+        program = program_named(script, as_module=as_module, command="tune")
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    try:
+        require_native("amp-plugin tune")
+        tuning = tune_script(
+            Script(program, arguments or [], batches=batches),
+            device_type=device or default_device(),
+            goal=goal,
+            budget=share,
+            reference=reference,
+            progress=not as_json,
+        )
+        tuning.save(output)
+        if plot is not None:
+            tuning.plot(plot)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        fail(str(error), code=1)
+    if as_json:
+        print(json.dumps(_as_json(tuning, output)))
+        return
+    print(tuning.headline)
+    show(tuning.table())
+    print(
+        f"{output} holds the rules" + (f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else "")
+    )
+
+
+def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
+    rules = {entry.changes[0].op: entry.changes[0].rule.value for entry in tuning.changes}
+    sides = {
+        name: {
+            "saved_bytes": side.saved_bytes,
+            "cast_bytes": side.cast_bytes,
+            "error": side.error,
+            "mean_error": side.mean_error,
+            "failed": side.failed,
+            "seconds": seconds,
+        }
+        for name, side, seconds in zip(
+            ("before", "after"), (tuning.before, tuning.after), tuning.seconds, strict=True
+        )
+    }
+    return {"goal": tuning.goal, "file": str(output), "rules": rules, "tried": len(tuning.tried), **sides}

@@ -1,0 +1,384 @@
+"""Rules searched by measurement: what is measured, what is chosen, what is written."""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import amp_plugin
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.trial_rules import rules_on_trial
+from amp_plugin.tuning.measurement import GradientError, Measurement
+from amp_plugin.tuning.reference import ReferenceGradients, rules_without_16_bits
+from amp_plugin.tuning.saved_bytes import SavedBytes
+from amp_plugin.tuning.search import Aim
+from amp_plugin.tuning.trials import Trials
+from amp_plugin.tuning.used_ops import used_ops
+from amp_plugin.tuning.workload import Steps
+
+pytestmark = pytest.mark.native
+DEFAULT = OpRules.default("cpu")
+
+
+class Classifier(nn.Module):
+    """A residual network whose logits are the largest tensor."""
+
+    def __init__(self, classes: int = 200) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.name = nn.Linear(16, classes)
+
+    def forward(self, x):
+        return self.name(x + self.narrow(nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+def step_of(model, dtype=torch.bfloat16, scale=1.0):
+    def step(batch):
+        images, labels = batch
+        with amp_plugin.autocast("cpu", dtype=dtype):
+            loss = cross_entropy(model(images), labels)
+        (scale * loss).backward()
+
+    return step
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Classifier()
+
+
+@pytest.fixture
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(64, 16, generator=generator), torch.randint(200, (64,), generator=generator))
+        for _ in range(2)
+    ]
+
+
+class TestRulesOnTrial:
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
+
+    def dtype(self, opened) -> torch.dtype:
+        with opened:
+            return torch.softmax(self.x, 0).dtype
+
+    def test_regions_made_before_and_torchs_blocks_follow_them_and_then_no_longer(self):
+        region = amp_plugin.autocast("cpu")
+        with rules_on_trial(DEFAULT.with_rule("aten::softmax.int", "fp32")):
+            assert self.dtype(region) is self.dtype(torch.autocast("cpu")) is torch.float32
+        assert self.dtype(region) is self.dtype(torch.autocast("cpu")) is torch.bfloat16
+
+    def test_an_op_that_the_default_does_not_name_is_not_named_afterwards(self):
+        """layer_norm's own inner ops are autocast again, which a rule ``unchanged`` would prevent."""
+        x = torch.randn(4, 4, dtype=torch.bfloat16)
+        with rules_on_trial(DEFAULT.with_rule("aten::einsum", "fp32")), amp_plugin.autocast("cpu"):
+            assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.float32
+        with amp_plugin.autocast("cpu"):
+            assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.bfloat16
+
+    def test_more_sets_than_a_process_has_numbers_for(self):
+        for op in sorted(DEFAULT.rules)[:30]:
+            with rules_on_trial(DEFAULT.with_rule(op, "unchanged")):
+                pass
+
+    def test_the_environments_rules_would_win_and_are_refused(self, monkeypatch):
+        monkeypatch.setenv("AMP_PLUGIN_RULES", "rules.yaml")
+        with (
+            pytest.raises(ValueError, match="AMP_PLUGIN_RULES=rules.yaml decides .* unset it"),
+            rules_on_trial(DEFAULT),
+        ):
+            pass
+
+
+class TestMeasurement:
+    def test_saved_bytes_of_ops_whose_saved_tensors_are_known(self):
+        x, weight = torch.randn(8, 4, requires_grad=True), nn.Parameter(torch.randn(4, 4))
+        with SavedBytes() as saved:
+            y = x @ weight  # saves x; the parameter is there anyway
+        assert saved.total == 8 * 4 * 4
+        with SavedBytes() as saved:
+            (y.exp() + y.detach() * y).sum().backward()  # exp saves its result, the product y
+        assert saved.total == 2 * 8 * 4 * 4
+
+    def test_a_storage_counts_once_and_a_cast_of_a_weight_counts(self):
+        x, weight = torch.randn(8, 4), nn.Parameter(torch.randn(4, 4))
+        with SavedBytes() as saved, amp_plugin.autocast("cpu"):
+            x @ weight, x.clone().requires_grad_() @ weight
+        assert saved.total == 2 * 8 * 4 * 2 + 4 * 4 * 2  # the inputs in bf16, the weight's cast once
+
+    def test_what_a_recomputation_saves_is_left_out(self):
+        x = torch.randn(8, 4, requires_grad=True)
+        with SavedBytes() as saved:
+            torch.utils.checkpoint.checkpoint(torch.exp, x, use_reentrant=True).sum().backward()
+        assert saved.total <= 8 * 4 * 4
+
+    def test_gradient_errors_by_hand(self):
+        reference = ReferenceGradients()
+        reference.add({"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.1]), "zero": torch.zeros(1)})
+        error = reference.error(
+            0, {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([0.3]), "zero": torch.ones(1)}
+        )
+        assert error.whole == pytest.approx(math.sqrt((0.25 + 0.04 + 1.0) / 25.01))
+        assert error.mean == pytest.approx(
+            (0.1 + 1.0) / 2
+        )  # of at most 1 each, where there is something to be near
+
+    def test_a_loss_scale_is_divided_out_and_an_overflow_is_no_number(self):
+        reference = ReferenceGradients()
+        reference.add({"a": torch.tensor([3.0, 4.0])})
+        assert reference.error(0, {"a": 1024 * torch.tensor([3.0, 4.5])}).whole == pytest.approx(0.1)
+        assert not reference.error(0, {"a": torch.tensor([3.0, math.inf])}).is_finite
+        assert not reference.error(0, {"a": torch.tensor([math.nan, 4.0])}).is_finite
+
+    def test_other_parameters_than_before_are_an_error(self):
+        reference = ReferenceGradients()
+        reference.add({"a": torch.ones(1)})
+        with pytest.raises(ValueError, match="batch 0 gives other parameters a gradient than before: a, b;"):
+            reference.error(0, {"b": torch.ones(1)})
+
+    def test_the_reference_is_the_gradient_of_the_model_in_fp64(self, model, batches):
+        trials = Trials(Steps(step_of(model), model, batches), "cpu", reference=torch.float64)
+        wide = Classifier().double()
+        wide.load_state_dict(model.state_dict())
+        in_fp32, in_bf16 = trials.measure(rules_without_16_bits("cpu")), trials.measure(DEFAULT)
+        for index, (images, labels) in enumerate(batches):
+            params = list(wide.parameters())
+            exact = torch.autograd.grad(cross_entropy(wide(images.double()), labels), params)
+            with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+                loss = cross_entropy(model(images), labels)
+            rounded = torch.autograd.grad(loss, list(model.parameters()))
+            difference = sum((a - b).square().sum() for a, b in zip(rounded, exact, strict=True))
+            expected = (difference / sum(b.square().sum() for b in exact)).sqrt().item()
+            assert in_bf16.errors[index].whole == pytest.approx(expected, rel=1e-4)
+            assert in_fp32.errors[index].whole < 2e-6
+
+    def test_used_ops_are_those_the_program_calls(self, model, batches, capfd):
+        found = used_ops(Steps(step_of(model), model, batches), DEFAULT)
+        assert set(found) == {
+            "aten::linear",
+            "aten::layer_norm",
+            "aten::gelu",
+            "aten::add",
+            "aten::cross_entropy_loss",
+            "aten::mul",  # outside of the region
+        }
+        assert found[0] == "aten::linear"
+        assert capfd.readouterr() == ("", "")
+
+    def test_what_may_grow_is_bounded(self):
+        def measured(saved=100.0, cast=100.0, error=1.0, mean=1.0):
+            return Measurement(
+                saved_bytes=saved,
+                cast_bytes=cast,
+                seconds=1.0,
+                errors=(GradientError(whole=error, mean=mean),),
+            )
+
+        aim = Aim(goal="memory", budget=0.05)
+        assert aim.allows(measured(saved=50, error=1.05, cast=105), measured())
+        assert not aim.allows(measured(error=1.06), measured())
+        assert not aim.allows(measured(mean=1.06), measured())
+        assert aim.allows(measured(saved=50, cast=300), measured())
+        assert not aim.allows(measured(error=math.inf, mean=math.inf), measured())
+        assert not Aim(goal="accuracy", budget=0.05).allows(measured(saved=106, error=0.1), measured())
+        assert not Aim(goal="accuracy", budget=0.05).allows(measured(cast=106, error=0.1), measured())
+        assert Aim(goal="accuracy", budget=0.05).allows(measured(cast=105, saved=105), measured())
+
+
+@pytest.fixture(scope="module")
+def tuning():
+    torch.manual_seed(0)
+    model = Classifier()
+    batches = [(torch.randn(64, 16), torch.randint(200, (64,))) for _ in range(2)]
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    found = amp_plugin.tune(step_of(model), model=model, batches=batches, budget=0.2)
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert all(param.grad is None for param in model.parameters())
+    return found, model, batches
+
+
+class TestTune:
+    def test_the_logits_are_saved_in_16_bits_where_that_keeps_the_error(self, tuning):
+        found, _, _ = tuning
+        assert found.rules["aten::cross_entropy_loss.default"].value == "lower_precision"
+        assert found.after.saved_bytes < 0.75 * found.before.saved_bytes
+        assert found.after.error <= 1.2 * found.before.error
+
+    def test_the_numbers_hold_when_measured_again(self, tuning):
+        found, model, batches = tuning
+        trials = Trials(Steps(step_of(model), model, batches), "cpu", reference=torch.float64)
+        for rules, told in ((DEFAULT, found.before), (found.rules, found.after)):
+            again = trials.measure(rules)
+            assert (again.saved_bytes, again.cast_bytes) == (told.saved_bytes, told.cast_bytes)
+            assert again.error == pytest.approx(told.error)
+
+    def test_the_file_is_the_rules_with_their_evidence(self, tuning, tmp_path):
+        found, _, _ = tuning
+        path = tmp_path / "rules.yaml"
+        found.save(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert OpRules.from_yaml(path) == found.rules
+        text = path.read_text()
+        assert re.search(
+            r"# tuned for memory: 1 rule, budget 20%\n# gradients compared with fp64, 2 batches\n", text
+        )
+        assert f"torch {torch.__version__}" in text
+        assert re.search(r"# saved for backward: \S+ kB -> \S+ kB \(-\d\d\.\d %\)\n", text)
+        assert re.search(r"  aten::cross_entropy_loss: lower_precision  # saved -\d+\.\d %, cast -", text)
+
+    def test_the_plot_is_a_picture(self, tuning, tmp_path):
+        pytest.importorskip("matplotlib")
+        tuning[0].plot(tmp_path / "sets.png")
+        assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
+
+    def test_a_model_with_nothing_to_save_keeps_the_default_and_says_so(self):
+        model = nn.Linear(8, 8)
+
+        def step(x):
+            with amp_plugin.autocast("cpu"):
+                y = model(x)
+            y.float().sum().backward()
+
+        found = amp_plugin.tune(step, model=model, batches=[torch.randn(4, 8)])
+        assert found.keeps_default
+        assert found.rules == DEFAULT
+        assert "nothing better was found, the default rules stay" in found.to_yaml()
+        assert found.to_yaml().endswith("rules: {}\n")
+
+    def test_an_overflow_in_fp16_is_cured_by_the_op_that_overflows_alone(self, batches):
+        class Attention(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.query, self.key, self.name = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(64, 200)
+
+            def forward(self, x):
+                scores = (300 * self.query(x)) @ (300 * self.key(x)).T
+                return self.name((scores / 300**2).softmax(-1))
+
+        torch.manual_seed(0)
+        model = Attention()
+        step = step_of(model, torch.float16, scale=256.0)
+        found = amp_plugin.tune(step, model=model, batches=batches, goal="accuracy")
+        assert (found.before.failed, found.after.failed) == (2, 0)
+        assert [(entry.changes[0].op, entry.changes[0].rule.value) for entry in found.changes] == [
+            ("aten::matmul", "fp32")
+        ]
+        assert "  aten::matmul: fp32  # batches that overflow 2 -> 0" in found.to_yaml()
+        with pytest.raises(ValueError, match="no batch has finite gradients .* goal='accuracy'"):
+            amp_plugin.tune(step, model=model, batches=batches)
+
+    def test_what_no_precision_cures_is_an_error(self, model, batches):
+        def step(batch):
+            with amp_plugin.autocast("cpu"):
+                loss = model(batch[0]).sum() * math.inf
+            loss.backward()
+
+        with pytest.raises(
+            RuntimeError, match="with all ops in fp32 either: the reason is not the precision"
+        ):
+            amp_plugin.tune(step, model=model, batches=batches, goal="accuracy", reference="fp32")
+
+    @pytest.mark.parametrize(
+        ("options", "error"),
+        [
+            (
+                {"goal": "speed"},
+                "goal='speed' is not one of 'memory', 'casts', 'accuracy'; did you mean 'casts'?",
+            ),
+            ({"budget": -1}, "budget=-1 is not allowed; give a share of at least 0"),
+            ({"reference": "fp16"}, "reference='fp16' is not allowed; give 'fp64' or 'fp32'"),
+            ({"batches": []}, "tune(batches=[]): give at least one batch"),
+        ],
+    )
+    def test_what_is_not_allowed(self, model, batches, options, error):
+        with pytest.raises(ValueError, match=re.escape(error)):
+            amp_plugin.tune(step_of(model), **{"model": model, "batches": batches, **options})
+
+    def test_a_step_that_steps_or_does_not_go_backward(self, model, batches):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def stepping(batch):
+            step_of(model)(batch)
+            optimizer.step()
+
+        with pytest.raises(
+            ValueError, match=r"the step changed the weight norm.weight; leave optimizer.step\(\) out"
+        ):
+            amp_plugin.tune(stepping, model=model, batches=batches)
+        with pytest.raises(ValueError, match=r"gave no parameter a gradient; it has to call backward\(\)"):
+            amp_plugin.tune(lambda batch: None, model=model, batches=batches)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 300))
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
+print("not to be seen")
+for step in range(5):
+    x, y = torch.randn(32, 16), torch.randint(300, (32,))
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+"""
+
+
+class TestCommand:
+    def amp(self, *words):
+        from typer.testing import CliRunner
+
+        from amp_plugin.cli import app
+
+        return CliRunner().invoke(
+            app, [*map(str, words)], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
+        )
+
+    def test_a_script_is_tuned(self, tmp_path: Path):
+        script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
+        script.write_text(SCRIPT)
+        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
+        answer = self.amp("tune", script, *options, "--", "0.1")
+        assert answer.exit_code == 0, answer.output
+        assert "not to be seen" not in answer.output
+        assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
+        assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
+        assert plot.exists()
+        assert torch.autograd.backward.__module__ == "torch.autograd"
+
+    @pytest.mark.parametrize(
+        ("words", "code", "error"),
+        [
+            (["gone.py"], 2, "file 'gone.py' does not exist"),
+            (
+                ["SCRIPT", "--for", "speed"],
+                2,
+                "'speed' is not one of 'memory', 'casts', 'accuracy'; did you mean",
+            ),
+            (["SCRIPT", "--budget", "much"], 2, "'much' is no share; give it as 5% or 0.05"),
+            (
+                ["SCRIPT", "--device", "cpu", "--", "0.1"],
+                1,
+                "ended with exit code 0 after 0 backward passes, and 4",
+            ),
+        ],
+    )
+    def test_what_is_wrong(self, tmp_path: Path, words, code, error):
+        script = tmp_path / "train.py"
+        script.write_text("print('no training')")
+        answer = self.amp("tune", *(script if word == "SCRIPT" else word for word in words))
+        assert answer.exit_code == code
+        assert error in answer.output
