@@ -270,7 +270,7 @@ def test_our_own_sources_compile_without_a_warning(part: str, tmp_path: Path) ->
 
 
 def messages_of_this_build(part: str) -> str | None:
-    """What the compiler said when these sources were compiled; None unless they were, all of them, here."""
+    """What the compiler said in the build in use; None if it was made elsewhere, or source by source."""
     core = native_core()
     extension = core.region and Path(core.region.__file__)
     file = extension if part == "python" else core.library
