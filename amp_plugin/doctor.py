@@ -23,6 +23,7 @@ from amp_plugin.environment_variables import KNOWN, read_variables, unknown_vari
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.weights.forms import FORMS
 
@@ -163,6 +164,7 @@ def plan(precision: str, device_type: str) -> Part:
     Returns:
         ``autocast``: whether it is on; ``dtype``: of its casts; ``ops``: number of ops per rule;
         ``kernels``: whose casting kernels run, ``"amp_plugin"`` or ``"torch"``, None if nothing can run;
+        ``one_pass_steps``: the optimizers whose steps are taken in one pass, or why none are;
         ``loss_scale``: the scaler's settings, None without a scaler; ``bytes_per_parameter``: of each way to
         store weights, with AdamW; ``problem``: why nothing can run;
         ``advice``: what the user should know.
@@ -177,6 +179,7 @@ def plan(precision: str, device_type: str) -> Part:
         "dtype": str(DTYPES[precision]).removeprefix("torch."),
         "ops": dict(sorted(rules.items())),
         "kernels": None if problem else kernels,
+        "one_pass_steps": _one_pass_steps(device_type),
         "loss_scale": _loss_scale() if precision == "fp16" else None,
         "bytes_per_parameter": _bytes_per_parameter(precision),
         "problem": problem,
@@ -193,6 +196,11 @@ def _bytes_per_parameter(precision: str) -> Part:
         if form.dtype is DTYPES[precision]
     }
     return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}
+
+
+def _one_pass_steps(device_type: str) -> str:
+    reason = one_pass.unavailable(device_type)
+    return f"none: {reason}" if reason else ", ".join(one_pass.OPTIMIZERS)
 
 
 def _loss_scale() -> Part:

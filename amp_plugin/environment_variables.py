@@ -29,6 +29,7 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "fp16_gradients",
     "sync_free",
     "one_pass",
+    "fold_clip",
     "on_nonfinite",
     "max_skips_in_a_row",
     "rules",

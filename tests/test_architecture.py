@@ -32,7 +32,7 @@ SCALING_LAYERS = (
     {"optimizer_window"},
     {"registry"},
     {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
-    | {"guard", "guarded_steps", "guarded_closures"},
+    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "guarded_clipping"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},

@@ -140,10 +140,11 @@ def _plain(name: str) -> Callable[..., Any]:
     one_by_one = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
     at_once = getattr(multi_tensor, name, one_by_one)
 
-    def plain(*arguments: Any) -> Any:
-        tensors = (each for given in arguments for each in (given if isinstance(given, list) else [given]))
+    def plain(*arguments: Any, **options: Any) -> Any:
+        given = (*arguments, *options.values())
+        tensors = (each for value in given for each in (value if isinstance(value, list) else [value]))
         on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tensors)
-        return (at_once if on_gpu else one_by_one)(*arguments)
+        return (at_once if on_gpu else one_by_one)(*arguments, **options)
 
     return plain
 

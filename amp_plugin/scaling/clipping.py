@@ -39,12 +39,7 @@ def clip_norm(
     else:
         folded = False
         norm, sets = _norm_of_params(registry, shared, params_in(target), norm_type)
-    if error_if_nonfinite and not torch.isfinite(norm).item():
-        msg = (
-            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
-            "With a loss scale this happens at times, the step is skipped: leave error_if_nonfinite=False."
-        )
-        raise RuntimeError(msg)
+    refuse_nonfinite(norm, norm_type, error_if_nonfinite)
     if window is not None and folded:
         window.clip = FoldedClip(norm, max_norm, norm_type, window.clip)
         return norm
@@ -52,6 +47,20 @@ def clip_norm(
     for gradients in sets:
         gradients.clip_(factor, norm_type)
     return norm
+
+
+def refuse_nonfinite(norm: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
+    """Raise if it is asked for and a norm is not finite: a host sync.
+
+    Raises:
+        RuntimeError: It is not.
+    """
+    if error_if_nonfinite and not torch.isfinite(norm).item():
+        msg = (
+            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
+            "With a loss scale this happens at times, the step is skipped: leave error_if_nonfinite=False."
+        )
+        raise RuntimeError(msg)
 
 
 def clip_value(registry: Registry, target: Target, limit: float) -> None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, fused, guarded_steps, plain
+from amp_plugin.scaling import clipping, closures, fused, guarded_clipping, guarded_steps, plain
 from amp_plugin.scaling.backward import Backwards
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
@@ -176,6 +176,7 @@ class GradScaler(TorchInterface):
             skipped=SkipsByDevice(),
             sync_free=self._sync_free,
             checks=self._on_nonfinite != "ignore",
+            one_pass=self._one_pass,
         )
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
@@ -337,6 +338,9 @@ class GradScaler(TorchInterface):
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
+        A clip that was left to a step, or that the last step has taken without writing gradients, is
+        written too.
+
         Args:
             optimizer: The optimizer.
 
@@ -348,6 +352,9 @@ class GradScaler(TorchInterface):
             window = self._open_window("ensure_unscaled", optimizer)
             window.unscale_()
             window.note_unscaled()
+        else:
+            window = self._registry.window(optimizer)
+            window.unscaled.write_clip_(window.params)
 
     def _open_window(self, call: str, optimizer: Optimizer) -> OptimizerWindow:
         """Return an optimizer's window for a call that follows a backward."""
@@ -379,15 +386,17 @@ class GradScaler(TorchInterface):
             max_norm: Largest norm.
             norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
             error_if_nonfinite: Raise if the norm is not finite: a host sync.
-            fold: With a fused optimizer, hand the factor to its kernel instead of writing gradients. For
-                callers that do not look at ``.grad`` before ``step()``, where it is still scaled and not
-                clipped. Ignored where the optimizer cannot.
+            fold: With a fused optimizer, or a step in one pass, hand the factor to the step instead of
+                writing gradients. For callers that do not look at ``.grad`` before ``step()``, where it is
+                still scaled and not clipped. Ignored where the optimizer cannot.
 
         Returns:
-            The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled.
+            The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled and
+            nothing was folded.
 
         Raises:
-            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown.
+            RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown;
+                or gradients have changed since a clip was folded.
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
@@ -397,12 +406,9 @@ class GradScaler(TorchInterface):
             return clipping.clip_norm(
                 self._registry, self._shared, target, max_norm, norm_type, error_if_nonfinite, fold
             )
-        params = clipping.params_in(target)
-        norm = torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        known = [target] if isinstance(target, Optimizer) else self._registry.optimizers_of_exactly(params)
-        for optimizer in known:
-            self._registry.window(optimizer).unscaled.note_clip(norm, norm_type)
-        return norm
+        return guarded_clipping.clip_norm(
+            self._guard, self._registry, target, max_norm, norm_type, error_if_nonfinite, fold
+        )
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
@@ -421,7 +427,7 @@ class GradScaler(TorchInterface):
         if self._enabled:
             clipping.clip_value(self._registry, optimizer_or_params, limit)
         else:
-            clipping.clip_value_of(clipping.params_in(optimizer_or_params), limit)
+            guarded_clipping.clip_value(self._registry, optimizer_or_params, limit)
 
     # -- the step -----------------------------------------------------------------------------
 

@@ -50,12 +50,14 @@ class Guard:
         skipped: How many steps were skipped, of all optimizers.
         sync_free: Whether optimizers without AMP support skip on the device too.
         checks: Whether gradients are looked at; False takes every step, as torch does.
+        one_pass: Whether steps may be taken in one pass.
     """
 
     ranks: Ranks
     skipped: SkipsByDevice
     sync_free: bool = False
     checks: bool = True
+    one_pass: bool = True
 
     def check(self, window: OptimizerWindow) -> Check:
         """Look whether an optimizer's gradients are finite; waits for no device."""
@@ -82,7 +84,7 @@ class Guard:
             scale_before=None,
             report=Attribution(window.params, flagged, window.names, optimizer).report,
             known=skipped,
-            obstacle="nothing is scaled: torch's own step is taken",
+            obstacle=window.obstacle,
         )
         window.unscaled.begin_anew()
         window.result = result
@@ -96,7 +98,7 @@ class Guard:
         """End the window with a step that was taken without a look at its gradients."""
         norm = window.unscaled.norm
         window.unscaled.begin_anew()
-        window.result = StepResult.unscaled(norm)
+        window.result = StepResult.unscaled(norm, obstacle=window.obstacle)
 
 
 def skips_by_itself(optimizer: Optimizer, found: Tensor) -> bool:

@@ -36,11 +36,23 @@ def obstacle(optimizer: Optimizer) -> str:
     """
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
-    if native_core().region is None:
-        return f"the native core is not loaded: {native_core().reason}"
+    missing = unavailable(_device_type_of(optimizer))
+    if missing:
+        return missing
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "differentiable=True"
     return _replaced_step(optimizer) or _hooks_in_the_way(optimizer)
+
+
+def unavailable(device_type: str) -> str:
+    """Say why no step is taken in one pass on devices of a type; empty if there the ops run.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``, ...
+    """
+    if native_core().region is None:
+        return f"the native core is not loaded: {native_core().reason}"
+    return "" if device_type == "cpu" else f"the parameters are on {device_type}"
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
@@ -66,7 +78,8 @@ def collect(optimizer: Optimizer) -> OnePassStep:
                 )
             except ValueError as error:
                 raise NotInOnePassError(str(error)) from None
-            parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
+            if len(tensors) > 0:
+                parts.append(_Part(getattr(tensors, rule.op), rule.options(group)))
             stored += weights
     return OnePassStep(optimizer, parts, stored, view)
 
@@ -139,8 +152,15 @@ def _sgd_options(group: _Group) -> tuple[Any, ...]:
     return (*map(float, numbers), group["nesterov"], group["maximize"])
 
 
+def _device_type_of(optimizer: Optimizer) -> str:
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return next((param.device.type for param in params), "cpu")
+
+
 _ADAM = _Rule("adam_", _adam_states, True, _adam_options)
 _RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _Rule("sgd_", _sgd_states, False, _sgd_options)}
+OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
+"""Names of the optimizers of ``torch.optim`` that there is an op for."""
 
 
 def _by_storage(

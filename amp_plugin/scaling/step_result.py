@@ -11,6 +11,8 @@ from torch import Tensor
 from amp_plugin.scaling.loss_scale import LaterScale, capturing
 from amp_plugin.scaling.overflow_report import OverflowReport
 
+_NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
+
 
 class HostFlag:
     """A device flag on its way to the host.
@@ -73,7 +75,7 @@ class StepResult:
         report: Callable[[], OverflowReport],
         scale_after: LaterScale | None = None,
         known: bool | None = None,
-        obstacle: str = "nothing was to be unscaled, clipped or checked",
+        obstacle: str = _NOTHING_TO_DO,
     ) -> None:
         self.norm = norm
         self.not_one_pass_because = obstacle
@@ -85,10 +87,17 @@ class StepResult:
         self._flag = None if known is not None else HostFlag(found_inf)
 
     @classmethod
-    def unscaled(cls, norm: Tensor | None = None) -> StepResult:
+    def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
         """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
         never = torch.zeros((), device="cpu")
-        return cls(norm=norm, found_inf=never, scale_before=None, report=OverflowReport, known=False)
+        return cls(
+            norm=norm,
+            found_inf=never,
+            scale_before=None,
+            report=OverflowReport,
+            known=False,
+            obstacle=obstacle,
+        )
 
     @property
     def one_pass(self) -> bool:

@@ -59,6 +59,7 @@ class TestPrecedence:
             "fp16_gradients": "yes",
             "sync_free": "on",
             "one_pass": "off",
+            "fold_clip": "on",
             "fp32_outputs": "0",
             "cast_cache": "True",
             "exact_schedulers": "1",

@@ -90,7 +90,7 @@ def test_losses_are_torchaos(clip, recipe):
     expected = by_torchao(copy.deepcopy(module.net), emulated(**recipe), clip=clip)
     fit(
         module,
-        AmpPrecision("fp8", float8_config=emulated(**recipe)),
+        AmpPrecision("fp8", float8_config=emulated(**recipe), one_pass=False),
         steps=6,
         data=loader(),
         gradient_clip_val=clip,
@@ -124,7 +124,7 @@ def test_fabric_converts_too():
 
     module = Module()
     expected = by_torchao(copy.deepcopy(module.net), emulated())
-    plugin = FabricAmpPrecision("fp8", float8_config=emulated())
+    plugin = FabricAmpPrecision("fp8", float8_config=emulated(), one_pass=False)
     fabric = Fabric(plugins=[plugin], accelerator="cpu")
     net, optimizer = fabric.setup(module.net, torch.optim.AdamW(module.net.parameters(), lr=1e-2))
     losses = []
@@ -186,7 +186,9 @@ def test_accelerates_recipe_keeps_our_clipping(clip):
     expected = by_torchao(
         copy.deepcopy(net), emulated(), left_out=("first",), clip=clip
     )  # the first and the last
-    accelerator = AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe(), AmpKwargs()])
+    accelerator = AmpAccelerator(
+        mixed_precision="fp8", cpu=True, kwargs_handlers=[recipe(), AmpKwargs(one_pass=False)]
+    )
     net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
     assert type(net.second).__name__ == "Float8Linear"
     losses = []

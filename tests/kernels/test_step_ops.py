@@ -383,3 +383,9 @@ def test_opcheck():
 
 def test_both_ops_are_listed():
     assert {"adam_", "sgd_"} <= ops.SCHEMAS.keys()
+
+
+def test_no_parameters_at_all():
+    """No tensor tells the device then, and torch's own ops are asked."""
+    OP.adam_([], [], [], [], [], [], [], [], decoupled_weight_decay=True, **ADAM)
+    OP.sgd_([], [], [], [], [], **SGD)

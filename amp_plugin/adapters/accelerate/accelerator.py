@@ -336,8 +336,9 @@ class AmpAccelerator(Accelerator):
             if self.distributed_type == DistributedType.FSDP:
                 return torch.full((), torch.nan)
             return clipping.norm_so_far(self._grad_scaler, params, norm_type)
-        if self._grad_scaler.is_enabled() and not self._is_fsdp1:
-            return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type)
+        fold = self._options.fold_clip and not self._is_fsdp1
+        if fold or (self._grad_scaler.is_enabled() and not self._is_fsdp1):
+            return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type, fold=fold)
         norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
         clipping.note_norm(self._grad_scaler, params, norm)
         return norm

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,15 +21,26 @@ def parameters_of(given: Parameters) -> list[Tensor]:
     return [given] if isinstance(given, Tensor) else list(given)
 
 
-def clip_norm(scaler: GradScaler, params: list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+def clip_norm(
+    scaler: GradScaler, params: list[Tensor], max_norm: float, norm_type: float, *, fold: bool = False
+) -> Tensor:
     """Clip the norm of unscaled gradients, and return it as it was before (0-dim, fp32).
+
+    Args:
+        scaler: the accelerator's.
+        params: whose gradients are clipped.
+        max_norm: largest norm.
+        norm_type: the p of the norm.
+        fold: leave the clip to the step if these are one optimizer's parameters.
 
     Raises:
         RuntimeError: no loss has been scaled yet, or parameters belong to no prepared optimizer.
     """
     refuse_before_backward(scaler, "clip_grad_norm_()")
+    owners = list(_optimizers_of(scaler, params)) if fold else []
+    target = owners[0] if len(owners) == 1 else params
     with naming_unprepared(scaler, params, "clip_grad_norm_()"):
-        return scaler.clip_grad_norm_(params, max_norm, norm_type)
+        return scaler.clip_grad_norm_(target, max_norm, norm_type, fold=fold)
 
 
 def clip_value(scaler: GradScaler, params: list[Tensor], largest: float) -> None:
@@ -52,7 +63,14 @@ def norm_so_far(scaler: GradScaler, params: list[Tensor], norm_type: float) -> T
 
 def note_norm(scaler: GradScaler, params: list[Tensor], norm: Tensor | None) -> None:
     """Keep a norm that Accelerate has measured for the optimizer that has these parameters."""
+    for optimizer in _optimizers_of(scaler, params):
+        if norm is not None:
+            scaler.note_norm(optimizer, norm)
+
+
+def _optimizers_of(scaler: GradScaler, params: list[Tensor]) -> Iterator[Optimizer]:
+    """Yield the optimizers that have exactly these parameters."""
     given = set(map(id, params))
     for optimizer in scaler.optimizers:
-        if norm is not None and given == set(map(id, parameters_of(optimizer))):
-            scaler.note_norm(optimizer, norm)
+        if given == set(map(id, parameters_of(optimizer))):
+            yield optimizer

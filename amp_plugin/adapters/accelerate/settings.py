@@ -53,6 +53,9 @@ class AmpKwargs(KwargsHandler):
         fp16_gradients: True allows parameters in float16.
         sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
         one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
+        fold_clip: True leaves a clip by norm to the step where the optimizer is stepped in one pass or fused:
+            faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` and the step;
+            False.
         on_nonfinite: what a step does whose gradients are not finite, in any precision: ``"skip"``,
             ``"raise"`` or ``"ignore"``, as GradScaler's; ``"skip"``.
         max_skips_in_a_row: skipped steps in a row of one optimizer after which ``step()`` raises, with the
@@ -88,6 +91,7 @@ class AmpKwargs(KwargsHandler):
     fp16_gradients: bool | None = None
     sync_free: bool | None = None
     one_pass: bool | None = None
+    fold_clip: bool | None = None
     on_nonfinite: OnNonfinite | None = None
     max_skips_in_a_row: int | None = None
     rules: OpRules | str | Path | None = None
@@ -111,6 +115,7 @@ class AdapterOptions:
     fp16_gradients: bool = False
     sync_free: bool = False
     one_pass: bool = True
+    fold_clip: bool = False
     on_nonfinite: OnNonfinite = "skip"
     max_skips_in_a_row: int = 50
     rules: OpRules | None = None

@@ -154,20 +154,24 @@ class FabricPrecision(PrecisionCore):
         self._ready()
         self._scaler_of(optimizer).ensure_unscaled(optimizer)
 
-    def clip_grad_norm_(self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, *, fold: bool = False
+    ) -> Tensor:
         """Clip unscaled gradients; an overflow gives an infinite norm, and the step is skipped.
 
         Args:
             optimizer: its gradients are clipped, the optimizer of ``fabric.setup`` or its own.
             max_norm: largest total norm.
             norm_type: the p of the norm.
+            fold: leave the clip to the step, which works it in as it reads the gradients, where the optimizer
+                can. Then do not look at ``.grad`` before the step: it is neither unscaled nor clipped.
 
         Returns:
             The norm before clipping, float32, 0-dim.
         """
         optimizer = self._unwrap(optimizer)
         self._ready()
-        return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type)
+        return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type, fold=fold)
 
     def _scaler_of(self, optimizer: Optimizer) -> GradScaler:
         """Return the scaler, which knows the optimizer now if it was not set up."""

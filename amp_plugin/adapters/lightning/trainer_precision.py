@@ -107,6 +107,8 @@ class TrainerPrecision(TrainerCheckpoints):
         self._manual = False
         self._looked_at: bool | None = None
         self._user_clips: bool | None = None
+        self._keeps_gradients: bool | None = None
+        self._leaves_clip_to_step = False
         self._window = 1
         self._sharded_root: Any = None
         self._root_device = ""
@@ -142,7 +144,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
-        self._looked_at = self._user_clips = None
+        self._looked_at = self._user_clips = self._keeps_gradients = None
         self._holds.clear()
         self._weights.add([model], optimizers)
         named = names_in([model])
@@ -287,7 +289,11 @@ class TrainerPrecision(TrainerCheckpoints):
             self._unscale(optimizer, model)
         elif self.observers and self._norm_is_lost(model):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._plain._after_closure(self, model, optimizer)
+        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._nobody_sees_a_clip(model)
+        try:
+            self._plain._after_closure(self, model, optimizer)
+        finally:
+            self._leaves_clip_to_step = False
         if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
             self._scaler.assume_unchanged(optimizer)
         return result
@@ -320,6 +326,16 @@ class TrainerPrecision(TrainerCheckpoints):
                 for hook in ("on_before_optimizer_step", "on_before_zero_grad")
             )
         return self._looked_at
+
+    def _nobody_sees_a_clip(self, model: Any) -> bool:
+        """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
+        if self._keeps_gradients is None:
+            self._keeps_gradients = self._is_overridden("optimizer_zero_grad", model)
+        return (
+            self._is_clipped_last(model)
+            and not self._keeps_gradients
+            and not self._gradients_are_looked_at(model)
+        )
 
     def _is_clipped_last(self, model: Any) -> bool:
         """Whether the step follows on Lightning's own clipping, without user code in between."""
@@ -358,7 +374,7 @@ class TrainerPrecision(TrainerCheckpoints):
         elif self._scaler.is_enabled():
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
-            self._scaler.clip_grad_norm_(optimizer, clip_val)
+            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
