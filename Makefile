@@ -37,7 +37,8 @@ PARALLEL := -n $(JOBS) --dist worksteal
 demo: $(READY)
 	$(BIN)/python recipes/train_digits.py
 
-test: lint test-native test-host-device test-fallback
+test: lint test-native # then two side by side, each in one process: to import the frameworks takes each process 20 s
+	$(MAKE) --jobs 2 --output-sync=target PARALLEL= test-host-device test-fallback
 
 lint: $(READY)
 	$(BIN)/ruff check

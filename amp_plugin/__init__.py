@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from amp_plugin.casting.cast_log import log_casts as log_casts
     from amp_plugin.casting.custom_fwd import custom_bwd as custom_bwd
     from amp_plugin.casting.custom_fwd import custom_fwd as custom_fwd
-    from amp_plugin.casting.dtype_report import dtype_report as dtype_report
     from amp_plugin.casting.invalidate import invalidate as invalidate
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
@@ -38,6 +37,10 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.replayed import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
+    from amp_plugin.sharding.collective_log import log_collectives as log_collectives
+    from amp_plugin.sharding.dtype_plan import DtypePlan as DtypePlan
+    from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
+    from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
     from amp_plugin.tuning.tuning import tune as tune
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
@@ -45,6 +48,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "CastCache": "amp_plugin.casting.cast_cache",
+    "DtypePlan": "amp_plugin.sharding.dtype_plan",
     "GradScaler": "amp_plugin.scaling.grad_scaler",
     "OpRule": "amp_plugin.casting.rules",
     "OpRules": "amp_plugin.casting.rules",
@@ -54,10 +58,12 @@ _HOME = {
     "custom_fwd": "amp_plugin.casting.custom_fwd",
     "diagnose": "amp_plugin.numerics.diagnosis",
     "diagnose_skip": "amp_plugin.numerics.replayed",
-    "dtype_report": "amp_plugin.casting.dtype_report",
+    "dtype_report": "amp_plugin.sharding.dtype_report",
+    "fully_shard": "amp_plugin.sharding.fully_shard",
     "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
+    "log_collectives": "amp_plugin.sharding.collective_log",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.rule_sets",
     "shadow_run": "amp_plugin.numerics.shadow_run",

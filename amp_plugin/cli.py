@@ -85,6 +85,27 @@ def doctor(
             help="Device to plan for; default: the best here.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
+    ] = None,
+    ranks: Annotated[int, typer.Option(min=1, help="With --model: processes that shard it.")] = 1,
+    units: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="With --model: modules gathered one at a time; repeatable."),
+    ] = None,
+    fp32_modules: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="With --model: modules that stay in fp32; repeatable."),
+    ] = None,
+    reduce: Annotated[
+        str,
+        typer.Option(
+            metavar="fp32|bf16",
+            callback=_one_of("fp32", "bf16"),
+            help="With --model: dtype in which gradients are reduced.",
+        ),
+    ] = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
@@ -92,6 +113,8 @@ def doctor(
 
     try:
         report = examine(precision, device or default_device())
+        if model is not None:
+            report |= _model_part(model, precision, ranks, units or [], fp32_modules or [], reduce)
     except ValueError as error:
         fail(str(error), code=2)
     if as_json:
@@ -99,6 +122,17 @@ def doctor(
     else:
         _print_report(report)
     raise typer.Exit(0 if report["healthy"] else 1)
+
+
+def _model_part(
+    target: str, precision: str, ranks: int, units: list[str], fp32_modules: list[str], reduce: str
+) -> dict[str, Any]:
+    """Return the report's part on a model."""
+    from amp_plugin.model_examination import examine_model  # noqa: PLC0415 - loads torch
+    from amp_plugin.sharding.dtype_plan import DtypePlan  # noqa: PLC0415
+
+    plan = DtypePlan(compute=precision, fp32_modules=fp32_modules, reduce=reduce)  # type: ignore[arg-type]
+    return {"model": examine_model(target, plan, ranks=ranks, units=units)}
 
 
 def _check_architectures(given: list[str] | None) -> list[str] | None:

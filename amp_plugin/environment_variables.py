@@ -39,6 +39,7 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "fp32_modules",
     "eval_precision",
     "weights",
+    "reduce",
 )
 KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS))
 

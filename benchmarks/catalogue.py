@@ -19,6 +19,7 @@ CPU = {
     "diagnosis": "diagnosis",
     "host": "host_time",
     "memory": "memory",
+    "first_use": "first_use",
     "lightning": "lightning",
     "accelerate": "accelerate",
 }

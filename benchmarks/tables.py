@@ -113,17 +113,31 @@ def losses(report: Report) -> str:
 
 
 def summary(report: Report, most: int = 10) -> str:
-    """List the first promised comparison with a rival of each section, ``most`` at most."""
-    rows = [["", "against", "ours / theirs", "promised"]]
-    for record in report.sections.values():
-        compared = (
-            [f"{each.table}: {each.name}", rival, ratio(each.ratios[rival]), each.verdicts[0].promise]
-            for each in record.outcomes
-            for rival in each.ratios
-            if rival in RIVALS and any(verdict.against == rival for verdict in each.verdicts)
-        )
-        rows += [row for row in (next(compared, None),) if row]
-    return markdown(rows[: most + 1])
+    """List promised comparisons with a rival, ``most`` at most.
+
+    The first of each section is in, then the second of each, and so on; they stand in the report's order.
+    """
+    ranked = [
+        (rank, place, row)
+        for place, record in enumerate(report.sections.values())
+        for rank, row in enumerate(_promised(record))
+    ]
+    chosen = sorted(ranked, key=lambda entry: entry[:2])[:most]
+    rows = [row for _, _, row in sorted(chosen, key=lambda entry: (entry[1], entry[0]))]
+    return markdown([["", "against", "ours / theirs", "promised"], *rows])
+
+
+def _promised(record: SectionRecord) -> list[list[str]]:
+    """Return the rows of the comparisons whose ratio to a rival is promised; missed promises are bold."""
+    rows = []
+    for outcome in record.outcomes:
+        for rival in (label for label in outcome.ratios if label in RIVALS):
+            verdict = next((each for each in outcome.verdicts if each.against == rival), None)
+            if verdict is not None:
+                promise = verdict.promise if verdict.kept else f"**{verdict.promise}**"
+                name = f"{outcome.table}: {outcome.name}"
+                rows.append([name, rival, ratio(outcome.ratios[rival]), promise])
+    return rows
 
 
 def published(report: Report) -> str:

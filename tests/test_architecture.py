@@ -42,7 +42,7 @@ SCALING_LAYERS = (
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
-ROOMS = {"amp_plugin.casting", "amp_plugin.kernels", "amp_plugin.scaling", "amp_plugin.weights"}
+ROOMS = {f"amp_plugin.{room}" for room in ("casting", "kernels", "scaling", "sharding", "weights")}
 CORE = {"amp_plugin", "amp_plugin.device_speed", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
@@ -54,6 +54,7 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.casting": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.weights": {"amp_plugin.kernels", *NAMES},
     "amp_plugin.scaling": {"amp_plugin.kernels", "amp_plugin.weights", *NAMES},
+    "amp_plugin.sharding": {"amp_plugin.casting", "amp_plugin.weights", *NAMES},
     "amp_plugin": {  # the public names
         "amp_plugin.adapters.accelerate",
         "amp_plugin.adapters.lightning",
@@ -61,6 +62,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.did_you_mean",
         "amp_plugin.numerics",
         "amp_plugin.scaling",
+        "amp_plugin.sharding",
         "amp_plugin.tuning",
         "amp_plugin.weights",
     },
@@ -97,11 +99,12 @@ PARTS: dict[str, set[str]] = {
     },
     "amp_plugin.rules_commands": CORE | {"amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
+    "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
-    | {"amp_plugin.doctor", "amp_plugin.numerics_commands", "amp_plugin.program"}
-    | {"amp_plugin.rules_commands", "amp_plugin.script_casts", "amp_plugin.terminal"}
-    | {"amp_plugin.tuning_commands"},
+    | {"amp_plugin.doctor", "amp_plugin.model_examination", "amp_plugin.numerics_commands"}
+    | {"amp_plugin.program", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
+    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,

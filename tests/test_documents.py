@@ -13,6 +13,7 @@ from urllib.parse import unquote
 
 import pytest
 
+import amp_plugin
 from tests.warm_processes import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -59,6 +60,18 @@ def headings(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
     plain = (re.sub(r"[^\w\- ]", "", title.lower()).strip() for title in titles)
     return {title.replace(" ", "-") for title in plain}
+
+
+def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
+    sections = re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    described = [section.rpartition(".")[2] for section in sections]
+    assert len(described) == len(set(described))
+    programs = "\n".join(text for page in PAGES for text in blocks(page, "python"))
+    imported = re.findall(r"^ *from amp_plugin[\w.]* import ([\w, ]+)", programs, re.MULTILINE)
+    used = {name.partition(" as ")[0].strip() for names in imported for name in names.split(",")}
+    public = {name for name in dir(amp_plugin) if not name.startswith("_")}
+    assert "diagnose_skip" in public & used
+    assert (public | used) - set(described) == set()
 
 
 def test_the_readme_names_commands_that_exist() -> None:

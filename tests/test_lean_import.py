@@ -11,12 +11,19 @@ from pathlib import Path
 import pytest
 
 import amp_plugin
+from tests.warm_processes import ROOT, run_program
 
 HEAVY = ("accelerate", "cuda", "lightning", "matplotlib", "pytorch_lightning", "rich", "sklearn", "tensorboard", "transformers", "typer")  # fmt: skip
 
 
-def loaded_by(statements: str, cache: Path) -> dict[str, object]:
-    """Run statements in a new process; returns its modules and whether CUDA was touched."""
+def loaded_by(statements: str, cache: Path, *, with_torch: bool = False) -> dict[str, object]:
+    """Run statements in a new process; returns its modules and whether CUDA was touched.
+
+    Args:
+        statements: what it does.
+        cache: folder of compiled code.
+        with_torch: it may have imported torch before.
+    """
     code = f"""
 import json, os, subprocess, sys
 started = []
@@ -31,11 +38,19 @@ print(json.dumps({{
     "started": started,
 }}))
 """
-    environment = {**os.environ, "AMP_PLUGIN_CACHE_DIR": str(cache)}
-    answer = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert answer.stderr == ""
+    program, cache_folder = cache.with_suffix(".py"), {"AMP_PLUGIN_CACHE_DIR": str(cache)}
+    program.write_text(code)
+    if with_torch:
+        answer = run_program(program, cache_folder)
+    else:
+        answer = subprocess.run(
+            [sys.executable, program],
+            env={**os.environ, "PYTHONPATH": str(ROOT), **cache_folder},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert (answer.returncode, answer.stderr) == (0, "")
     return json.loads(answer.stdout)
 
 
@@ -79,7 +94,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 
 @pytest.mark.parametrize("name", ["AmpPrecision", "AmpAccelerator"])
 def test_a_name_of_an_adapter_loads_its_framework_alone(tmp_path: Path, name: str) -> None:
-    found = loaded_by(f"from amp_plugin import {name}", tmp_path / "cache")
+    found = loaded_by(f"from amp_plugin import {name}", tmp_path / "cache", with_torch=True)
     adapters = {
         "AmpPrecision": "amp_plugin.adapters.lightning",
         "AmpAccelerator": "amp_plugin.adapters.accelerate",
@@ -94,6 +109,7 @@ def test_the_lightning_names_are_for_the_package_of_the_program(tmp_path: Path) 
         "import pytorch_lightning\nfrom amp_plugin import AmpPrecision\n"
         "assert issubclass(AmpPrecision, pytorch_lightning.plugins.MixedPrecision)",
         tmp_path / "cache",
+        with_torch=True,
     )
     assert "lightning" not in found["modules"]
 
@@ -115,5 +131,5 @@ def test_what_to_install_is_what_the_extras_say() -> None:
 
 
 def test_a_star_import_leaves_the_adapters_out(tmp_path: Path) -> None:
-    found = loaded_by("from amp_plugin import *\nGradScaler", tmp_path / "cache")
+    found = loaded_by("from amp_plugin import *\nGradScaler", tmp_path / "cache", with_torch=True)
     assert not {"accelerate", "lightning"} & {*found["modules"]}

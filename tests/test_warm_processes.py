@@ -9,8 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests import warm_processes
+from tests.process_groups import destroy
 
 
 def speak() -> None:
@@ -29,6 +32,14 @@ def leave() -> None:
 def stay() -> None:
     print("here", file=sys.stderr, flush=True)
     time.sleep(600)
+
+
+def sum_of_ranks() -> None:
+    dist.init_process_group("gloo")
+    total = torch.tensor(dist.get_rank() + int(os.environ["SUMMAND"]))
+    dist.all_reduce(total)
+    print(total.item(), "of", dist.get_world_size())
+    destroy()
 
 
 def test_output_errors_environment_and_folder(tmp_path: Path) -> None:
@@ -64,6 +75,6 @@ def test_what_does_not_end_is_killed() -> None:
     assert caught.value.stderr == "here\n"
 
 
-def test_ranks_are_numbered() -> None:
-    answers = warm_processes.call_on_ranks(2, 60, print, "of two")
-    assert [answer.stdout for answer in answers] == ["0 of two\n", "1 of two\n"]
+def test_ranks_find_each_other_as_under_torchrun() -> None:
+    answers = warm_processes.call_on_ranks(2, 60, sum_of_ranks, SUMMAND="3")
+    assert [answer.stdout for answer in answers] == ["7 of 2\n"] * 2, [answer.stderr for answer in answers]

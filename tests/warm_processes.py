@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
+import socket
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -96,7 +97,7 @@ def call(
     folder: Path = ROOT,
 ) -> CompletedProcess[str]:
     """Call a function in a process of its own; return its exit status, output and errors."""
-    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(400)
+    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(800)
 
 
 def run_program(
@@ -107,15 +108,47 @@ def run_program(
 
 
 def call_on_ranks(
-    count: int, seconds: float, function: Callable[..., object], *arguments: Any
+    count: int, seconds: float, function: Callable[..., object], *arguments: Any, **variables: str
 ) -> list[CompletedProcess[str]]:
-    """Call ``function(rank, *arguments)`` in ``count`` processes side by side; return how each ended."""
-    processes = [WarmProcess(function, rank, *arguments) for rank in range(count)]
+    """Call a function in processes side by side, with the variables that torchrun gives to each.
+
+    Args:
+        count: of processes.
+        seconds: after which those that have not ended are killed.
+        function: what each of them calls.
+        arguments: what it calls it with.
+        variables: more environment variables of all of them.
+
+    Returns:
+        How each of them ended, by rank.
+    """
+    shared = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    processes = [
+        WarmProcess(function, *arguments, environment={**shared, **_variables_of(rank, count)})
+        for rank in range(count)
+    ]
     try:
         return [process.wait(seconds) for process in processes]
     finally:
         for process in processes:
             process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def _variables_of(rank: int, count: int) -> dict[str, str]:
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": 0,
+    }
+    return {"TORCHELASTIC_RUN_ID": "test", **{name: str(value) for name, value in ranks.items()}}
 
 
 def _call(

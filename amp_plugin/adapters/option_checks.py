@@ -100,3 +100,21 @@ def rules_from(given: Any, source: str = "") -> OpRules:
         what = error.strerror if isinstance(error, OSError) else error
         msg = f"{place}: {what}; {wanted}"
         raise ValueError(msg) from error
+
+
+def refuse_other_eval_precision(in_eval: str | None, precision: str) -> None:
+    """Raise if a sharded model is to compute in another precision in evaluation.
+
+    Args:
+        in_eval: the ``eval_precision`` asked for.
+        precision: that of training, in which FSDP gathers the weights.
+
+    Raises:
+        ValueError: it is.
+    """
+    if in_eval is not None and in_eval != precision and "fp32" != precision != "no":
+        msg = (
+            f"eval_precision={in_eval!r} does not work under FSDP, which gathers weights in {precision!r} "
+            "in evaluation too; leave eval_precision out"
+        )
+        raise ValueError(msg)

@@ -35,7 +35,7 @@ def apply_fp32_modules(
     require_matches([model], patterns)
     modules = _named(model)
     in_fp32 = run_in(torch.float32, keep=keep, cast_back=cast_back)
-    names = [name for name in modules if any(_is_meant(name, modules[name], pattern) for pattern in patterns)]
+    names = matched_names(model, patterns)
     for name in names:
         in_fp32(modules[name])
     return names
@@ -62,6 +62,16 @@ def require_matches(models: Sequence[nn.Module], patterns: Iterable[str]) -> Non
         owners = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
         msg = f"fp32_modules: {pattern!r} is no name or class of a module in {owners}{near}"
         raise ValueError(msg)
+
+
+def matched_names(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the names of the submodules that match a pattern, in the order of ``named_modules``."""
+    patterns = list(patterns)
+    return [
+        name
+        for name, module in _named(model).items()
+        if any(_is_meant(name, module, pattern) for pattern in patterns)
+    ]
 
 
 def matching(model: nn.Module, patterns: Iterable[str]) -> list[str]:

@@ -39,6 +39,8 @@ SOURCES = Path(__file__).parent / "csrc"
 PREBUILT = FOLDER
 LIBRARY = "libamp_plugin.so"
 REGION = "_region"
+ARITHMETIC = ("scaling_", "step_", "weight_")
+"""How the names of the sources begin that compute on elements: half of the compiler's work."""
 _FAILURES = (OSError, RuntimeError, ValueError, ImportError)
 
 
@@ -208,6 +210,7 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
             f"-Wl,-soname,{LIBRARY}",
         ),
         joined=_joined(),
+        apart=ARITHMETIC,
     )
 
 

@@ -74,6 +74,8 @@ class SharedObject:
         link_flags: For the linker.
         joined: Compile all sources as one translation unit. Torch's headers are most of the work, and
             are then read once; a change to one source compiles all of them again.
+        apart: Of joined sources, those whose names begin with one of these words are a translation unit of
+            their own where two can be compiled at the same time.
     """
 
     file_name: str
@@ -83,12 +85,17 @@ class SharedObject:
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     joined: bool = False
+    apart: tuple[str, ...] = ()
 
     def units(self) -> tuple[Unit, ...]:
-        """Return the translation units: one with all sources if they are joined, else one for each."""
-        if self.joined and len(self.sources) > 1:
-            return (Unit(name=self.file_name.partition(".")[0], sources=self.sources),)
-        return tuple(Unit(name=source.stem, sources=(source,)) for source in self.sources)
+        """Return the translation units: one or two with all sources if they are joined, else one for each."""
+        if not self.joined or len(self.sources) == 1:
+            return tuple(Unit(name=source.stem, sources=(source,)) for source in self.sources)
+        name = self.file_name.partition(".")[0]
+        apart = [source for source in self.sources if jobs() > 1 and source.name.startswith(self.apart)]
+        rest = [source for source in self.sources if source not in apart]
+        parts = ((f"{name}_apart", apart), (name, rest))
+        return tuple(Unit(name=part, sources=tuple(files)) for part, files in parts if files)
 
 
 def find_compiler() -> Compiler:

@@ -55,7 +55,7 @@ def _draw_errors(axes: Axes, errors: list[Errors]) -> None:
     axes.set_xscale("log")
     axes.set_xlim(left=_SMALLEST)
     axes.set_xlabel("relative error")
-    axes.legend(fontsize=8, loc="lower right")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _draw_exponents(axes: Axes, errors: list[Errors]) -> None:

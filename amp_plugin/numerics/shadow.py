@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from typing_extensions import Self
@@ -56,7 +57,9 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op, and beside it in the wide dtype."""
         kwargs = kwargs or {}
         if any(kind not in _PLAIN for kind in types):
-            return NotImplemented
+            if any(issubclass(kind, FakeTensor) for kind in types):
+                return func(*args, **kwargs)
+            return NotImplemented  # the subclass's own ops come here one by one
         traits = traits_of(func)
         if torch.is_grad_enabled():
             self._sites.note(traits.name, self._modules.current())
@@ -71,6 +74,8 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             results = [*written, *results_of(output)]
             followed = [result for result in results if self._shadows.follows(result.tensor)]
             if sides is None or not followed:
+                if followed and self._is_a_loss(traits, arguments):
+                    self._count(traits)
                 self._own_values(followed)
             else:
                 self._compare(func, traits, sides, written, output)
@@ -79,9 +84,15 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
         """Whether the op can be run again: it draws no numbers, asks nobody, and is given tensors."""
-        return bool(arguments) and not (
-            traits.is_random or traits.is_collective or traits.is_unwritten or traits.is_listwise
-        )
+        return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
+
+    @staticmethod
+    def _is_a_loss(traits: OpTraits, arguments: list[Argument]) -> bool:
+        """Whether what arrives at an op that is not run again is lost: its results depend on it."""
+        return not traits.is_unwritten and any(a.name not in traits.overwritten for a in arguments)
+
+    def _count(self, traits: OpTraits) -> None:
+        self.not_compared[traits.name] = self.not_compared.get(traits.name, 0) + 1
 
     def _sides(self, traits: OpTraits, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the op's arguments as wide tensors: with the program's values, and with the other run's."""
@@ -111,7 +122,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if [len(exact), len(arriving)] != [len(results)] * 2:
                 raise RuntimeError(traits.name)  # noqa: TRY301 - counted below like any other
         except (RuntimeError, TypeError, NotImplementedError):
-            self.not_compared[traits.name] = self.not_compared.get(traits.name, 0) + 1
+            self._count(traits)
             self._own_values([result for result in results if self._shadows.follows(result.tensor)])
             return
         seen: set[int] = set()

@@ -62,7 +62,7 @@ class ShadowRun:
             return self._shadow.value_of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
-        """Return how often ops could not run in the wide dtype; their results are taken as exact."""
+        """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
         return dict(self._shadow.not_compared)
 
     def table(self, rows: int | None = 20) -> Table:
@@ -80,9 +80,13 @@ class ShadowRun:
         for (module, op, direction), found in errors[:rows]:
             table.add_row(*_cells(module, op, direction, found))
         hidden = len(errors) - len(errors[:rows])
-        table.caption = f"{hidden} rows with smaller errors" if hidden else None
+        notes = [f"{hidden} rows with smaller errors"] if hidden else []
         if not errors:
-            table.caption = "no op returned a 16-bit result: was the code in an autocast block?"
+            notes = ["no op returned a 16-bit result: was the code in an autocast block?"]
+        if self.not_compared():
+            ops = (f"{op} ({calls} {_plural('call', calls)})" for op, calls in self.not_compared().items())
+            notes.append(f"passed on as exact, not measured: {', '.join(ops)}")
+        table.caption = "; ".join(notes) or None
         return table
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,8 +120,9 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
     16 bits.
     The program's own results are not changed. Memory: the wide values of every living tensor, beside it.
 
-    Ops that draw numbers, optimizers that step all parameters at once, and ops without a kernel for the wide
-    dtype pass their results on as exact; ``not_compared()`` counts the last kind.
+    Ops that draw numbers from tensors, collectives, and ops without a kernel for the wide dtype are not
+    measured, and pass their results on as exact; ``not_compared()`` counts them. Of a DTensor each rank
+    measures its own shard.
 
     Args:
         model: gives the module names; default: whatever module is called, its class in front.
@@ -136,6 +141,10 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         [('aten::_to_copy.default', 1)]
     """
     return ShadowRun(model, dtype=dtype)
+
+
+def _plural(noun: str, count: int) -> str:
+    return noun if count == 1 else f"{noun}s"
 
 
 def _cells(module: str, op: str, direction: str, errors: Errors) -> tuple[str, ...]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_plugin.numerics.op_call import is_low_precision
 from amp_plugin.numerics.storages import Storages
+
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class ShadowValues:
@@ -29,6 +31,7 @@ class ShadowValues:
         """Say whether a value has a shadow: a dense floating-point tensor of at most the shadow's width."""
         return (
             isinstance(tensor, Tensor)
+            and type(tensor) in _PLAIN  # others hold plain ones, or no memory
             and tensor.is_floating_point()
             and tensor.layout is torch.strided
             and not tensor.is_meta

@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = given_before(report.arguments, traits) if traits.written else []
         try:
             output = func(*args, **kwargs)
-        except Exception:
+        except Exception:  # whatever it is goes on below; what led to it is told before
             with unwatched():
                 self._refused(report)
             raise

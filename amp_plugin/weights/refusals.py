@@ -60,13 +60,26 @@ def refuse_sharded(model: nn.Module, weights: str) -> None:
         TypeError: They are.
     """
     setting = sharded_by(model)
-    if setting is None or weights == "fp32":
-        return
-    msg = (
-        f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers them "
-        f"in 16 bits by itself; leave weights='fp32' and use {setting}"
-    )
-    raise TypeError(msg)
+    if setting is not None:
+        refuse_sharded_weights(weights, setting)
+
+
+def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
+    """Raise if the weights of a model that is, or will be, sharded are to be stored in 16 bits.
+
+    Args:
+        weights: How they are to be stored.
+        setting: What makes the engine gather them in 16 bits.
+
+    Raises:
+        TypeError: They are.
+    """
+    if weights != "fp32":
+        msg = (
+            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
+            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
+        )
+        raise TypeError(msg)
 
 
 def sharded_by(model: nn.Module) -> str | None:

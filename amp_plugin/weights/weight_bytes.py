@@ -13,10 +13,10 @@ from amp_plugin.weights.weight_store import store_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightBytes:
-    """Bytes held between two optimizer steps.
+    """Bytes held between two optimizer steps, by this process.
 
     Attributes:
-        parameters: Elements of all parameters, tied ones once.
+        parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
         weights: Of the parameters themselves.
         masters: Kept beside them: low halves, or float32 masters.
         gradients: Of the gradients that are there now.
@@ -75,7 +75,7 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
     store = store_of(model)
     state = (entry for optimizer in optimizers for entry in optimizer.state.values())
     return WeightBytes(
-        parameters=sum(param.numel() for param in params),
+        parameters=sum(local_of(param).numel() for param in params),
         weights=_bytes(params),
         masters=0 if store is None else _bytes(weight.rest for weight in store),
         gradients=_bytes(param.grad for param in params if param.grad is not None),
@@ -88,4 +88,10 @@ def _tensors(entry: object) -> list[Tensor]:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

@@ -1,10 +1,6 @@
-"""What each of two processes does in test_accelerate_distributed.py; prints one JSON line a rank.
-
-python -m torch.distributed.run --nproc-per-node 2 accelerate_ranks.py FOLDER
-"""
+"""What each of two processes does in test_accelerate_distributed.py; writes FOLDER/rankN.json."""
 
 import json
-import sys
 from pathlib import Path
 
 import torch
@@ -132,10 +128,9 @@ def on_cpu_as_on_gpus(state, *_args, **_kwargs):
     return "gloo", DistributedType.MULTI_GPU
 
 
-def main():
-    folder = Path(sys.argv[1])
+def main(folder: Path, device: str) -> None:
     report = {"ddp": distributed_data_parallel()}
-    if sys.argv[2] == "cpu":
+    if device == "cpu":
         PartialState._prepare_backend = on_cpu_as_on_gpus
         PartialState.set_device = lambda state: setattr(state, "device", torch.device("cpu"))
         torch.accelerator.is_available = lambda: True
@@ -146,7 +141,3 @@ def main():
     rank = torch.distributed.get_rank()
     (folder / f"rank{rank}.json").write_text(json.dumps(report))
     leave()
-
-
-if __name__ == "__main__":
-    main()

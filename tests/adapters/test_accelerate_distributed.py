@@ -1,14 +1,10 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-
+from tests.adapters.accelerate_ranks import main
+from tests.warm_processes import call_on_ranks
 
 TWO_GPUS = pytest.mark.skipif(
     torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available(),
@@ -20,15 +16,9 @@ TWO_GPUS = pytest.mark.skipif(
 def ranks(request, tmp_path_factory):
     """What two processes report: of a gloo group on the CPU, or of an NCCL group."""
     folder = tmp_path_factory.mktemp("ranks")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(ROOT / "tests" / "adapters" / "accelerate_ranks.py"), str(folder), request.param),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    if request.param == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if request.param == "cpu" else {}
+    for rank in call_on_ranks(2, 200, main, folder, request.param, **hidden):
+        assert rank.returncode == 0, rank.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

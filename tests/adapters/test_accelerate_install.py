@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, __main__, install, uninstall
+from tests.adapters.accelerate_launch import launch
 from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient, reset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,20 +218,11 @@ class TestModuleRoute:
 
     @staticmethod
     def launch(script, *arguments):
-        command = [
-            *(str(Path(sys.executable).parent / "accelerate"), "launch"),
+        words = [
             *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
             *("-m", "amp_plugin.adapters.accelerate", str(script), *arguments),
         ]
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "AMP_PLUGIN_INIT_SCALE": "512",
-        }
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=200, check=False
-        )
+        done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
         assert done.returncode == 0, done.stderr
         return done
 

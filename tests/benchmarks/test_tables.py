@@ -73,6 +73,17 @@ def test_the_summary_has_one_promise_of_each_section(report):
     assert len(tables.summary(report, most=0).splitlines()) == 2
 
 
+def test_the_summary_is_filled_with_second_promises_and_marks_what_is_missed(report):
+    models = report.sections["models"]
+    renamed = replace(models, outcomes=tuple(replace(each, table="More") for each in models.outcomes))
+    both = replace(report, sections={"models": models, "more": renamed})
+    names = [
+        line.split(" | ")[0].removeprefix("| ") for line in tables.summary(both, most=3).splitlines()[2:]
+    ]
+    assert names == ["Models: fast", "Models: slow", "More: fast"]
+    assert "| Models: slow | torch | 2.00 | **at most 1.00: missed** |" in tables.summary(both)
+
+
 def test_slower_than_a_limit_is_no_loss(report):
     assert "**1.50" not in tables.section(report, "kernels")
 

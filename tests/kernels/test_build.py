@@ -16,8 +16,8 @@ import pytest
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
-from amp_plugin.kernels.compiler import Unit, find_compiler, python_headers
-from amp_plugin.kernels.torch_flags import compile_flags, include_dirs
+from amp_plugin.kernels.compiler import Unit, find_compiler, included_headers, python_headers
+from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs
 from tests.warm_processes import call
 
 LIBRARY = 'extern "C" int small_answer() { return 42; }\n'
@@ -226,6 +226,22 @@ def test_other_systems_fall_back(fresh: None, monkeypatch: pytest.MonkeyPatch) -
         assert not native_core().loaded
 
 
+def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MAX_JOBS", "2")
+    monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
+    library = build.library_target(build.SOURCES, Machine.this())
+    arithmetic, rest = library.units()
+    assert {*arithmetic.sources, *rest.sources} == set(library.sources)
+
+    def has_vectors(source: Path) -> bool:
+        files = [source, *included_headers(source, library.headers)]
+        return any("<ATen/cpu/vec/" in file.read_text() for file in files)
+
+    vectors = {source for source in library.sources if has_vectors(source)}
+    assert len(vectors) > 3
+    assert vectors <= set(arithmetic.sources)
+
+
 def check_without_warnings(sources: list[Path], folder: Path) -> None:
     """Let the compiler read ``sources`` as one translation unit, with every warning an error."""
     with_python = [python_headers()] if sources[0].parent.name == "python" else []
@@ -254,7 +270,7 @@ def test_our_own_sources_compile_without_a_warning(part: str, tmp_path: Path) ->
 
 
 def messages_of_this_build(part: str) -> str | None:
-    """What the compiler said when these sources were compiled; None unless they were, all of them, here."""
+    """What the compiler said in the build in use; None if it was made elsewhere, or source by source."""
     core = native_core()
     extension = core.region and Path(core.region.__file__)
     file = extension if part == "python" else core.library

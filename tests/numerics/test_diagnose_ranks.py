@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -28,9 +27,8 @@ print("sum", (weight.grad * 2).sum().item() == 0)
 """
 
 
-def diagnose(rank: int, words: list[str]) -> None:
+def diagnose(words: list[str]) -> None:
     """Do what the command ``amp-plugin diagnose`` does."""
-    os.environ.update(RANK=str(rank), COLUMNS="300", NO_COLOR="1")
     sys.argv = ["amp-plugin", "diagnose", *words]
     app()
 
@@ -39,7 +37,8 @@ def run(folder: Path, *options: str) -> list[tuple[int, str, str]]:
     """Run the script in two processes; return exit code, output and errors of each rank."""
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    ranks = call_on_ranks(2, SECONDS, diagnose, [*options, str(script), str(folder / "store")])
+    words = [*options, str(script), str(folder / "store")]
+    ranks = call_on_ranks(2, SECONDS, diagnose, words, COLUMNS="300", NO_COLOR="1")
     return [(rank.returncode, rank.stdout, rank.stderr) for rank in ranks]
 
 

@@ -134,6 +134,44 @@ def test_dropout_keeps_its_mask():
     assert max(found.arriving for found in run.errors().values()) < 0.05
 
 
+def train_three_steps(options, dtype):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+    x = torch.randn(64, 32)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with autocast("cpu", dtype=torch.bfloat16, enabled=dtype is torch.bfloat16):
+            loss = (model(x) - x).square().mean()
+        loss.backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_a_run_without_rounding_goes_on_through_steps(options, wide):
+    expected = train_three_steps(options, torch.float32)
+    with shadow_run(dtype=wide) as run:
+        weight = train_three_steps(options, torch.bfloat16)
+        got = weight.bfloat16()
+    errors = run.errors()[("", "aten::_to_copy.default", "forward")]
+    error = float((got.double() - expected.double()).norm() / expected.double().norm())
+    assert errors.arriving == pytest.approx(error, rel=2e-3)
+    assert errors.arriving > 5 * float((got.double() - weight.double()).norm() / weight.double().norm())
+    assert run.not_compared() == {}
+
+
+def test_what_cannot_be_run_again_is_counted():
+    with shadow_run() as run:
+        half = torch.randn(64).half()
+        noisy = torch.bernoulli(half.abs().clamp(max=1.0))
+        noisy.normal_()
+        torch.empty_like(half).fill_(2.0)
+    assert run.not_compared() == {"aten::bernoulli.default": 1}
+    assert run.table().caption == "passed on as exact, not measured: aten::bernoulli.default (1 call)"
+
+
 def test_another_dtype_is_refused():
     with pytest.raises(
         ValueError, match=r"shadow_run\(dtype=torch.float16\): give torch.float32, or torch.float64"
@@ -152,3 +190,24 @@ def test_table_and_plot(tmp_path: Path):
     with shadow_run() as run:
         torch.ones(2)
     assert "was the code in an autocast block?" in str(run.table().caption)
+
+
+def test_shards_are_measured_and_collectives_are_counted():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+
+    from tests.process_groups import group_of_one
+
+    torch.manual_seed(0)
+    left, right = torch.randn(32, 32).half(), torch.randn(32, 32).half()
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        rows, whole = distribute_tensor(left, mesh, [Shard(0)]), distribute_tensor(right, mesh, [Replicate()])
+        with shadow_run() as run:
+            product = (rows @ whole).to_local() * 2
+            total = product.clone()
+            torch.distributed.all_reduce(total)
+    errors = {op: found for (_, op, _), found in run.errors().items()}
+    exact = left.double() @ right.double()
+    error = float(((product / 2).double() - exact).norm() / exact.norm())
+    assert errors["aten::mm.default"].arriving == pytest.approx(error, rel=1e-3)
+    assert run.not_compared() == {"c10d::allreduce_.default": 1}

@@ -18,9 +18,18 @@ def on_the_command_line(words: list[str]) -> None:
     runpy.run_module("recipes", run_name="__main__", alter_sys=True)
 
 
-def train_on_rank(rank: int, ranks: int, port: int, name: str, overrides: list[str]) -> None:
-    """Train a recipe as one of torchrun's processes; print its title and losses as a line of JSON."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def train_and_print(name: str, overrides: list[str]) -> None:
+    """Train a recipe; print its title and losses as a line of JSON."""
     config = load_config(catalogue.load(name).Config, ROOT / f"configs/{name}.yaml", overrides)
     record = catalogue.load(name).train(config)
     print(json.dumps([record.title, record.losses]))
+
+
+def digits_as_script_and_as_module(words: list[str]) -> None:
+    """Do what ``python recipes/train_digits.py WORDS`` does, then the same with ``-m``."""
+    for name, run, program in (
+        ("script", runpy.run_path, "recipes/train_digits.py"),
+        ("module", runpy.run_module, "recipes.train_digits"),
+    ):
+        sys.argv = ["train_digits.py", *words, f"name={name}"]
+        run(program, run_name="__main__")

@@ -7,7 +7,6 @@
 import importlib
 import json
 import re
-import socket
 import sys
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -26,7 +25,7 @@ from recipes.config import ConfigError, load_config
 from recipes.digits import TRAINING_IMAGES, digits_loaders
 from recipes.settings import Precision
 from tests import warm_processes
-from tests.recipes.command_line import on_the_command_line, train_on_rank
+from tests.recipes.command_line import on_the_command_line, train_and_print
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/assets/golden_losses.json"
@@ -270,11 +269,8 @@ def test_two_processes_that_a_recipe_starts_have_the_losses_of_one():
 @pytest.mark.parametrize("name", SEVERAL)
 def test_two_processes_that_torchrun_starts_have_the_losses_of_one(name):
     golden = json.loads(GOLDEN.read_text())[name]["fp16"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     overrides = ["precision=fp16", "steps=3"]
-    for rank in warm_processes.call_on_ranks(2, 200, train_on_rank, 2, port, name, overrides):
+    for rank in warm_processes.call_on_ranks(2, 200, train_and_print, name, overrides):
         assert rank.returncode == 0, rank.stderr
         title, losses = json.loads(rank.stdout.splitlines()[-1])
         assert losses == pytest.approx(golden, rel=TOLERANCE["fp16"])

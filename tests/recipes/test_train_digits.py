@@ -1,9 +1,7 @@
 """The digits recipe: its config, its data, and runs in three precisions."""
 
 import logging
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +15,8 @@ from recipes.digits import DigitsNet, digits_loaders
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits import DigitsConfig, main, train
 from recipes.training_record import TrainingRecord
+from tests import warm_processes
+from tests.recipes.command_line import digits_as_script_and_as_module
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/train_digits.yaml"
@@ -217,18 +217,11 @@ def test_three_precisions_agree(changes, least, apart):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", [["recipes/train_digits.py"], ["-m", "recipes.train_digits"]])
-def test_the_program_runs_without_a_warning(command, tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    arguments = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, *command, *arguments],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "test accuracy" in done.stdout
+def test_the_program_runs_without_a_warning(tmp_path):
+    words = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
+    done = warm_processes.call(digits_as_script_and_as_module, words)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 2
     assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
-    assert (tmp_path / "digits_fp16/training.png").exists()
+    for name in ("script", "module"):
+        assert (tmp_path / f"{name}_fp16/training.png").exists()

@@ -1,9 +1,6 @@
-import os
 import re
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +13,7 @@ from recipes import train_digits_accelerate
 from recipes.config import ROOT, ConfigError, load_config
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits_accelerate import DigitsConfig, train
+from tests.adapters.accelerate_launch import launch
 
 LAUNCH_FILES = sorted(
     path for path in (ROOT / "configs" / "accelerate").glob("*.yaml") if path.name != "digits.yaml"
@@ -43,12 +41,11 @@ def test_losses_equal_the_lightning_recipe_step_for_step(precision, accumulate, 
     # Accelerate's clip is written into the gradients, so its steps in fp16 are torch's own: compared with such
     monkeypatch.setenv("AMP_PLUGIN_ONE_PASS", "off")
     monkeypatch.setattr(train_digits, "AmpPrecision", partial(train_digits.AmpPrecision, one_pass=False))
+    options = {"epochs": 2, "accumulate": accumulate, "width": 4}
     lightning = train_digits.train(
-        train_digits.DigitsConfig(
-            precision=Precision(precision), accelerator="cpu", epochs=2, accumulate=accumulate
-        )
+        train_digits.DigitsConfig(precision=Precision(precision), accelerator="cpu", **options)
     )
-    ours = train(DigitsConfig(precision=precision, epochs=2, accumulate=accumulate))
+    ours = train(DigitsConfig(precision=precision, **options))
     assert len(ours.losses) == 2 * -(-20 // accumulate)
     unit = ours.losses[0] / lightning.losses[0]  # Lightning reports what it runs backward on
     assert unit in {1, accumulate}
@@ -113,15 +110,11 @@ def test_each_launch_file_says_how_to_use_it_and_explains_each_key(path):
 @pytest.mark.dist
 @pytest.mark.parametrize(("file", "title"), [("cpu_fp16", "fp16 x 1"), ("cpu_bf16_2_processes", "bf16 x 2")])
 def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
-    launch = [
-        *(str(Path(sys.executable).parent / "accelerate"), "launch"),
+    words = [
         *("--config_file", str(ROOT / "configs" / "accelerate" / f"{file}.yaml")),
         *(str(ROOT / "recipes" / "train_digits_accelerate.py"), "epochs=12", f"output={tmp_path}"),
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    done = subprocess.run(
-        launch, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path, check=False
-    )
+    done = launch(words, {"COLUMNS": "100"}, tmp_path)
     assert done.returncode == 0, done.stderr
     assert title in done.stdout
     accuracy = re.search(r"test accuracy\s*│\s*([\d.]+)%", done.stdout)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import warnings
 
 import torch
@@ -392,12 +391,12 @@ def scenarios(rank, world):
     }
 
 
-def report(rank, world, port, folder):
+def report(folder):
     """Run all scenarios as a rank of a gloo group and write what came of them; ends the process."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
     results = scenarios(rank, world)
     (folder / f"{rank}.json").write_text(json.dumps(results))
     dist.barrier()

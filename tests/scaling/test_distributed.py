@@ -2,7 +2,6 @@
 
 import json
 import math
-import socket
 
 import pytest
 import torch
@@ -17,10 +16,7 @@ FULL = torch.arange(1.0, 9.0)
 
 
 def run(world, folder):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = call_on_ranks(world, 240, report, world, port, folder)
+    ranks = call_on_ranks(world, 240, report, folder)
     assert all(rank.returncode == 0 for rank in ranks), "\n".join(rank.stderr for rank in ranks)[-6000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world)]
 

@@ -1,11 +1,7 @@
-"""What each of several processes does in test_ddp.py; writes FOLDER/rankN.json.
-
-python -m torch.distributed.run --nproc-per-node 2 tests/weights/ranks.py FOLDER
-"""
+"""What each of several processes does in test_ddp.py; writes FOLDER/rankN.json."""
 
 import copy
 import json
-import sys
 import warnings
 from pathlib import Path
 
@@ -214,7 +210,3 @@ def main(folder):
             }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -1,24 +1,16 @@
 """Weights in 16 bits under DistributedDataParallel: reduced in float32, the same on all ranks."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.warm_processes import call_on_ranks
+from tests.weights.ranks import main
 
 
 def run(count, folder):
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
-        *(str(ROOT / "tests" / "weights" / "ranks.py"), str(folder)),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
+    for rank in call_on_ranks(count, 400, main, folder, CUDA_VISIBLE_DEVICES=""):
+        assert rank.returncode == 0, rank.stderr
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement
+from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement, sharding
 from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
@@ -39,6 +39,9 @@ from amp_plugin.scaling.penalty import grad, gradient_penalty
 from amp_plugin.scaling.replay import Recorder, Replay
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.sharding.contradictions import check_against_plan
+from amp_plugin.sharding.dtype_plan import DtypePlan
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32
 
 T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -140,8 +143,15 @@ class AmpAccelerator(Accelerator):
         self._region = engagement.region_options(device, precision, self._settings)
         if self._changes_forward:
             engagement.rules_of_blocks(device, self._settings)
-        if self.native_amp and self.is_fsdp2 and self._options.fp32_outputs:
-            engagement.return_fp32_from_fsdp2(self.state.fsdp_plugin, self._region.dtype)
+        self._plan = sharding.plan_of(precision, self._settings)
+        sharding.check_options(precision, self._settings, self.distributed_type)
+        if self.native_amp and self.distributed_type == DistributedType.FSDP:
+            sharding.give_policy(
+                self.state.fsdp_plugin,
+                self._plan,
+                version=2 if self.is_fsdp2 else 1,
+                fp32_outputs=self._options.fp32_outputs,
+            )
 
     @property
     def _changes_forward(self) -> bool:
@@ -164,12 +174,28 @@ class AmpAccelerator(Accelerator):
             if self._changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
                 for model in models:
                     self._mix(model)
-        with self._shown_to_accelerate(_wanted_in_fp32=()):  # they are in fp32 by now
+        with ExitStack() as stack:
+            stack.enter_context(self._shown_to_accelerate(_wanted_in_fp32=()))  # they are in fp32 by now
+            if self._engaged and self.native_amp and self.is_fsdp2:
+                stack.enter_context(sharding.fp32_units_apart(models, self._plan))
             prepared = super().prepare(*args, **kwargs)
         if self._engaged:
+            self._check_shards(prepared)
             self._register_names()
             self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
+
+    def _check_shards(self, prepared: Any) -> None:
+        if self.distributed_type == DistributedType.FSDP and self.native_amp:
+            for model in prepared if isinstance(prepared, tuple) else [prepared]:
+                if isinstance(model, nn.Module):
+                    check_against_plan(model, self._plan)
+                    add_up_in_fp32(model)
+
+    @property
+    def dtype_plan(self) -> DtypePlan:
+        """The dtypes of the models, for ``amp_plugin.fully_shard``."""
+        return self._plan
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Prepare a model: its forward runs in the region and returns fp32."""

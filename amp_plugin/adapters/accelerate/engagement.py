@@ -223,21 +223,6 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
         settings.build(lambda: set_default_rules(rules))
 
 
-def return_fp32_from_fsdp2(plugin: FullyShardedDataParallelPlugin, dtype: torch.dtype) -> None:
-    """Undo the half-precision output dtype that Accelerate gives its own FSDP2 policy.
-
-    A policy the user chose differs from Accelerate's and is left alone.
-
-    Args:
-        plugin: FSDP2's.
-        dtype: in which the model computes.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- only FSDP2 users pay for it
-
-    if plugin.mixed_precision_policy == MixedPrecisionPolicy(dtype, dtype, dtype):
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(dtype, dtype)
-
-
 def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
     """Say whether weights are cast once per accumulation window: where it helps, unless told.
 

@@ -25,6 +25,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite
+from amp_plugin.sharding.dtype_plan import ReduceName
 from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
@@ -72,6 +73,8 @@ class AmpKwargs(KwargsHandler):
             ``"fp32"``; by default as in training.
         weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
             float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
+        reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
+            ``"bf16"`` for half the bytes; ``"fp32"``.
 
     Example:
         >>> AmpKwargs(init_scale=1024.0).to_kwargs()
@@ -101,6 +104,7 @@ class AmpKwargs(KwargsHandler):
     fp32_modules: Sequence[str] | None = None
     eval_precision: PrecisionName | None = None
     weights: WeightsName | None = None
+    reduce: ReduceName | None = None
 
 
 AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
@@ -125,6 +129,7 @@ class AdapterOptions:
     fp32_modules: Sequence[str] = ()
     eval_precision: PrecisionName | None = None
     weights: WeightsName = "fp32"
+    reduce: ReduceName = "fp32"
 
     def __post_init__(self) -> None:
         if self.max_skips_in_a_row < 0:

@@ -60,6 +60,7 @@ class FabricPrecision(PrecisionCore):
 
     def _begin(self) -> None:
         self._modules: _Known[nn.Module] = _Known()
+        self._wrapped: _Known[nn.Module] = _Known()
         self._optimizers: _Known[Optimizer] = _Known()
         self._started = False
 
@@ -77,9 +78,12 @@ class FabricPrecision(PrecisionCore):
 
         Raises:
             TypeError: it has sharded the module, and weights are stored in 16 bits.
-            ValueError: its DDP keeps gradients in buckets, and weights are stored in 16 bits.
+            ValueError: its DDP keeps gradients in buckets, and weights are stored in 16 bits; or FSDP cannot
+                do what was asked for.
         """
         refuse_sharded(module, self.settings.weights)
+        self._check_shards(module)
+        self._wrapped[module] = None
         self._weights.wrap(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
@@ -105,7 +109,8 @@ class FabricPrecision(PrecisionCore):
                 "(fabric.setup), or pass device='cpu' or 'cuda'"
             )
             raise RuntimeError(msg)
-        root = next((fsdp_root(part) for module in modules for part in module.modules()), None)
+        roots = (fsdp_root(module) for module in [*self._wrapped, *modules])
+        root = next((root for root in roots if root is not None), None)
         device = self.device if tensor is None else tensor.device.type
         may_be_offloaded = tensor is None or root is not None or parameter_layouts([tensor])
         if not may_be_offloaded:

@@ -17,7 +17,7 @@ from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
 from amp_plugin.adapters.precision_names import (
     TRAINING_DTYPES,
     NameWithWeights,
@@ -42,6 +42,11 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale import HysteresisMode
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.sharding.contradictions import check_against_plan
+from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
+from amp_plugin.sharding.shard_units import is_sharded
+from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
@@ -74,6 +79,7 @@ class PrecisionCore:
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
         weights: WeightsName = "fp32",
+        reduce: ReduceName = "fp32",
         cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         float8_config: Any = None,
@@ -100,6 +106,7 @@ class PrecisionCore:
             rules=rules,
             fp32_modules=fp32_modules,
             weights=weights_meant(precision, weights),
+            reduce=reduce,
             cast_cache=cast_cache,
             exact_schedulers=exact_schedulers,
             float8_config=self._float8_config(float8_config) if name == "fp8" else None,
@@ -179,6 +186,33 @@ class PrecisionCore:
             one_pass=self.settings.one_pass,
             on_nonfinite=self.settings.on_nonfinite,
         )
+
+    @property
+    def dtype_plan(self) -> DtypePlan:
+        """The dtypes of the model, for ``amp_plugin.fully_shard`` in ``configure_model``."""
+        return self.settings.dtype_plan
+
+    @property
+    def mixed_precision_config(self) -> Any:
+        """The policy that Lightning's FSDPStrategy gives FSDP, unless the user gave it one."""
+        return fsdp1_policy(self.settings.dtype_plan)
+
+    def _check_shards(self, model: nn.Module) -> None:
+        """Compare what shards a model with the plan; let micro-batches add up in fp32.
+
+        Raises:
+            ValueError: It cannot do what was asked for.
+        """
+        if is_sharded(model):
+            refuse_other_eval_precision(self.settings.eval_precision, self.settings.precision)
+            check_against_plan(model, self.settings.dtype_plan)
+            add_up_in_fp32(model)
+        elif self.settings.reduce != "fp32":
+            self.package.utilities.rank_zero_only(warn_user)(
+                f"{self!r}: reduce={self.settings.reduce!r} has an effect under FSDP only, and this model is "
+                "not sharded: its gradients are reduced in the dtype of the weights; for DDP use "
+                "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
+            )
 
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device, float32, 0-dim, without a host sync.

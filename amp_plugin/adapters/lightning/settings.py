@@ -7,9 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.adapters.precision_names import STOCK_NAMES, PrecisionName, TrainingPrecision
+from amp_plugin.adapters.precision_names import (
+    STOCK_NAMES,
+    TRAINING_DTYPES,
+    PrecisionName,
+    TrainingPrecision,
+)
 from amp_plugin.scaling.loss_scale import LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
+from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName, checked_reduce
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
@@ -32,6 +38,7 @@ class PrecisionSettings:
             (``"LayerNorm"``) which compute in fp32 whatever the precision.
         weights: how trainable weights are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``,
             ``"bf16-stochastic"``.
+        reduce: dtype in which FSDP reduces gradients: ``"fp32"`` or ``"bf16"``.
         cast_cache: keep cast weights over an accumulation window (2 bytes an element more); None: where
             a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
@@ -49,6 +56,7 @@ class PrecisionSettings:
     rules: OpRules | str | Path | None = None
     fp32_modules: Sequence[str] = ()
     weights: WeightsName = "fp32"
+    reduce: ReduceName = "fp32"
     cast_cache: bool | None = None
     exact_schedulers: bool = False
     float8_config: Any = None
@@ -65,6 +73,7 @@ class PrecisionSettings:
         refuse_other_precision(self.weights, self.precision)
         if self.eval_precision is not None:
             refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
+        object.__setattr__(self, "reduce", checked_reduce(self.reduce))
         flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
@@ -77,6 +86,16 @@ class PrecisionSettings:
     def op_rules(self) -> OpRules | None:
         """The rules, read from their file."""
         return self.rules  # type: ignore[return-value]
+
+    @property
+    def dtype_plan(self) -> DtypePlan:
+        """The dtypes of a model, for the engine that shards it."""
+        return DtypePlan(
+            compute=TRAINING_DTYPES[self.precision],  # type: ignore[arg-type] # a name is made of it
+            fp32_modules=self.fp32_modules,
+            reduce=self.reduce,
+            weights=self.weights,
+        )
 
     @property
     def stock_name(self) -> str:

@@ -57,6 +57,8 @@ class TrainerPrecision(TrainerCheckpoints):
             when training starts; ``"bf16"``: in bf16, with 16 bits more beside each, trained exactly as in
             float32; ``"fp16"``: in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 alone, rounded
             at random.
+        reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
+            ``"bf16"`` for half the bytes.
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
             where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
@@ -147,6 +149,8 @@ class TrainerPrecision(TrainerCheckpoints):
         self._looked_at = self._user_clips = self._keeps_gradients = None
         self._holds.clear()
         self._weights.add([model], optimizers)
+        if self._fitting:
+            self._check_shards(model)
         named = names_in([model])
         for optimizer in optimizers:
             self._scaler.register(optimizer, names=names_of(optimizer, named))

@@ -1,0 +1,68 @@
+"""What the first use of the native core costs: compiled into an empty cache, or loaded from a full one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+from benchmarks.clocks import Sample
+from benchmarks.harness import OURS, Comparison, Gate
+from benchmarks.setting import Section, Setting
+
+LOAD = """
+import time
+from amp_plugin.kernels.build import require_native
+start = time.perf_counter()
+require_native("the benchmark")
+print(time.perf_counter() - start)
+"""
+
+
+def seconds(**environment: str) -> float:
+    """Return how long a fresh process takes to make or load the native core, torch's import left out."""
+    answer = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(answer.stdout)
+
+
+def compiled() -> float:
+    """Compile into a cache that is empty."""
+    with tempfile.TemporaryDirectory() as folder:
+        return seconds(AMP_PLUGIN_CACHE_DIR=folder)
+
+
+class FirstUse(Section):
+    """The library and the extension, by the host's compiler on all cores."""
+
+    key = "first_use"
+    timing = "wall time in a process of its own"
+
+    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
+        """Yield a first use ever, which a smoke test leaves out, and the first use of a process."""
+        if not setting.tiny:
+            limit = (Gate(limit=22.0, measure="ours", against=OURS),)
+            yield _comparison("compiled, with an empty cache", compiled, gates=limit)
+        yield _comparison("loaded from the cache", seconds, rounds=setting.rounds(5))
+
+
+def _comparison(name: str, sample: Sample, *, rounds: int = 1, gates: tuple[Gate, ...] = ()) -> Comparison:
+    return Comparison(
+        name=name,
+        table="The native core at its first use: seconds",
+        samples={OURS: sample},
+        unit="seconds",
+        rounds=rounds,
+        warm_up=0,
+        gates=gates,
+    )
+
+
+SECTIONS = (FirstUse(),)

@@ -1,0 +1,66 @@
+"""Make a page of each notebook: its text, its code, and the outputs it was saved with."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+DOCS = Path(__file__).parent
+LINK = re.compile(r"\]\((\w+)\.ipynb\)")
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add a page and its pictures for each notebook; the notebook itself stays, to be downloaded."""
+    for notebook in sorted(DOCS.glob("*.ipynb")):
+        text, pictures = page(json.loads(notebook.read_text(encoding="utf-8")), notebook.stem)
+        files.append(File.generated(config, f"{notebook.stem}.md", content=text))
+        for name, content in pictures.items():
+            files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Let links to a notebook lead to its page."""
+    return LINK.sub(r"](\1.md)", markdown)
+
+
+def page(notebook: dict[str, Any], name: str) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook's page, and path -> content of its pictures.
+
+    Args:
+        notebook: Of format 4.
+        name: Of its file, without the ending.
+    """
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for kind, content in outputs(cell):
+            if kind == "text":
+                parts.append(f"```text\n{content}\n```")
+            else:
+                path = f"images/{name}-{len(pictures) + 1}.png"
+                pictures[path] = base64.b64decode(content)
+                parts.append(f"![What the cell above draws]({path})")
+    return "\n\n".join(parts) + "\n", pictures
+
+
+def outputs(cell: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield ``("text", what was printed)`` and ``("png", base64)`` of a code cell, in order."""
+    for output in cell["outputs"]:
+        data = output.get("data", {})
+        if "image/png" in data:
+            yield "png", data["image/png"]
+        elif text := COLOURS.sub("", "".join(output.get("text", data.get("text/plain", "")))).rstrip():
+            yield "text", text

@@ -1,0 +1,144 @@
+"""The parts of what ranks do: functions of a folder, and of whether to do all; they return what JSON can hold."""
+
+import functools
+import traceback
+from collections import Counter
+from dataclasses import asdict, replace
+
+import torch
+import torch.distributed as dist
+
+from amp_plugin import autocast, log_collectives
+from amp_plugin.sharding.shard_units import shard_units
+from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares
+from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Net, alone, loss_of, plan
+from tests.sharding.variants import resume, save, variants
+from tests.weights.ranks import compare_with_one_process
+
+
+def planned(units, net, dtypes):
+    """The collectives that a plan asks for, of units as they are."""
+    modules, found = dtypes.modules(net), Counter()
+    for unit in units:
+        wanted = modules[unit.name]
+        found.update(replace(unit, gathered=wanted.compute, reduced=wanted.reduction).collectives())
+    return found
+
+
+def rows(counter):
+    return sorted([*asdict(call).values(), count] for call, count in counter.items())
+
+
+def recorded(model, strategy):
+    with log_collectives() as log:
+        with autocast("cpu", dtype=torch.bfloat16):
+            loss = loss_of(model, 0, share_of(strategy))
+        loss.backward()
+    return Counter(log)
+
+
+def compare(net, model, dtypes, strategy):
+    """What a step carries against the plan; tensor parallelism's own collectives are told apart by their group."""
+    units, seen = shard_units(model), recorded(model, strategy)
+    want = planned(units, net, dtypes)
+    return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
+
+
+def collectives(_, __):
+    """The collectives of a step, against the plan."""
+    report = {}
+    ranks = dist.get_world_size()
+    for strategy in ("fsdp2", "hsdp", "tp") if ranks == 4 else ("fsdp2",):
+        for reduce in ("fp32", "bf16"):
+            dtypes, net, whole = plan("bf16", IN_FP32, reduce), Net(), Net()
+            model = shard(net, dtypes, strategy)
+            report[f"{strategy} {reduce}"] = compare(whole, model, dtypes, strategy)
+    dtypes, net = plan(), Net()
+    model = shard(net, plan("bf16", (), "bf16"), "fsdp2")  # against the plan on purpose
+    report["broken"] = compare(Net(), model, dtypes, "fsdp2")
+    return report
+
+
+def equality(_, whole):
+    """How far losses and weights are from one process after 20 steps, or after the first few, relative."""
+    steps = STEPS if whole else FEW_STEPS
+    start = torch.cat([param.detach().flatten() for param in Net().parameters()])
+
+    def against_one_process(key, front, strategy):
+        losses, weights = reference(strategy, steps)
+        run = front(strategy, steps=steps)
+        return {
+            key: {
+                "losses": ((run.mean_losses() - losses).abs() / losses.abs()).max().item(),
+                "weights": ((run.weights - weights).norm() / weights.norm()).item(),
+                "moved": ((weights - start).norm() / weights.norm()).item(),
+                "steps": len(run.losses),
+            }
+        }
+
+    return each(against_one_process)
+
+
+@functools.cache
+def reference(strategy, steps):
+    return alone(shares(strategy, dist.get_world_size()), "bf16", fp32_modules_of(strategy), steps)
+
+
+def overflow(_, whole):
+    """Skips of three steps in fp16, the second of which overflows in one element on one rank."""
+
+    def skips(key, front, strategy):
+        report = {}
+        fused_first = (STRATEGIES.index(strategy) + [*FRONTS].index(key.split()[0])) % 2
+        for way in ("fused", "plain") if whole else ("plain", "fused")[fused_first:][:1]:
+            run = front(strategy, "fp16", fused=way == "fused", steps=3, poison=1)
+            finite = bool(run.weights.isfinite().all())
+            report[f"{key} {way}" if whole else key] = {
+                "skipped": run.skipped,
+                "finite": finite,
+                "scale": run.scale,
+            }
+        return report
+
+    return each(skips)
+
+
+def each(run):
+    """Run every strategy under every front; an error of one is in its place, and the others go on."""
+    report = {}
+    for strategy in STRATEGIES:
+        for name, front in FRONTS.items():
+            try:
+                report |= run(f"{name} {strategy}", front, strategy)
+            except Exception:  # noqa: BLE001 -- the test shows it, and the other parts go on
+                report[f"{name} {strategy}"] = {"error": traceback.format_exc()}
+    return report
+
+
+def refusals(_, __):
+    """What is said of weights stored in 16 bits under FSDP, which stores float32."""
+    report = {}
+    for strategy in ("fsdp1", "fsdp2"):
+        for name, front in FRONTS.items():
+            try:
+                front(strategy, steps=1, weights="bf16")
+            except TypeError as error:
+                report[f"{name} {strategy}"] = str(error)
+    return report
+
+
+def stored_weights(_, __):
+    """Weights stored in 16 bits under DDP, beside one process."""
+    return {form: compare_with_one_process(form, dist.get_world_size()) for form in ("fp32", "bf16")}
+
+
+PARTS = {
+    "collectives": collectives,
+    "equality": equality,
+    "overflow": overflow,
+    "variants": variants,
+    "refusals": refusals,
+    "stored_weights": stored_weights,
+    "save": save,
+    "resume": resume,
+}

@@ -1,0 +1,227 @@
+"""The plan of dtypes, what is lowered from it, and where others contradict it; in a group of one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
+from amp_plugin.adapters.accelerate import sharding
+from amp_plugin.adapters.accelerate.settings import resolve
+from amp_plugin.adapters.option_checks import refuse_other_eval_precision
+from amp_plugin.sharding.contradictions import check_against_plan
+from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.shard_units import shard_units
+from tests.process_groups import group_of_one
+from tests.sharding.models import Net
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def mesh():
+    with group_of_one():
+        yield init_device_mesh("cpu", (1,))
+
+
+class TestPlan:
+    def test_each_module_has_the_dtypes_of_its_pattern(self):
+        planned = DtypePlan(compute="bf16", fp32_modules=["LayerNorm", "head"]).modules(Net())
+        computed = {name: dtypes.compute for name, dtypes in planned.items()}
+        assert computed["blocks.0.norm"] is computed["head"] is FP32
+        assert computed[""] is computed["blocks.0"] is computed["blocks.0.up"] is BF16
+        assert {d.reduction for d in planned.values()} == {d.stored for d in planned.values()} == {FP32}
+
+    def test_what_is_inside_a_module_in_fp32_is_in_fp32(self):
+        planned = DtypePlan(compute="fp16", fp32_modules=["blocks.1"], reduce="bf16").modules(Net())
+        assert planned["blocks.1.up"].compute is FP32
+        assert planned["blocks.0.up"].compute is torch.float16
+        assert planned["blocks.1.up"].reduction is BF16
+        assert planned["blocks.1.up"].gradient is FP32
+
+    def test_a_pattern_that_matches_nothing_names_the_nearest_module(self, mesh):
+        with pytest.raises(ValueError, match=r"'LayerNrom' is no name or class .* did you mean LayerNorm"):
+            fully_shard(Net(), DtypePlan(fp32_modules=["LayerNrom"]), mesh=mesh)
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            (
+                {"compute": "half"},
+                r"compute='half' is not allowed; give 'fp16' or .*did you mean compute='fp16'",
+            ),
+            ({"reduce": "fp16"}, r"reduce='fp16' is not allowed; give 'fp32' or 'bf16'"),
+            ({"reduce": "float32"}, r"did you mean reduce='fp32'\?"),
+            ({"weights": "fp16"}, r"weights='fp16' needs compute='fp16', not 'bf16'"),
+        ],
+    )
+    def test_values_that_are_not_allowed(self, options, text):
+        with pytest.raises(ValueError, match=text):
+            DtypePlan(**options)
+
+    def test_dtypes_are_understood_and_one_string_is_no_list(self):
+        assert DtypePlan(compute=BF16, reduce=FP32).compute == "bf16"
+        with pytest.raises(TypeError, match=r"fp32_modules='head' is one string; give a list: \['head'\]"):
+            DtypePlan(fp32_modules="head")
+
+
+class TestFullyShard:
+    def test_units_and_modules_in_fp32_have_policies_of_their_own(self, mesh):
+        net = Net()
+        fully_shard(net, DtypePlan(fp32_modules=["LayerNorm"]), units=net.blocks, mesh=mesh)
+        gathered = {unit.name: (unit.gathered, unit.reduced, unit.stored) for unit in shard_units(net)}
+        assert gathered == {
+            **{f"blocks.{i}.norm": (FP32, FP32, FP32) for i in (0, 1)},
+            **{f"blocks.{i}": (BF16, FP32, FP32) for i in (0, 1)},
+            "": (BF16, FP32, FP32),
+        }
+
+    def test_labels_are_not_rounded_where_a_model_takes_them(self, mesh):
+        class Loss(nn.Linear):
+            def forward(self, x, label):
+                self.seen = label.dtype
+                return super().forward(x) - label
+
+        model = fully_shard(Loss(3, 1), DtypePlan(), mesh=mesh)
+        with torch.autocast("cpu", dtype=BF16):
+            model(torch.ones(2, 3), torch.ones(2, 1))
+        assert model.seen is FP32
+
+    def test_names_may_start_from_a_module_that_holds_the_model(self, mesh):
+        holder = nn.ModuleDict({"net": Net()})
+        fully_shard(holder["net"], DtypePlan(fp32_modules=["net.head"]), root=holder, mesh=mesh)
+        assert {unit.name: unit.gathered for unit in shard_units(holder)} == {"net.head": FP32, "net": BF16}
+        with pytest.raises(ValueError, match="root=Net does not hold this Linear"):
+            fully_shard(nn.Linear(1, 1), DtypePlan(), root=Net(), mesh=mesh)
+
+    def test_what_it_does_not_take(self, mesh):
+        net = Net()
+        with pytest.raises(ValueError, match="mp_policy is made from the plan"):
+            fully_shard(net, DtypePlan(), mp_policy=MixedPrecisionPolicy())
+        with pytest.raises(ValueError, match="a Linear among units is no module of Net"):
+            fully_shard(net, DtypePlan(), units=[nn.Linear(1, 1)], mesh=mesh)
+        with pytest.raises(TypeError, match="weights='bf16' does not work on a sharded model"):
+            fully_shard(net, DtypePlan(weights="bf16"), mesh=mesh)
+
+    def test_micro_batches_add_up_in_fp32_without_gradient_sync(self, mesh):
+        """257 gradients of 1 + 1/128: in bf16 their sum has no place for the fractions."""
+        added = {}
+        for reduce in ("fp32", "bf16"):
+            model = fully_shard(nn.Linear(1, 1, bias=False), DtypePlan(reduce=reduce), mesh=mesh)
+            for micro_batch in range(257):
+                model.set_requires_gradient_sync(micro_batch == 256)
+                with torch.autocast("cpu", dtype=BF16):
+                    loss = model(torch.full((1, 1), 1 + 2**-7)).float().sum()
+                loss.backward()
+            added[reduce] = model.weight.grad.full_tensor().item()
+        assert added["fp32"] == 257 * (1 + 2**-7)
+        assert added["bf16"] != added["fp32"]  # so that the sum tells the two apart
+
+
+class TestContradictions:
+    def test_a_policy_that_reduces_in_16_bits_is_told(self, mesh):
+        model = torch_fully_shard(Net(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+        with pytest.warns(
+            UserWarning, match=r"1 of 1 units .* reduce gradients in torch.bfloat16, as their own"
+        ):
+            check_against_plan(model, DtypePlan())
+        check_against_plan(model, DtypePlan(reduce="bf16"))  # asked for
+
+    def test_weights_of_a_module_in_fp32_that_would_be_gathered_in_16_bits(self, mesh):
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+        model = torch_fully_shard(Net(), mesh=mesh, mp_policy=policy)
+        with pytest.raises(
+            ValueError,
+            match=r"names 'blocks.0.norm', but the fsdp2 unit 'model' gathers .* in torch.bfloat16",
+        ):
+            check_against_plan(model, DtypePlan(fp32_modules=["LayerNorm"]))
+
+    def test_the_plans_own_shards_and_whole_models_pass(self, mesh):
+        net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
+        check_against_plan(net, dtypes)
+        check_against_plan(fully_shard(net, dtypes, mesh=mesh), dtypes)
+
+    def test_another_precision_in_evaluation(self):
+        with pytest.raises(ValueError, match="eval_precision='fp32' does not work under FSDP, which gathers"):
+            refuse_other_eval_precision("fp32", "bf16")
+        for in_eval, precision in ((None, "bf16"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "no")):
+            refuse_other_eval_precision(in_eval, precision)
+
+
+class TestFirstVersion:
+    def test_gradients_are_reduced_and_buffers_kept_in_fp32(self):
+        policy = fsdp1_policy(DtypePlan(compute="fp16"))
+        assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) == (torch.float16, FP32, FP32)
+        assert not policy.cast_forward_inputs
+        assert fsdp1_policy(DtypePlan(reduce="bf16")).reduce_dtype is BF16
+
+    def test_it_has_one_dtype_for_all_weights(self):
+        assert fsdp1_policy(DtypePlan(fp32_modules=["LayerNorm"])).param_dtype is FP32
+
+
+class TestAdapters:
+    @pytest.mark.parametrize("plugin", [AmpPrecision, FabricAmpPrecision])
+    def test_lightnings_strategy_for_fsdp_gets_the_plans_policy(self, plugin):
+        assert plugin("bf16").mixed_precision_config == fsdp1_policy(DtypePlan(compute="bf16"))
+        assert plugin("fp16", reduce="bf16").mixed_precision_config.reduce_dtype is BF16
+        assert plugin("fp16", fp32_modules=["head"]).dtype_plan == DtypePlan(
+            compute="fp16", fp32_modules=["head"]
+        )
+        with pytest.raises(ValueError, match="reduce='fp16' is not allowed"):
+            plugin("fp16", reduce="fp16")
+
+    @pytest.mark.parametrize(("version", "kind"), [(1, MixedPrecision), (2, MixedPrecisionPolicy)])
+    def test_accelerates_own_policy_is_replaced_and_the_users_is_not(self, version, kind):
+        class Plugin:
+            mixed_precision_policy = kind(BF16, BF16, BF16)
+
+        dtypes = sharding.plan_of("bf16", resolve([], {}))
+        sharding.give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        assert (Plugin.mixed_precision_policy.param_dtype, Plugin.mixed_precision_policy.reduce_dtype) == (
+            BF16,
+            FP32,
+        )
+        Plugin.mixed_precision_policy = chosen = kind(param_dtype=BF16)
+        sharding.give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
+        assert Plugin.mixed_precision_policy is chosen
+
+    def test_outputs_keep_accelerates_dtype_where_they_are_not_to_be_fp32(self):
+        class Plugin:
+            mixed_precision_policy = MixedPrecisionPolicy(BF16, BF16, BF16)
+
+        dtypes = sharding.plan_of("bf16", resolve([], {}))
+        sharding.give_policy(Plugin, dtypes, version=2, fp32_outputs=False)
+        assert Plugin.mixed_precision_policy.output_dtype is BF16
+
+    def test_the_environment_and_its_bad_values(self):
+        assert resolve([], {"AMP_PLUGIN_REDUCE": "bf16"}).adapter().reduce == "bf16"
+        with pytest.raises(
+            ValueError, match="reduce='fp16' from AmpKwargs is not allowed; give fp32 or bf16"
+        ):
+            resolve([AmpKwargs(reduce="fp16")], {})
+
+    def test_where_nothing_is_sharded_reduce_has_no_effect_and_that_is_told(self):
+        with pytest.warns(
+            UserWarning, match="reduce='bf16' has an effect under FSDP only, and this run is NO"
+        ):
+            sharding.check_options("bf16", resolve([AmpKwargs(reduce="bf16")], {}), "NO")
+        with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only, and this model"):
+            AmpPrecision("bf16", reduce="bf16")._check_shards(Net())
+
+
+def test_a_log_of_collectives_counts_equal_calls_in_one_row(mesh):
+    import torch.distributed as dist
+
+    with log_collectives() as log:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3))
+        dist.broadcast(torch.ones(2, dtype=BF16), 0)
+    assert [(call.op, call.dtype, call.elements, call.bytes, call.ranks) for call in log] == [
+        ("all_reduce", "fp32", 3, 12, 1),
+        ("all_reduce", "fp32", 3, 12, 1),
+        ("broadcast", "bf16", 2, 4, 1),
+    ]
+    assert log.table().row_count == 2
+    assert (len(log), repr(log)) == (3, "CollectiveLog(3 collectives)")

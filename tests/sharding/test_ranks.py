@@ -1,0 +1,131 @@
+"""Two and four gloo processes: what collectives carry, the same numbers as one process, skips on all ranks."""
+
+import json
+
+import pytest
+
+from tests.sharding.fronts import FRONTS, STRATEGIES
+from tests.sharding.ranks import launch
+from tests.sharding.variants import VARIANTS
+from tests.warm_processes import WarmProcess
+
+pytestmark = pytest.mark.dist
+
+RUNS = [f"{front} {strategy}" for front in FRONTS for strategy in STRATEGIES]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.whole_run])],
+    ids=["few", "whole"],
+)
+def whole(request):
+    """Whether each run takes 20 steps, and overflows with a fused optimizer and with a plain one."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def reports(whole, tmp_path_factory):
+    """Number of ranks -> what each of them reports."""
+    folder = tmp_path_factory.mktemp("ranks")
+    ended = WarmProcess(launch, folder, whole).wait(800)
+    assert ended.returncode == 0, ended.stderr[-6000:]
+    return {
+        count: [json.loads((folder / f"rank{rank}-of-{count}.json").read_text()) for rank in range(count)]
+        for count in (4, 2)
+    }
+
+
+@pytest.fixture(scope="module")
+def four(reports):
+    return reports[4]
+
+
+@pytest.fixture(scope="module")
+def two(reports):
+    return reports[2]
+
+
+def found(ranks, part, key):
+    """What each rank reports; an error there is shown here."""
+    reports = [rank[part] for rank in ranks]
+    for report in reports:
+        assert "error" not in report, report["error"]
+        assert "error" not in report.get(key.rpartition(" ")[0], {}), report[key.rpartition(" ")[0]]["error"]
+        assert "error" not in report.get(key, {}), report[key]["error"]
+    return [report[key] if key else report for report in reports]
+
+
+class TestCollectives:
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp"])
+    def test_each_carries_what_the_plan_says_and_there_is_no_other(self, four, strategy, reduce):
+        for report in found(four, "collectives", f"{strategy} {reduce}"):
+            assert (report["extra"], report["missing"]) == ([], [])
+            assert report["calls"] == {"fsdp2": 14, "hsdp": 19}[strategy]
+
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_two_ranks(self, two, reduce):
+        for report in found(two, "collectives", f"fsdp2 {reduce}"):
+            assert (report["extra"], report["missing"], report["calls"]) == ([], [], 14)
+
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_tensor_parallelism_adds_activations_up_in_the_dtype_they_are_computed_in(self, four, reduce):
+        for report in found(four, "collectives", f"tp {reduce}"):
+            assert report["missing"] == []
+            assert [(op, dtype, calls) for op, dtype, _, _, _, calls in report["extra"]] == [
+                ("all_reduce", "bf16", 2),  # outputs of both blocks
+                ("all_reduce", "fp32", 2),  # gradients that go into their norms
+            ]
+
+    def test_shards_unlike_the_plan_are_seen(self, four):
+        for report in found(four, "collectives", "broken"):
+            assert {dtype for _, dtype, *_ in report["extra"]} == {"bf16"}
+            assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32"}
+
+
+@pytest.mark.parametrize("run", RUNS)
+class TestEveryStrategyUnderEveryFront:
+    def test_steps_are_those_of_one_process(self, four, whole, run):
+        for report in found(four, "equality", run):
+            assert report["steps"] == (20 if whole else 4)
+            assert report["moved"] > (0.1 if whole else 0.02)
+            assert report["losses"] < 1e-6
+            assert report["weights"] < 1e-6
+
+    def test_an_overflow_on_one_rank_skips_the_step_on_all(self, four, whole, run):
+        for key in [f"{run} fused", f"{run} plain"] if whole else [run]:
+            for report in found(four, "overflow", key):
+                assert report["skipped"] == [False, True, False]
+                assert report["finite"]
+                assert report["scale"] == 2.0**9
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
+    for report in found(four, "variants", variant):
+        assert report["losses"] < 1e-6
+        assert report["weights"] < 1e-6
+
+
+def test_two_ranks_go_on_where_four_have_saved(four, two):
+    saved, resumed = found(four, "save", "")[0], found(two, "resume", "")[0]
+    assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
+    assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
+    assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
+    assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+def test_weights_in_16_bits_are_refused_where_fsdp_stores_them(four, front, strategy):
+    for text in found(four, "refusals", f"{front} {strategy}"):
+        assert "weights='bf16' does not work" in text
+        assert "leave weights='fp32'" in text
+
+
+def test_weights_in_16_bits_under_ddp_are_as_near_to_one_process_as_in_float32(four):
+    for report in found(four, "stored_weights", ""):
+        assert report["bf16"]["same_on_all_ranks"]
+        assert report["bf16"]["moved"] > 100 * report["bf16"]["distance"]
+        assert report["bf16"]["distance"] <= 1.5 * report["fp32"]["distance"] + 1e-6
