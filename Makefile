@@ -1,7 +1,7 @@
 # make demo    train the digits classifier in fp16 and draw its curves
 # make test    lint, types and the tests, on the native core and on the fallback, some 10 minutes
 # make test-whole   what is marked whole_run: every recipe to its end in three precisions, tests over all cases where
-#              make test takes a sample; some 20 minutes; not part of make test
+#              make test takes a sample; not part of make test
 # make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
@@ -37,7 +37,7 @@ PARALLEL := -n $(JOBS) --dist worksteal
 demo: $(READY)
 	$(BIN)/python recipes/train_digits.py
 
-test: lint test-native # then two side by side, each in one process: to import the frameworks takes each process 20 s
+test: lint test-native # then two side by side, each in one process: each has to import the frameworks
 	$(MAKE) --jobs 2 --output-sync=target PARALLEL= test-host-device test-fallback
 
 lint: $(READY)

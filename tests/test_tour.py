@@ -67,6 +67,11 @@ def test_the_nan_is_traced_to_the_product_of_queries_and_keys(variables: dict[st
     assert math.isfinite(variables["cured"].item())
 
 
+def test_tune_finds_the_rule_that_cures(variables: dict[str, Any]) -> None:
+    changed = variables["tuning"].rules.diff(variables["OpRules"].default("cpu"))
+    assert changed == {"aten::matmul.default": ("fp32", "lower_precision")}
+
+
 def test_stored_weights_move_and_loaded_ones_hardly(variables: dict[str, Any]) -> None:
     stored, loaded = variables["runs"].values()
     for shares, lengths, least, most in ((*stored, 0.9, 1.0), (*loaded, 0.0, 0.2)):
@@ -81,6 +86,12 @@ def test_the_page_has_the_outputs_of_one_whole_run() -> None:
     text, pictures = page(json.loads(NOTEBOOK.read_text(encoding="utf-8")), "tour")
     assert [*pictures] == [f"images/tour-{number}.png" for number in range(1, 5)]
     assert all(content.startswith(b"\x89PNG") for content in pictures.values())
-    for shown in ("aten::bmm.default made inf", "digit.weight", "steps skipped", "total"):
+    for shown in (
+        "aten::bmm.default made inf",
+        "digit.weight",
+        "steps skipped",
+        "total",
+        "aten::matmul: fp32",
+    ):
         assert shown in text
     assert "\x1b" not in text

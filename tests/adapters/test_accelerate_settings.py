@@ -64,6 +64,7 @@ class TestPrecedence:
             "cast_cache": "True",
             "exact_schedulers": "1",
             "weights": "bf16",
+            "reduce": "bf16",
         }
         environment = {
             f"AMP_PLUGIN_{name.upper()}": text.get(name, "16") for name in OPTIONS if name != "rules"
