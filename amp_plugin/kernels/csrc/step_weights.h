@@ -104,9 +104,34 @@ struct CopiedWeight : Fp32Weight {
 
 // As many elements as Floats holds, as bits.
 using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
-using SignedWords = int32_t [[gnu::vector_size(sizeof(Floats))]];
-using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
-using SignedShorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+
+// The numbers at `data`, each in 32 bits, with their sign if they have one.
+template <typename Short>
+[[gnu::always_inline]] inline Words widened(const Short* data) {
+#if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes halves
+  const __m256i shorts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
+  const bool has_sign = std::is_signed_v<Short>;
+  return reinterpret_cast<Words>(has_sign ? _mm512_cvtepi16_epi32(shorts) : _mm512_cvtepu16_epi32(shorts));
+#else
+  using Shorts = Short [[gnu::vector_size(sizeof(Floats) / 2)]];
+  using Same =
+      std::conditional_t<std::is_signed_v<Short>, int32_t, uint32_t> [[gnu::vector_size(sizeof(Floats))]];
+  Shorts shorts;
+  std::memcpy(&shorts, data, sizeof(shorts));
+  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Same));
+#endif
+}
+
+// The low 16 bits of each.
+[[gnu::always_inline]] inline void store_low_halves(const Words& words, void* data) {
+#if defined(CPU_CAPABILITY_AVX512)
+  _mm256_storeu_si256(static_cast<__m256i*>(data), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+#else
+  using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+  const auto shorts = __builtin_convertvector(words, Shorts);
+  std::memcpy(data, &shorts, sizeof(shorts));
+#endif
+}
 
 // A bfloat16 parameter with the 16 bits that make it a float32.
 //
@@ -129,46 +154,36 @@ struct PairedWeight {
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
     auto* low = static_cast<int16_t*>(row.beside) + at;
-    if (count == Block::kSize) {
-      split(block.low, high, low);
-      split(block.high, high + Block::kHalf, low + Block::kHalf);
-      return;
-    }
-    uint16_t last_high[Block::kSize];
-    int16_t last_low[Block::kSize];
-    split(block.low, last_high, last_low);
-    split(block.high, last_high + Block::kHalf, last_low + Block::kHalf);
-    std::copy_n(last_high, count, high);
-    std::copy_n(last_low, count, low);
+    if (count < Block::kSize || block.low.has_inf_nan() || block.high.has_inf_nan())
+      return split_each(block, high, low, count);
+    split(block.low, high, low);
+    split(block.high, high + Block::kHalf, low + Block::kHalf);
   }
 
  private:
   // unpack_weight of each.
   [[gnu::always_inline]] static Floats joined(const uint16_t* high, const int16_t* low) {
-    Shorts highs;
-    SignedShorts lows;
-    std::memcpy(&highs, high, sizeof(highs));
-    std::memcpy(&lows, low, sizeof(lows));
-    const auto rests = reinterpret_cast<Words>(__builtin_convertvector(lows, SignedWords));
-    const Words bits = (__builtin_convertvector(highs, Words) << 16) + rests;
+    const Words bits = (widened(high) << 16) + widened(low);
     return Floats::loadu(&bits);
   }
 
-  // pack_weight of each.
+  // pack_weight of each; all are finite. What is missing from the high half is the low 16 bits as they are.
   [[gnu::always_inline]] static void split(const Floats& values, uint16_t* high, int16_t* low) {
     Words bits;
     values.store(&bits);
-    const Words magnitude = bits & 0x7FFFFFFFU;
-    const SignedWords lost =
-        ((magnitude > 0x7F800000U) & (magnitude < 0x7F808000U)) | (magnitude >= 0x7FFF8000U);
-    const auto is_lost = reinterpret_cast<Words>(lost);
-    const Words quiet = (bits & 0x80000000U) | 0x7FC00000U;
-    const Words kept = (bits & ~is_lost) | (quiet & is_lost);
-    const Words rounded = (kept + 0x8000U) >> 16;
-    const auto highs = __builtin_convertvector(rounded, Shorts);
-    const auto lows = __builtin_convertvector(kept - (rounded << 16), Shorts);
-    std::memcpy(high, &highs, sizeof(highs));
-    std::memcpy(low, &lows, sizeof(lows));
+    store_low_halves((bits + 0x8000U) >> 16, high);
+    store_low_halves(bits, low);
+  }
+
+  [[gnu::noinline]] static void split_each(const Block& block, uint16_t* high, int16_t* low, int64_t count) {
+    alignas(64) uint32_t bits[Block::kSize];
+    block.low.store(bits);
+    block.high.store(bits + Block::kHalf);
+    for (int64_t i = 0; i < count; ++i) {
+      const WeightPair pair = pack_weight(bits[i]);
+      high[i] = pair.high;
+      low[i] = pair.low;
+    }
   }
 };
 
