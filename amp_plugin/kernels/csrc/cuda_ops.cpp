@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "cuda_device.h"
-#include "fetch_tensors.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -77,7 +76,6 @@ class Dense {
  public:
   explicit Dense(at::TensorList tensors) : tensors_(tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
-      fetch_ahead_of(tensors, i);
       if (tensors[i].is_non_overlapping_and_dense()) continue;
       if (copies_.empty()) copies_ = tensors.vec();
       copies_[i] = tensors[i].contiguous();

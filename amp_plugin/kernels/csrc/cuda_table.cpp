@@ -6,8 +6,6 @@
 
 #include <cstring>
 
-#include "fetch_tensors.h"
-
 namespace amp_plugin::cuda {
 namespace {
 
@@ -79,7 +77,6 @@ Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device) {
   result.count = static_cast<uint32_t>(tensors.size());
   uint64_t granules = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
-    fetch_ahead_of(tensors, i);
     const at::Tensor& tensor = tensors[i];
     Row& row = result.rows[i];
     if (tensor.device() != device) refuse_device(i, tensors.size(), device);

@@ -94,23 +94,10 @@ py::tuple measured(const Measured& result) {
   return py::make_tuple(wrap(std::get<0>(result)), wrap(std::get<1>(result)), wrap(std::get<2>(result)));
 }
 
-// Asks early for what leads to a gradient: the Python object, the parameter, what autograd knows of it.
-void fetch_ahead_of(const py::list& params, size_t i) {
-  const size_t count = params.size();
-  if (i + 16 < count) __builtin_prefetch(PyList_GET_ITEM(params.ptr(), i + 16));
-  if (i + 10 < count) __builtin_prefetch(param_at(params, i + 10).unsafeGetTensorImpl());
-  if (i + 6 < count) __builtin_prefetch(param_at(params, i + 6).unsafeGetTensorImpl()->autograd_meta());
-  if (i + 2 < count) {
-    const at::Tensor& grad = grad_of(param_at(params, i + 2));
-    if (grad.defined()) __builtin_prefetch(grad.unsafeGetTensorImpl());
-  }
-}
-
 std::vector<at::Tensor> gradients(const py::list& params) {
   std::vector<at::Tensor> grads;
   grads.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
-    fetch_ahead_of(params, i);
     const at::Tensor& grad = grad_of(param_at(params, i));
     if (grad.defined()) grads.push_back(grad);
   }
