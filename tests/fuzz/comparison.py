@@ -16,6 +16,10 @@ from tests.fuzz import graphs, two_sides
 from tests.fuzz.graph_printer import printed
 
 _TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
+# Its cache of casts knows no dtype: recomputed inside backward, a float16 region finds the bfloat16 cast of a weight.
+_TORCHS_CACHE = re.compile(
+    "Recomputed values .* have different metadata|but got (Half and BFloat16|BFloat16 and Half)"
+)
 _VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -59,7 +63,7 @@ def run(program: str, side: Any) -> tuple[dict[str, Tensor], str]:
 def difference(program: str, ours: Callable[[], Any] = two_sides.Ours) -> str:
     """Run a program on both sides; say what differs, or nothing."""
     (mine, my_error), (right, error) = run(program, ours()), run(program, two_sides.Theirs())
-    if _TORCHS_OWN in error:
+    if _TORCHS_OWN in error or (not my_error and _TORCHS_CACHE.search(error)):
         return ""
     if my_error != error:
         return f"errors: {my_error or 'none'}; torch: {error or 'none'}"

@@ -63,3 +63,24 @@ class StaysOn(Ours):
 def test_a_broken_autocast_is_found(broken):
     programs = (printed(comparison.draw(0, index)) for index in range(300))
     assert any(comparison.difference(p, broken) and not comparison.difference(p) for p in programs)
+
+
+def test_a_weight_cast_to_two_dtypes_is_recomputed():
+    """torch's cache knows no dtype: its float16 region finds the bfloat16 cast in backward, and it raises."""
+    program = """
+from tests.fuzz.two_sides import *
+w0, x0 = torch.nn.Parameter(torch.randn(8, 8)), torch.randn(4, 8, requires_grad=True)
+def f(a):
+    with side.autocast("bf16"):
+        b = torch.mm(x0.detach(), w0)
+    with side.autocast("fp16"):
+        return torch.addmm(a, b, w0)
+checkpoint(f, x0 + x0, use_reentrant=False).float().sum().backward()
+"""
+    theirs, torchs_error = comparison.run(program, Theirs())
+    ours, error = comparison.run(program, Ours())
+    assert "have different metadata" in torchs_error
+    assert error == ""
+    assert ours["w0.grad"].isfinite().all()
+    assert theirs.get("w0.grad") is None
+    assert comparison.difference(program) == ""
