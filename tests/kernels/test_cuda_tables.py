@@ -122,7 +122,24 @@ def uploads_of(call):
     return amp._cuda_uploads(0) - before
 
 
+def push_out_tables():
+    """Fill the store of tables: none is left of an earlier test, whose memory new tensors may lie in."""
+    held, inverse = torch.ones(101, device="cuda"), scalar(1.0)
+    for n in range(1, 101):
+        amp.norm_check([held[n:]], inverse)
+    return held
+
+
+def test_a_table_of_an_earlier_test_is_no_upload_missed():
+    held = torch.ones(101, device="cuda")
+    early = [held[1:], held[:7]]
+    amp.norm_check(early, scalar(1.0))
+    push_out_tables()
+    assert uploads_of(lambda: amp.norm_check(early, scalar(1.0))) == 1
+
+
 def test_a_table_is_uploaded_only_when_a_tensor_moved():
+    held = push_out_tables()
     one, other, inverse = gradients(20), gradients(20), scalar(0.5)
     assert uploads_of(lambda: amp.norm_check(one, inverse)) == 1
     assert (
@@ -135,10 +152,12 @@ def test_a_table_is_uploaded_only_when_a_tensor_moved():
     with torch.cuda.stream(torch.cuda.Stream()):
         assert uploads_of(lambda: amp.norm_check(one, inverse)) == 1
     assert uploads_of(lambda: amp.cast(one, [grad.half() for grad in one])) == 1
+    del held  # it kept its memory from the gradients
 
 
 def test_old_tables_are_dropped_and_their_memory_used_again():
     buffer, inverse = torch.ones(500, device="cuda"), scalar(1.0)
+    push_out_tables()
     for n in range(1, 200):
         assert amp.norm_check([buffer[:n]], inverse)[0].item() == pytest.approx(n**0.5)
     assert uploads_of(lambda: amp.norm_check([buffer[:199]], inverse)) == 0
