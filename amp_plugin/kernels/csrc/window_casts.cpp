@@ -3,14 +3,11 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided_ops.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <unordered_set>
 
+#include "autograd_node.h"
 #include "cast_log.h"
 #include "weights_epoch.h"
 
@@ -27,29 +24,6 @@ std::unordered_set<WindowCasts*>& all_casts() {
 
 }  // namespace
 namespace {
-
-// torch's own backward of a cast.
-using CastBackward = torch::autograd::generated::ToCopyBackward0;
-
-// torch counts references to nodes inside them since 2.12, before in a shared_ptr.
-template <typename Node>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>();
-  } else {
-    return std::make_shared<Node>();
-  }
-}
-
-// A tensor on the buffer's memory that autograd sees as the cast of `weight`.
-at::Tensor attached(const at::Tensor& buffer, const at::Tensor& weight) {
-  at::Tensor cast = buffer.variable_data();
-  auto node = make_node<CastBackward>();
-  node->self_options = weight.options();
-  node->set_next_edges(torch::autograd::collect_next_edges(weight));
-  torch::autograd::set_history(cast, node);
-  return cast;
-}
 
 void cast_all(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& buffers) {
   static const auto op = c10::Dispatcher::singleton()
@@ -87,7 +61,7 @@ at::Tensor WindowCasts::cast(const at::Tensor& weight, c10::ScalarType dtype, bo
   }
   kept.is_used = true;
   kept.order.before_read(kept.buffer);
-  return attached(kept.buffer, weight);
+  return attached_cast(kept.buffer, weight);
 }
 
 WindowCasts::Kept& WindowCasts::add(const at::Tensor& weight, c10::ScalarType dtype) {

@@ -7,12 +7,6 @@
 #include "gradient_ledger.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-#include <torch/csrc/Device.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -21,12 +15,16 @@
 #include <utility>
 #include <vector>
 
+#include "../autograd_node.h"
+#include "binding.h"
 #include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
 
-namespace py = pybind11;
+using python::List;
+using python::Owned;
+using python::to_python;
 using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
@@ -72,29 +70,19 @@ bool is_supported(at::ScalarType type) {
       type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
-const at::Tensor& param_at(const py::list& params, size_t i) {
-  return THPVariable_Unpack(PyList_GET_ITEM(params.ptr(), i));
-}
+const at::Tensor& param_at(List params, size_t i) { return python::tensor_of(params[i]); }
 
 const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
-
-py::object wrap(const at::Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
 
 // Below autograd, which records nothing here and would box and look at every gradient.
 template <typename Op, typename... Arguments>
 auto call(const Op& op, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
-  const py::gil_scoped_release others_may_run;
+  const python::WithoutGil others_may_run;
   const at::AutoDispatchBelowAutograd below;
   return op.call(grads, arguments...);
 }
 
-py::tuple measured(const Measured& result) {
-  return py::make_tuple(wrap(std::get<0>(result)), wrap(std::get<1>(result)), wrap(std::get<2>(result)));
-}
-
-std::vector<at::Tensor> gradients(const py::list& params) {
+std::vector<at::Tensor> gradients(List params) {
   std::vector<at::Tensor> grads;
   grads.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
@@ -106,13 +94,13 @@ std::vector<at::Tensor> gradients(const py::list& params) {
 
 class GradientLedger {
  public:
-  int64_t count(const py::list& params) const {
+  int64_t count(List params) const {
     int64_t present = 0;
     for (size_t i = 0; i < params.size(); ++i) present += grad_of(param_at(params, i)).defined();
     return present;
   }
 
-  void remember(const py::list& params, int64_t slot) {
+  void remember(List params, int64_t slot) {
     std::vector<Mark>& marks = marks_[slot];
     marks.resize(params.size());
     for (size_t i = 0; i < params.size(); ++i) {
@@ -124,7 +112,7 @@ class GradientLedger {
     }
   }
 
-  int64_t compare(const py::list& params, int64_t slot) const {
+  int64_t compare(List params, int64_t slot) const {
     const auto found = marks_.find(slot);
     int64_t worst = kSame;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -142,17 +130,18 @@ class GradientLedger {
   }
 
   // A ledger of the parameters at these positions, with all that was noted of them.
-  GradientLedger split(const std::vector<size_t>& positions) const {
+  Owned split(const std::vector<int64_t>& positions) const {
     GradientLedger part;
     for (const auto& [slot, marks] : marks_) {
-      for (const size_t position : positions) part.marks_[slot].push_back(marks.at(position));
+      for (const int64_t position : positions)
+        part.marks_[slot].push_back(marks.at(static_cast<size_t>(position)));
     }
-    return part;
+    return python::new_object(std::move(part));
   }
 
   // The one device of all gradients if one kernel can take them all, and which parameters have one
   // (None if all have). No device if there are none, or if they need to be looked at one by one.
-  py::tuple survey(const py::list& params) const {
+  std::tuple<Owned, Owned> survey(List params) const {
     const at::Tensor* first = nullptr;
     std::vector<int64_t> present;
     for (size_t i = 0; i < params.size(); ++i) {
@@ -160,17 +149,16 @@ class GradientLedger {
       if (!grad.defined()) continue;
       if (!is_plain(grad) || !is_supported(grad.scalar_type()) ||
           (first != nullptr && first->device() != grad.device()))
-        return py::make_tuple(py::none(), py::none());
+        return {python::none(), python::none()};
       if (first == nullptr) first = &grad;
       present.push_back(static_cast<int64_t>(i));
     }
-    if (first == nullptr) return py::make_tuple(py::none(), py::none());
-    auto device = py::reinterpret_steal<py::object>(THPDevice_New(first->device()));
-    if (present.size() == params.size()) return py::make_tuple(device, py::none());
-    return py::make_tuple(device, present);
+    if (first == nullptr) return {python::none(), python::none()};
+    const bool has_all = present.size() == params.size();
+    return {python::owned(THPDevice_New(first->device())), has_all ? python::none() : to_python(present)};
   }
 
-  int64_t first_half(const py::list& params) const {
+  int64_t first_half(List params) const {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& grad = grad_of(param_at(params, i));
       if (grad.defined() && grad.scalar_type() == at::kHalf) return static_cast<int64_t>(i);
@@ -179,31 +167,29 @@ class GradientLedger {
   }
 
   // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
-  std::vector<int64_t> hooked(const py::list& params) const {
+  std::vector<int64_t> hooked(List params) const {
     std::vector<int64_t> positions;
     for (size_t i = 0; i < params.size(); ++i) {
-      const auto* meta = torch::autograd::impl::get_autograd_meta(param_at(params, i));
-      if (meta != nullptr && meta->post_acc_grad_hooks_ != nullptr)
-        positions.push_back(static_cast<int64_t>(i));
+      if (has_post_accumulate_hooks(param_at(params, i))) positions.push_back(static_cast<int64_t>(i));
     }
     return positions;
   }
 
-  py::tuple norm_check(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+  Measured norm_check(List params, const at::Tensor& inv_scale, double norm_type) const {
     static const auto op =
         find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
-    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+    return call(op, gradients(params), inv_scale, norm_type);
   }
 
-  py::tuple unscale_(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+  Measured unscale_(List params, const at::Tensor& inv_scale, double norm_type) const {
     static const auto op =
         find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
-    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+    return call(op, gradients(params), inv_scale, norm_type);
   }
 
-  py::object multiply_(const py::list& params, const py::handle& factor) const {
+  at::Tensor multiply_(List params, const at::Tensor& factor) const {
     static const auto op = find_op<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
-    return wrap(call(op, gradients(params), THPVariable_Unpack(factor.ptr())));
+    return call(op, gradients(params), factor);
   }
 
  private:
@@ -214,24 +200,20 @@ class GradientLedger {
 }  // namespace amp_plugin
 
 bool add_gradient_ledger(PyObject* module) {
-  using amp_plugin::GradientLedger;
-  namespace py = pybind11;
-  try {
-    py::class_<GradientLedger>(py::reinterpret_borrow<py::module_>(module), "GradientLedger")
-        .def(py::init<>())
-        .def("count", &GradientLedger::count)
-        .def("remember", &GradientLedger::remember)
-        .def("compare", &GradientLedger::compare)
-        .def("split", &GradientLedger::split)
-        .def("survey", &GradientLedger::survey)
-        .def("first_half", &GradientLedger::first_half)
-        .def("hooked", &GradientLedger::hooked)
-        .def("norm_check", &GradientLedger::norm_check)
-        .def("unscale_", &GradientLedger::unscale_)
-        .def("multiply_", &GradientLedger::multiply_);
-    return true;
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return false;
-  }
+  using Ledger = amp_plugin::GradientLedger;
+  using namespace amp_plugin::python;
+  static PyMethodDef methods[] = {
+      method<Ledger, &Ledger::count>("count"),
+      method<Ledger, &Ledger::remember>("remember"),
+      method<Ledger, &Ledger::compare>("compare"),
+      method<Ledger, &Ledger::split>("split"),
+      method<Ledger, &Ledger::survey>("survey"),
+      method<Ledger, &Ledger::first_half>("first_half"),
+      method<Ledger, &Ledger::hooked>("hooked"),
+      method<Ledger, &Ledger::norm_check>("norm_check"),
+      method<Ledger, &Ledger::unscale_>("unscale_"),
+      method<Ledger, &Ledger::multiply_>("multiply_"),
+      {},
+  };
+  return add_class<Ledger>(module, "amp_plugin.kernels._region.GradientLedger", methods);
 }

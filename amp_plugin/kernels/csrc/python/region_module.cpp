@@ -1,22 +1,19 @@
 // Python's way in and out of a region; all else is reached through torch.ops.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <torch/csrc/Dtype.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/utils/object_ptr.h>
-
 #include <memory>
+#include <stdexcept>
+#include <string>
 
 #include "../may_keep.h"
 #include "../region.h"
 #include "../weights_epoch.h"
 #include "../window_casts.h"
+#include "binding.h"
 #include "gradient_ledger.h"
 #include "step_tensors.h"
 
 namespace {
 
+using namespace amp_plugin::python;
 using SharedCasts = std::shared_ptr<amp_plugin::WindowCasts>;
 constexpr const char* kWindowCasts = "amp_plugin.WindowCasts";
 
@@ -30,89 +27,87 @@ SharedCasts* casts_in(PyObject* capsule) {
 
 // enter(owner, opening): (device type, dtype, enabled, cache enabled, rules, kept casts, ...)
 PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
-  HANDLE_TH_ERRORS
-  PyObject* opening = count == 2 ? arguments[1] : nullptr;
-  if (opening == nullptr || !PyTuple_Check(opening) || PyTuple_GET_SIZE(opening) < 6 ||
-      !THPDtype_Check(PyTuple_GET_ITEM(opening, 1))) {
-    PyErr_SetString(
-        PyExc_TypeError, "enter(owner, (device_type, dtype, enabled, cache_enabled, rules, kept))");
-    return nullptr;
-  }
-  SharedCasts kept;
-  if (PyObject* capsule = PyTuple_GET_ITEM(opening, 5); capsule != Py_None) {
-    const SharedCasts* held = casts_in(capsule);
-    if (held == nullptr) return nullptr;
-    kept = *held;
-  }
-  amp_plugin::enter_region(
-      arguments[0],
-      {.device = static_cast<c10::DeviceType>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 0))),
-       .dtype = reinterpret_cast<THPDtype*>(PyTuple_GET_ITEM(opening, 1))->scalar_type,
-       .enabled = PyTuple_GET_ITEM(opening, 2) == Py_True,
-       .cache_enabled = PyTuple_GET_ITEM(opening, 3) == Py_True,
-       .rules = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 4))),
-       .kept = std::move(kept)});
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    PyObject* opening = count == 2 ? arguments[1] : nullptr;
+    if (opening == nullptr || !PyTuple_Check(opening) || PyTuple_GET_SIZE(opening) < 6 ||
+        !is_dtype(PyTuple_GET_ITEM(opening, 1))) {
+      PyErr_SetString(
+          PyExc_TypeError, "enter(owner, (device_type, dtype, enabled, cache_enabled, rules, kept))");
+      return nullptr;
+    }
+    SharedCasts kept;
+    if (PyObject* capsule = PyTuple_GET_ITEM(opening, 5); capsule != Py_None) {
+      const SharedCasts* held = casts_in(capsule);
+      if (held == nullptr) return nullptr;
+      kept = *held;
+    }
+    amp_plugin::enter_region(
+        arguments[0],
+        {.device = static_cast<c10::DeviceType>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 0))),
+         .dtype = dtype_of(PyTuple_GET_ITEM(opening, 1)),
+         .enabled = PyTuple_GET_ITEM(opening, 2) == Py_True,
+         .cache_enabled = PyTuple_GET_ITEM(opening, 3) == Py_True,
+         .rules = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 4))),
+         .kept = std::move(kept)});
+    Py_RETURN_NONE;
+  });
 }
 
 // exit(owner) -> bool
 PyObject* exit(PyObject* /*module*/, PyObject* owner) {
-  HANDLE_TH_ERRORS
-  return PyBool_FromLong(amp_plugin::exit_region(owner));
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* { return PyBool_FromLong(amp_plugin::exit_region(owner)); });
 }
 
 PyObject* invalidate(PyObject* /*module*/, PyObject* /*unused*/) {
-  HANDLE_TH_ERRORS
-  amp_plugin::invalidate_weight_casts();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    amp_plugin::invalidate_weight_casts();
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* new_casts(PyObject* /*module*/, PyObject* /*unused*/) {
-  HANDLE_TH_ERRORS
-  return PyCapsule_New(
-      new SharedCasts(std::make_shared<amp_plugin::WindowCasts>()), kWindowCasts, destroy_casts);
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    return PyCapsule_New(
+        new SharedCasts(std::make_shared<amp_plugin::WindowCasts>()), kWindowCasts, destroy_casts);
+  });
 }
 
 PyObject* clear_casts(PyObject* /*module*/, PyObject* capsule) {
-  HANDLE_TH_ERRORS
-  const SharedCasts* casts = casts_in(capsule);
-  if (casts == nullptr) return nullptr;
-  {
-    const pybind11::gil_scoped_release others_may_run;  // whoever casts holds the lock, and may need Python
-    (*casts)->clear();
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    const SharedCasts* casts = casts_in(capsule);
+    if (casts == nullptr) return nullptr;
+    {
+      const WithoutGil others_may_run;  // whoever casts holds the lock, and may need Python
+      (*casts)->clear();
+    }
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* end_window(PyObject* /*module*/, PyObject* capsule) {
-  HANDLE_TH_ERRORS
-  const SharedCasts* casts = casts_in(capsule);
-  if (casts == nullptr) return nullptr;
-  (*casts)->end_window();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    const SharedCasts* casts = casts_in(capsule);
+    if (casts == nullptr) return nullptr;
+    (*casts)->end_window();
+    Py_RETURN_NONE;
+  });
 }
 
 // count_casts(casts) -> (buffers, bytes, casts, multi-tensor casts)
 PyObject* count_casts(PyObject* /*module*/, PyObject* capsule) {
-  HANDLE_TH_ERRORS
-  const SharedCasts* casts = casts_in(capsule);
-  if (casts == nullptr) return nullptr;
-  long long buffers = 0, bytes = 0;
-  {
-    const pybind11::gil_scoped_release others_may_run;
-    buffers = (*casts)->buffers();
-    bytes = (*casts)->bytes();
-  }
-  return Py_BuildValue(
-      "LLLL", buffers, bytes, static_cast<long long>((*casts)->casts()),
-      static_cast<long long>((*casts)->refreshes()));
-  END_HANDLE_TH_ERRORS
+  return guarded([&]() -> PyObject* {
+    const SharedCasts* casts = casts_in(capsule);
+    if (casts == nullptr) return nullptr;
+    long long buffers = 0, bytes = 0;
+    {
+      const WithoutGil others_may_run;
+      buffers = (*casts)->buffers();
+      bytes = (*casts)->bytes();
+    }
+    return Py_BuildValue(
+        "LLLL", buffers, bytes, static_cast<long long>((*casts)->casts()),
+        static_cast<long long>((*casts)->refreshes()));
+  });
 }
 
 PyObject* parameter_class = nullptr;
@@ -120,20 +115,26 @@ PyObject* managed_test = nullptr;
 
 // Only parameters outlive a region. FSDP2 shows plain leaf parameters whose memory it frees and refills
 // with no version counter moving.
-amp_plugin::Lifetime lifetime_of_casts(const at::Tensor& tensor) {
+amp_plugin::Lifetime ask_lifetime(const at::Tensor& tensor) {
   using amp_plugin::Lifetime;
-  const pybind11::gil_scoped_acquire gil;
-  auto wrapped = THPObjectPtr(THPVariable_Wrap(tensor));
-  if (!wrapped) throw python_error();
+  const Owned wrapped = to_python(tensor);
   const int is_parameter = PyObject_IsInstance(wrapped.get(), parameter_class);
-  if (is_parameter < 0) throw python_error();
+  if (is_parameter < 0) throw PythonError();
   if (is_parameter == 0) return Lifetime::kRegion;
   if (PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed.fsdp") == nullptr) {
     return Lifetime::kWindow;
   }
-  auto answer = THPObjectPtr(PyObject_CallOneArg(managed_test, wrapped.get()));
-  if (!answer) throw python_error();
+  const Owned answer = owned(PyObject_CallOneArg(managed_test, wrapped.get()));
   return PyObject_IsTrue(answer.get()) == 1 ? Lifetime::kNone : Lifetime::kWindow;
+}
+
+amp_plugin::Lifetime lifetime_of_casts(const at::Tensor& tensor) {
+  const WithGil gil;
+  try {
+    return ask_lifetime(tensor);
+  } catch (const PythonError&) {
+    throw_as_cpp("amp_plugin cannot tell how long a weight's cast may be kept");
+  }
 }
 
 // keep_only(parameter class, managed test): what may outlive a region, and what may not be kept in it
@@ -150,16 +151,11 @@ PyObject* keep_only(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t
   Py_RETURN_NONE;
 }
 
-template <PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)>
-PyCFunction fast() {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
 PyMethodDef kMethods[] = {
-    {"enter", fast<enter>(), METH_FASTCALL, nullptr},
+    fast("enter", enter),
     {"exit", exit, METH_O, nullptr},
     {"invalidate", invalidate, METH_NOARGS, nullptr},
-    {"keep_only", fast<keep_only>(), METH_FASTCALL, nullptr},
+    fast("keep_only", keep_only),
     {"new_casts", new_casts, METH_NOARGS, nullptr},
     {"clear_casts", clear_casts, METH_O, nullptr},
     {"end_window", end_window, METH_O, nullptr},
@@ -173,7 +169,9 @@ PyModuleDef kModule = {
 }  // namespace
 
 PyMODINIT_FUNC PyInit__region() {
-  auto module = THPObjectPtr(PyModule_Create(&kModule));
-  if (!module || !add_gradient_ledger(module.get()) || !add_step_tensors(module.get())) return nullptr;
-  return module.release();
+  if (!learn_layout()) return nullptr;
+  PyObject* module = PyModule_Create(&kModule);
+  if (module != nullptr && add_gradient_ledger(module) && add_step_tensors(module)) return module;
+  Py_XDECREF(module);
+  return nullptr;
 }

@@ -3,9 +3,6 @@
 #include "step_tensors.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <pybind11/pybind11.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <array>
 #include <optional>
@@ -15,12 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "binding.h"
 #include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
 
-namespace py = pybind11;
+using python::tensor_of;
 using Tensors = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
 
@@ -43,18 +41,18 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
 }
 
-const at::Tensor& tensor_in(PyObject* holder, PyObject* name) {
-  PyObject* value = PyDict_GetItemWithError(holder, name);
-  if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-  if (value == nullptr || value == Py_None)
-    throw Obstacle{"has no " + py::str(name).cast<std::string>() + " yet, which torch's own step makes"};
-  if (!THPVariable_Check(value))
-    throw Obstacle{"has a state " + py::str(name).cast<std::string>() + " that is no tensor"};
-  return THPVariable_Unpack(value);
+std::string text_of(PyObject* name) {
+  const char* text = PyUnicode_AsUTF8(name);
+  if (text == nullptr) throw python::PythonError();
+  return text;
 }
 
-Number number(const py::object& given) {
-  return given.is_none() ? Number{} : Number{THPVariable_Unpack(given.ptr())};
+const at::Tensor& tensor_in(python::Dict holder, PyObject* name) {
+  PyObject* value = holder.get(name);
+  if (value == nullptr || value == Py_None)
+    throw Obstacle{"has no " + text_of(name) + " yet, which torch's own step makes"};
+  if (!python::is_tensor(value)) throw Obstacle{"has a state " + text_of(name) + " that is no tensor"};
+  return tensor_of(value);
 }
 
 class StepTensors {
@@ -62,63 +60,59 @@ class StepTensors {
   // `states` are names of tensors like the parameter in its entry of `state`; `counted` adds "step". `rests`
   // is empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
   StepTensors(
-      const py::list& params, const py::list& rests, const py::dict& state, const py::tuple& states,
-      bool counted) {
-    const py::str step("step");
+      python::List params, python::List rests, python::Dict state, python::Tuple states, bool counted) {
+    const python::Owned step = python::owned(PyUnicode_InternFromString("step"));
     std::unordered_set<const void*> seen;
     for (size_t i = 0; i < params.size(); ++i) {
-      PyObject* object = PyList_GET_ITEM(params.ptr(), i);
-      const at::Tensor& param = THPVariable_Unpack(object);
+      PyObject* object = params[i];
+      const at::Tensor& param = tensor_of(object);
       const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
       if (!grad.defined()) continue;
       try {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
-        add(param, grad, rests.empty() ? nullptr : PyList_GET_ITEM(rests.ptr(), i));
-        if (states.empty() && !counted) continue;
-        PyObject* entry = PyDict_GetItemWithError(state.ptr(), object);
-        if (entry == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        add(param, grad, rests.size() == 0 ? nullptr : rests[i]);
+        if (states.size() == 0 && !counted) continue;
+        PyObject* entry = state.get(object);
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
-        add_states(param, entry, states);
-        if (counted) add_counter(param, tensor_in(entry, step.ptr()));
+        add_states(param, {entry}, states);
+        if (counted) add_counter(param, tensor_in({entry}, step.get()));
       } catch (const Obstacle& obstacle) {
-        throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
+        python::raise(PyExc_ValueError, "parameter " + std::to_string(i) + " " + obstacle.text);
       }
     }
   }
 
-  size_t size() const { return params_.size(); }
+  Py_ssize_t size() const { return static_cast<Py_ssize_t>(params_.size()); }
 
   void adam_(
       double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
-      const py::object& lr_tensor, const py::object& grad_scale, const py::object& found_inf) const {
+      const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
     using List = at::TensorList;
     using Signature = void(
         List, List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
         const Number&, const Number&, const Number&);
     static const auto op = find_op<Signature>("amp_plugin::adam_");
-    const Number rate = number(lr_tensor), scale = number(grad_scale), found = number(found_inf);
-    const py::gil_scoped_release others_may_run;
+    const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op.call(
         params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, copies_, lr, beta1, beta2,
-        eps, weight_decay, decoupled, maximize, rate, scale, found);
+        eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
   }
 
   void sgd_(
       double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
-      const py::object& lr_tensor, const py::object& grad_scale, const py::object& found_inf) const {
+      const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
     using List = at::TensorList;
     using Signature = void(
         List, List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
         const Number&, const Number&);
     static const auto op = find_op<Signature>("amp_plugin::sgd_");
-    const Number rate = number(lr_tensor), scale = number(grad_scale), found = number(found_inf);
-    const py::gil_scoped_release others_may_run;
+    const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op.call(
         params_, grads_, states_[0], remainders_, copies_, lr, momentum, dampening, weight_decay, nesterov,
-        maximize, false, rate, scale, found);
+        maximize, false, lr_tensor, grad_scale, found_inf);
   }
 
  private:
@@ -137,7 +131,7 @@ class StepTensors {
       params_.push_back(param);
       return;
     }
-    const at::Tensor& beside = THPVariable_Unpack(rest);
+    const at::Tensor& beside = tensor_of(rest);
     const bool is_master = beside.scalar_type() == at::kFloat;
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
     refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
@@ -145,9 +139,9 @@ class StepTensors {
     (is_master ? copies_ : remainders_).push_back(is_master ? param : beside);
   }
 
-  void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
+  void add_states(const at::Tensor& param, python::Dict entry, python::Tuple names) {
     for (size_t i = 0; i < names.size(); ++i) {
-      const at::Tensor& tensor = tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i));
+      const at::Tensor& tensor = tensor_in(entry, names[i]);
       refuse_if(tensor.scalar_type() != at::kFloat || !fits(tensor, param), "has a state that ", tensor);
       states_.at(i).push_back(tensor);
     }
@@ -176,16 +170,13 @@ class StepTensors {
 
 bool add_step_tensors(PyObject* module) {
   using amp_plugin::StepTensors;
-  namespace py = pybind11;
-  try {
-    py::class_<StepTensors>(py::reinterpret_borrow<py::module_>(module), "StepTensors")
-        .def(py::init<const py::list&, const py::list&, const py::dict&, const py::tuple&, bool>())
-        .def("__len__", &StepTensors::size)
-        .def("adam_", &StepTensors::adam_)
-        .def("sgd_", &StepTensors::sgd_);
-    return true;
-  } catch (py::error_already_set& error) {
-    error.restore();
-    return false;
-  }
+  using namespace amp_plugin::python;
+  static PyMethodDef methods[] = {
+      method<StepTensors, &StepTensors::adam_>("adam_"),
+      method<StepTensors, &StepTensors::sgd_>("sgd_"),
+      {},
+  };
+  return add_class<StepTensors, List, List, Dict, Tuple, bool>(
+      module, "amp_plugin.kernels._region.StepTensors", methods,
+      [](PyObject* self) { return value_in<StepTensors>(self).size(); });
 }

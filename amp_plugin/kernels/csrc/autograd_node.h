@@ -1,0 +1,14 @@
+// The one place that needs torch's autograd headers, the largest of all.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace amp_plugin {
+
+// A tensor on the buffer's memory that autograd sees as the cast of `weight`.
+at::Tensor attached_cast(const at::Tensor& buffer, const at::Tensor& weight);
+
+// Whether a hook runs once the parameter's gradient is there.
+bool has_post_accumulate_hooks(const at::Tensor& param);
+
+}  // namespace amp_plugin
