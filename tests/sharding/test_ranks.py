@@ -78,10 +78,44 @@ class TestCollectives:
                 ("all_reduce", "fp32", 2),  # gradients that go into their norms
             ]
 
-    def test_shards_unlike_the_plan_are_seen(self, four):
-        for report in found(four, "collectives", "broken"):
+    @pytest.mark.parametrize("way", ["all weights in fp32", "weights in bf16"])
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_the_first_version_of_fsdp(self, four, two, reduce, way):
+        for report in found([*four, *two], "collectives", f"fsdp1 {reduce} {way}"):
+            assert (report["extra"], report["missing"], report["calls"]) == ([], [], 8)
+
+    @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+    def test_shards_unlike_the_plan_are_seen(self, four, two, strategy):
+        for report in found([*four, *two], "collectives", f"{strategy} broken"):
             assert {dtype for _, dtype, *_ in report["extra"]} == {"bf16"}
             assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32"}
+
+
+class TestCollectivesOfAStep:
+    """Of a whole step: what the plan asks for, one decision of all ranks, and what is named here."""
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_four_ranks(self, four, run):
+        for report in found(four, "equality", run):
+            assert_only_the_plans(run, report["last"])
+
+    @pytest.mark.parametrize("run", [run for run in RUNS if run.endswith(("fsdp1", "fsdp2"))])
+    def test_two_ranks(self, two, run):
+        for report in found(two, "steps", run):
+            assert_only_the_plans(run, report)
+
+
+def assert_only_the_plans(run, report):
+    front, strategy = run.split()
+    assert report["missing"] == []
+    found = {(op, dtype): (elements, calls) for op, dtype, elements, _, _, calls in report["extra"]}
+    groups = {"tp": 5, "hsdp": 2}.get(strategy, 1)
+    assert found.pop(("all_reduce", "fp64")) == (2, groups)  # overflow and norm, once a group of ranks
+    if front == "trainer":
+        assert found.pop(("broadcast", "int64")) == (1, 1)  # the Trainer asks whether to stop
+    if strategy == "tp":
+        assert found.pop(("all_reduce", "fp32")) == (12, 4)  # activations, their gradients
+    assert found == {}
 
 
 @pytest.mark.parametrize("run", RUNS)
