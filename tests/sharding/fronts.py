@@ -235,7 +235,7 @@ def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None,
     return run
 
 
-def accelerator_of(strategy, precision, **options):
+def accelerator_of(strategy, precision, *, micro_batches=1, state_dict_type=None, **options):
     reset()
     by_block = strategy in {"fsdp2", "hsdp"}
     plugin = FullyShardedDataParallelPlugin(
@@ -244,12 +244,14 @@ def accelerator_of(strategy, precision, **options):
         transformer_cls_names_to_wrap=["Block"] if by_block else None,
         cpu_ram_efficient_loading=False,
         use_orig_params=True if strategy == "fsdp1" else None,
+        state_dict_type=state_dict_type,
     )
     replicated = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
     return AmpAccelerator(
         parallelism_config=replicated if strategy == "hsdp" else None,
         mixed_precision=precision if precision != "fp32" else "no",
         fsdp_plugin=plugin,
+        gradient_accumulation_steps=micro_batches,
         kwargs_handlers=[AmpKwargs(**options_of(strategy, options))],
     )
 

@@ -12,9 +12,10 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from amp_plugin import autocast, log_collectives
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.shard_units import shard_units
+from tests.sharding.checkpoints import resume, save
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
 from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
-from tests.sharding.variants import resume, save, variants
+from tests.sharding.variants import variants
 from tests.weights.ranks import compare_with_one_process
 
 

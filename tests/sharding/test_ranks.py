@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.sharding.checkpoints import KEEPERS
 from tests.sharding.fronts import FRONTS, STRATEGIES
 from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
@@ -142,12 +143,22 @@ def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
         assert report["weights"] < 1e-6
 
 
-def test_two_ranks_go_on_where_four_have_saved(four, two):
-    saved, resumed = found(four, "save", "")[0], found(two, "resume", "")[0]
+@pytest.mark.parametrize("keeper", [keeper for keeper in KEEPERS if keeper != "accelerate fsdp1"])
+def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
+    saved, resumed = found(four, "save", keeper)[0], found(two, "resume", keeper)[0]
     assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
     assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+    assert "is not loaded" not in str(resumed.get("told"))
+
+
+def test_an_optimizer_whose_state_accelerate_does_not_load_is_told(four, two):
+    saved, resumed = found(four, "save", "accelerate fsdp1")[0], found(two, "resume", "accelerate fsdp1")[0]
+    assert resumed["loaded"] == saved["saved"]
+    assert resumed["scale"] == saved["scale"] == 2.0**9
+    (text,) = [text for text in resumed["told"] if "is not loaded" in text]
+    assert "this one starts anew; use fsdp_version=2, or save with state_dict_type='FULL_STATE_DICT'" in text
 
 
 @pytest.mark.parametrize("front", FRONTS)
