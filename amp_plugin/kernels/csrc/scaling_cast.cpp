@@ -4,10 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <vector>
+
+#include "cpu_ops.h"
 
 namespace amp_plugin {
 namespace {
@@ -41,6 +42,8 @@ bool casts_in_order(const at::Tensor& one, const at::Tensor& other) {
   return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
       one.strides() == other.strides() && one.is_non_overlapping_and_dense();
 }
+
+}  // namespace
 
 void cast(at::TensorList src, at::TensorList out) {
   TORCH_CHECK_VALUE(
@@ -80,7 +83,4 @@ void cast(at::TensorList src, at::TensorList out) {
   });
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("cast", amp_plugin::cast); }

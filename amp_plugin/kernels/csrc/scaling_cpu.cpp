@@ -3,7 +3,6 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +10,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu_ops.h"
 #include "one_value.h"
 #include "scaling_chunk.h"
 
@@ -218,8 +218,6 @@ at::Tensor scalar(double value) {
   return result;
 }
 
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
 Measured measured(const Result& result, double factor, double p) {
   double norm = result.power;
   if (!takes_extreme(p) && p != 0.0) {
@@ -234,6 +232,8 @@ Measured measured(const Result& result, double factor, double p) {
       std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
   return {scalar(norm), scalar(found ? 1.0 : 0.0), flags};
 }
+
+}  // namespace
 
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
   const double factor = one_value(inv_scale, "inv_scale");
@@ -265,11 +265,4 @@ at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
   return scalar(found ? 1.0 : 0.0);
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
-  m.impl("norm_check", amp_plugin::norm_check);
-  m.impl("unscale_", amp_plugin::unscale_);
-  m.impl("multiply_", amp_plugin::multiply_);
-}

@@ -2,17 +2,20 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
 
+#include "cpu_ops.h"
+
 namespace amp_plugin {
 namespace {
 
 enum HysteresisMode : int64_t { kApex = 0, kMegatron = 1, kDeepSpeed = 2 };
+
+}  // namespace
 
 void update_scale_(
     const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
@@ -61,10 +64,4 @@ at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optio
   return result;
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
-  m.impl("clip_factor", amp_plugin::clip_factor);
-  m.impl("update_scale_", amp_plugin::update_scale_);
-}

@@ -1,10 +1,9 @@
 // adam_ on the CPU: Adam and AdamW. Operations follow each other as in torch's fused kernel, for its bits.
 
-#include <torch/library.h>
-
 #include <cmath>
 #include <optional>
 
+#include "cpu_ops.h"
 #include "one_value.h"
 #include "step_run.h"
 
@@ -86,6 +85,8 @@ std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions&
   return rules;
 }
 
+}  // namespace
+
 void adam_(
     at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
     at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,
@@ -111,7 +112,4 @@ void adam_(
   rows.finish();
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("adam_", amp_plugin::adam_); }

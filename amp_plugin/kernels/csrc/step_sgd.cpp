@@ -1,9 +1,8 @@
 // sgd_ on the CPU: SGD with momentum. Operations follow each other as in torch's fused kernel, for its bits.
 
-#include <torch/library.h>
-
 #include <optional>
 
+#include "cpu_ops.h"
 #include "one_value.h"
 #include "step_run.h"
 
@@ -50,6 +49,8 @@ struct SgdRule {
   bool nesterov, first_step;
 };
 
+}  // namespace
+
 void sgd_(
     at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
     at::TensorList copies, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
@@ -73,7 +74,4 @@ void sgd_(
   rows.finish();
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) { m.impl("sgd_", amp_plugin::sgd_); }

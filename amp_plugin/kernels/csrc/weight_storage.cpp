@@ -3,13 +3,13 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <vector>
 
+#include "cpu_ops.h"
 #include "memory_order.h"
 #include "weight_pair.h"
 
@@ -104,6 +104,8 @@ void for_each_piece(const std::vector<at::Tensor>& tensors, const Run& run) {
   });
 }
 
+}  // namespace
+
 void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low) {
   check_count("pack_weights_", masters.size(), high.size(), "high halves");
   check_count("pack_weights_", masters.size(), low.size(), "low halves");
@@ -152,6 +154,8 @@ void unpack_weights_(at::TensorList high, at::TensorList low, at::TensorList mas
   to.finish();
 }
 
+namespace {
+
 constexpr int kDraws = 8;  // numbers of 16 bits from one call of the generator
 
 // Philox 4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
@@ -173,6 +177,8 @@ uint16_t round_weight(uint32_t bits, uint32_t draw) {
   if (magnitude > 0x7F800000U) return static_cast<uint16_t>((bits >> 16 & 0x8000U) | 0x7FC0U);
   return static_cast<uint16_t>((bits + draw) >> 16);
 }
+
+}  // namespace
 
 void round_weights_(at::TensorList masters, at::TensorList out, int64_t seed, int64_t step) {
   check_count("round_weights_", masters.size(), out.size(), "outputs");
@@ -205,11 +211,4 @@ void round_weights_(at::TensorList masters, at::TensorList out, int64_t seed, in
   to.finish();
 }
 
-}  // namespace
 }  // namespace amp_plugin
-
-TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
-  m.impl("pack_weights_", amp_plugin::pack_weights_);
-  m.impl("unpack_weights_", amp_plugin::unpack_weights_);
-  m.impl("round_weights_", amp_plugin::round_weights_);
-}

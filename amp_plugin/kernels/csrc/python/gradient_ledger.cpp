@@ -9,23 +9,27 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <tuple>
+#include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "../autograd_node.h"
+#include "../cuda_gradients.h"
 #include "binding.h"
 #include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
 
+using cuda::Measured;
 using python::List;
 using python::Owned;
 using python::to_python;
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Measures = Measured(at::TensorList, const at::Tensor&, double);
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -90,6 +94,42 @@ std::vector<at::Tensor> gradients(List params) {
     if (grad.defined()) grads.push_back(grad);
   }
   return grads;
+}
+
+// The gradients without references of their own, which cost two atomic operations a tensor. Good while the
+// GIL is held: parameters keep their gradients, and nobody replaces those during a call.
+class BorrowedGradients {
+ public:
+  explicit BorrowedGradients(List params)
+      : memory_(std::make_unique_for_overwrite<std::byte[]>(params.size() * sizeof(at::Tensor))) {
+    auto* next = reinterpret_cast<at::Tensor*>(memory_.get());
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (!grad.defined()) continue;
+      new (next++) at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+      ++count_;
+    }
+  }
+
+  at::TensorList tensors() const { return {reinterpret_cast<const at::Tensor*>(memory_.get()), count_}; }
+
+ private:
+  std::unique_ptr<std::byte[]> memory_;
+  size_t count_ = 0;
+};
+
+// Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
+// `launch` takes the table; no result where the op has to be called.
+template <typename Launch>
+auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
+    -> std::optional<decltype(launch(std::declval<const cuda::GradientTable&>()))> {
+  if (!scale.is_cuda() || !nobody_watches_ops()) return std::nullopt;
+  const BorrowedGradients grads(params);
+  const auto table = cuda::GradientTable::kept(grads.tensors(), scale);
+  if (!table) return std::nullopt;
+  if (writes) cuda::increment_versions(grads.tensors());
+  const python::WithoutGil others_may_run;  // a launch waits where the device is far behind
+  return launch(*table);
 }
 
 class GradientLedger {
@@ -176,23 +216,33 @@ class GradientLedger {
   }
 
   Measured norm_check(List params, const at::Tensor& inv_scale, double norm_type) const {
-    static const auto op =
-        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
-    return call(op, gradients(params), inv_scale, norm_type);
+    static const auto op = find_op<Measures>("amp_plugin::norm_check");
+    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type);
   }
 
   Measured unscale_(List params, const at::Tensor& inv_scale, double norm_type) const {
-    static const auto op =
-        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
-    return call(op, gradients(params), inv_scale, norm_type);
+    static const auto op = find_op<Measures>("amp_plugin::unscale_");
+    return measure(op, cuda::kUnscale, params, inv_scale, norm_type);
   }
 
   at::Tensor multiply_(List params, const at::Tensor& factor) const {
     static const auto op = find_op<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
-    return call(op, gradients(params), factor);
+    const auto found = launched(
+        params, factor, true, [&](const cuda::GradientTable& table) { return table.multiply_(factor); });
+    return found ? *found : call(op, gradients(params), factor);
   }
 
  private:
+  static Measured measure(
+      const c10::TypedOperatorHandle<Measures>& op, size_t kernel, List params, const at::Tensor& inv_scale,
+      double norm_type) {
+    const bool writes = kernel == cuda::kUnscale;
+    const auto found = launched(params, inv_scale, writes, [&](const cuda::GradientTable& table) {
+      return table.measure(kernel, inv_scale, norm_type);
+    });
+    return found ? *found : call(op, gradients(params), inv_scale, norm_type);
+  }
+
   std::unordered_map<int64_t, std::vector<Mark>> marks_;
 };
 

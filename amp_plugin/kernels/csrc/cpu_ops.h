@@ -1,0 +1,43 @@
+// The ops for the CPU: plain functions, so that the sources which compute need none of torch's headers for
+// registering ops, a third of their work of compiling.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace amp_plugin {
+
+using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using OptionalTensor = std::optional<at::Tensor>;
+
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p);
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p);
+at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
+void cast(at::TensorList src, at::TensorList out);
+
+at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const OptionalTensor& scale);
+void update_scale_(
+    const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
+    const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
+    double min_scale, double max_scale, int64_t hysteresis, int64_t mode);
+
+void adam_(
+    at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
+    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,
+    double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
+    bool maximize, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf);
+void sgd_(
+    at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
+    at::TensorList copies, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
+    bool maximize, bool first_step, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf);
+
+void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low);
+void unpack_weights_(at::TensorList high, at::TensorList low, at::TensorList masters);
+void round_weights_(at::TensorList masters, at::TensorList out, int64_t seed, int64_t step);
+
+}  // namespace amp_plugin
