@@ -29,7 +29,7 @@ from types import ModuleType
 import torch
 
 from amp_plugin.kernels.build_cache import cache_root
-from amp_plugin.kernels.compiler import SharedObject, python_headers
+from amp_plugin.kernels.compiler import SharedObject, jobs, python_headers
 from amp_plugin.kernels.prebuilt import FOLDER, find_prebuilt
 from amp_plugin.kernels.shared_object import Built, obtain
 from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, link_flags
@@ -41,6 +41,8 @@ LIBRARY = "libamp_plugin.so"
 REGION = "_region"
 ARITHMETIC = ("scaling_", "step_", "weight_")
 """How the names of the sources begin that compute on elements: half of the compiler's work."""
+MANY_CORES = 6
+"""From so many on, the library's sources are five translation units and the extension's are one."""
 _FAILURES = (OSError, RuntimeError, ValueError, ImportError)
 
 
@@ -210,7 +212,7 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
             f"-Wl,-soname,{LIBRARY}",
         ),
         joined=_joined(),
-        apart=ARITHMETIC,
+        apart=_apart(),
     )
 
 
@@ -258,6 +260,16 @@ def _region_beside(sources: Path, machine: Machine) -> SharedObject | None:
         return region_target(sources, machine) if _joined() else None
     except FileNotFoundError:  # no Python.h; `build_region` says so
         return None
+
+
+def _apart() -> tuple[tuple[str, ...], ...]:
+    """Return the groups of sources that are compiled beside the rest.
+
+    A group's headers are read once more, so there are no more groups than cores to compile them.
+    """
+    if jobs() >= MANY_CORES:
+        return (*((word,) for word in ARITHMETIC), ("cuda_",))
+    return (ARITHMETIC,) if jobs() > 1 else ()
 
 
 def _joined() -> bool:

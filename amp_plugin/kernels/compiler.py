@@ -74,8 +74,8 @@ class SharedObject:
         link_flags: For the linker.
         joined: Compile all sources as one translation unit. Torch's headers are most of the work, and
             are then read once; a change to one source compiles all of them again.
-        apart: Of joined sources, those whose names begin with one of these words are a translation unit of
-            their own where two can be compiled at the same time.
+        apart: Of joined sources, those whose names begin with one of a group's words are a translation unit
+            of their own.
     """
 
     file_name: str
@@ -85,16 +85,21 @@ class SharedObject:
     compile_flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     joined: bool = False
-    apart: tuple[str, ...] = ()
+    apart: tuple[tuple[str, ...], ...] = ()
 
     def units(self) -> tuple[Unit, ...]:
-        """Return the translation units: one or two with all sources if they are joined, else one for each."""
+        """Return the translation units: one or a few of all sources if they are joined, else one each."""
         if not self.joined or len(self.sources) == 1:
             return tuple(Unit(name=source.stem, sources=(source,)) for source in self.sources)
         name = self.file_name.partition(".")[0]
-        apart = [source for source in self.sources if jobs() > 1 and source.name.startswith(self.apart)]
-        rest = [source for source in self.sources if source not in apart]
-        parts = ((f"{name}_apart", apart), (name, rest))
+        grouped = [
+            [source for source in self.sources if source.name.startswith(group)] for group in self.apart
+        ]
+        rest = [source for source in self.sources if not any(source in files for files in grouped)]
+        parts = [
+            (name, rest),
+            *((f"{name}_{words[0]}apart", files) for words, files in zip(self.apart, grouped, strict=True)),
+        ]
         return tuple(Unit(name=part, sources=tuple(files)) for part, files in parts if files)
 
 

@@ -230,7 +230,7 @@ def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MAX_JOBS", "2")
     monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
     library = build.library_target(build.SOURCES, Machine.this())
-    arithmetic, rest = library.units()
+    rest, arithmetic = library.units()
     assert {*arithmetic.sources, *rest.sources} == set(library.sources)
 
     def has_vectors(source: Path) -> bool:
@@ -240,6 +240,18 @@ def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatc
     vectors = {source for source in library.sources if has_vectors(source)}
     assert len(vectors) > 3
     assert vectors <= set(arithmetic.sources)
+
+
+@pytest.mark.parametrize(("cores", "units"), [(1, 1), (2, 2), (4, 2), (6, 5), (64, 5)])
+def test_no_more_translation_units_than_cores(
+    cores: int, units: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MAX_JOBS", str(cores))
+    monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
+    library = build.library_target(build.SOURCES, Machine.this())
+    found = [source for unit in library.units() for source in unit.sources]
+    assert len(library.units()) == units
+    assert sorted(found) == sorted(library.sources)
 
 
 def check_without_warnings(sources: list[Path], folder: Path) -> None:
