@@ -25,12 +25,12 @@ def planned(units, dtypes):
     modules, found = dtypes.modules(Net()), Counter()
     for unit in units:
         wanted = modules[unit.name]
-        if unit.engine == "fsdp1" and dtypes.fp32_modules:  # it has one dtype for all that it gathers
-            told = changed(unit, torch.float32)
-        elif has_dtypes_by_parameter() and len(computed_in(unit, units, modules)) > 1:
-            told = replace(unit, gathered=torch.uint8)
-        else:
-            told = changed(unit, wanted.compute)
+        computed = {wanted.compute}
+        if unit.engine == "fsdp1" and dtypes.fp32_modules:
+            computed = {torch.float32}  # it has one dtype for all that it gathers
+        elif unit.engine == "fsdp2" and has_dtypes_by_parameter():
+            computed = computed_in(unit, units, modules)
+        told = changed(unit, *computed) if len(computed) == 1 else replace(unit, gathered=torch.uint8)
         found.update(replace(told, reduced=wanted.reduction).collectives())
     return found
 
