@@ -1,10 +1,12 @@
 """The plan of dtypes, what is lowered from it, and where others contradict it; in a group of one process."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
@@ -12,7 +14,7 @@ from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
 from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.shard_units import shard_units
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter, mp_policy
 from tests.process_groups import group_of_one
@@ -214,6 +216,28 @@ class TestFirstVersion:
         assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) == (torch.float16, FP32, FP32)
         assert not policy.cast_forward_inputs
         assert fsdp1_policy(DtypePlan(reduce="bf16")).reduce_dtype is BF16
+
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # one rank has all
+    @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
+    def test_micro_batches_add_up_in_fp32_without_sync(self, mesh):
+        """257 gradients of 1 + 1/128: in bf16 their sum has no place for the fractions."""
+        added = []
+        for prepare in (add_up_in_fp32, lambda _: None):
+            model = FullyShardedDataParallel(
+                nn.Linear(1, 1, bias=False),
+                mixed_precision=fsdp1_policy(DtypePlan()),
+                use_orig_params=True,
+                device_id=torch.device("cpu"),
+            )
+            prepare(model)
+            for micro_batch in range(257):
+                with model.no_sync() if micro_batch < 256 else nullcontext():
+                    with torch.autocast("cpu", dtype=BF16):
+                        loss = model(torch.full((1, 1), 1 + 2**-7)).float().sum()
+                    loss.backward()
+            added.append(next(model.parameters()).grad.item())
+        assert added[0] == 257 * (1 + 2**-7)
+        assert added[1] != added[0]  # so that the sum tells the two apart
 
     def test_it_has_one_dtype_for_all_weights(self):
         assert fsdp1_policy(DtypePlan(fp32_modules=["LayerNorm"])).param_dtype is FP32
