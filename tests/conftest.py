@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from amp_plugin.kernels.build import native_core
+from tests.copied_process import keep_copy
 
 
 def pytest_report_header() -> str:
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(without_core)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without_gpu)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.items and not session.config.option.collectonly:
+        keep_copy()
 
 
 def _native_core():
