@@ -219,7 +219,7 @@ def test_three_precisions_agree(changes, least, apart):
 @pytest.mark.slow
 def test_the_program_runs_without_a_warning(tmp_path):
     words = ["epochs=1", "batch_size=256", "width=4", f"output={tmp_path}"]
-    done = warm_processes.call(digits_as_script_and_as_module, words, frameworks=True)
+    done = warm_processes.call(digits_as_script_and_as_module, words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 2
     assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
