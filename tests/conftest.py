@@ -25,6 +25,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     core = _native_core()
     without_core = pytest.mark.skip(reason=f"needs the native core: {core.reason}")
     without_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    files = {item.path for item in items if item.get_closest_marker("dist")}
+    items.sort(key=lambda item: item.path not in files)  # what is begun first is not divided between workers
     for item in items:
         if item.get_closest_marker("native") and (not core.loaded or core.region is None):
             item.add_marker(without_core)
