@@ -40,7 +40,7 @@ demo: $(READY)
 # The tests on the native core take JOBS processes; what waits in them leaves time for the rest, one after another
 # and each in one process, since each has to import the frameworks. Its output comes when all of it has ended.
 test: $(READY)
-	$(MAKE) --no-print-directory --jobs $(JOBS) test-native test-beside
+	$(MAKE) --no-print-directory --keep-going --jobs $(JOBS) test-native test-beside
 
 test-beside: lint
 	@mkdir -p build
