@@ -32,7 +32,7 @@ def whole(request):
 def reports(whole, tmp_path_factory):
     """Number of ranks -> what each of them reports."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = WarmProcess(launch, folder, whole).wait(800)
+    ended = WarmProcess(launch, folder, whole, frameworks=True).wait(800)
     assert ended.returncode == 0, ended.stderr[-6000:]
     return {
         count: [json.loads((folder / f"rank{rank}-of-{count}.json").read_text()) for rank in range(count)]
