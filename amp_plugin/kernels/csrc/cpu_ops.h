@@ -13,8 +13,8 @@ namespace amp_plugin {
 using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using OptionalTensor = std::optional<at::Tensor>;
 
-Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p);
-Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p);
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale);
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
 void cast(at::TensorList src, at::TensorList out);
 

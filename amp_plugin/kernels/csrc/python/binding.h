@@ -42,6 +42,12 @@ struct Dict {
 };
 
 template <typename T>
+constexpr bool kIsOptional = false;
+template <typename T>
+constexpr bool kIsOptional<std::optional<T>> = true;
+
+// `object` is null where the last arguments, optional ones, were not given.
+template <typename T>
 T from_python(PyObject* object) {
   const auto expect = [object](bool is_right, const char* wanted) {
     if (!is_right) {
@@ -71,9 +77,9 @@ T from_python(PyObject* object) {
   } else if constexpr (std::is_same_v<T, at::Tensor>) {
     expect(is_tensor(object), "a tensor");
     return tensor_of(object);
-  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
-    if (object == Py_None) return std::nullopt;
-    return from_python<at::Tensor>(object);
+  } else if constexpr (kIsOptional<T>) {
+    if (object == nullptr || object == Py_None) return std::nullopt;
+    return from_python<typename T::value_type>(object);
   } else {
     static_assert(std::is_same_v<T, std::vector<int64_t>>);
     const Owned items = owned(PySequence_Fast(object, "expected a sequence of numbers"));
@@ -140,20 +146,26 @@ void free_object(PyObject* self) {
   Py_DECREF(type);  // of a heap type each object holds a reference
 }
 
-inline void expect_count(Py_ssize_t given, size_t wanted) {
-  if (given == static_cast<Py_ssize_t>(wanted)) return;
-  raise(PyExc_TypeError, "expected " + std::to_string(wanted) + " arguments, got " + std::to_string(given));
+template <typename... Arguments>
+void expect_count(Py_ssize_t given) {
+  constexpr Py_ssize_t most = sizeof...(Arguments);
+  constexpr Py_ssize_t least = most - (Py_ssize_t{kIsOptional<std::decay_t<Arguments>>} + ... + 0);
+  if (given >= least && given <= most) return;
+  raise(PyExc_TypeError, "expected " + std::to_string(most) + " arguments, got " + std::to_string(given));
 }
 
 template <typename T, typename R, typename... Arguments>
 Owned call_method(R (T::*method)(Arguments...), T& self, PyObject* const* arguments, Py_ssize_t count) {
-  expect_count(count, sizeof...(Arguments));
+  expect_count<Arguments...>(count);
   return [&]<size_t... i>(std::index_sequence<i...>) {
+    [[maybe_unused]] const auto at = [&](size_t k) {
+      return static_cast<Py_ssize_t>(k) < count ? arguments[k] : nullptr;
+    };
     if constexpr (std::is_void_v<R>) {
-      (self.*method)(from_python<std::decay_t<Arguments>>(arguments[i])...);
+      (self.*method)(from_python<std::decay_t<Arguments>>(at(i))...);
       return none();
     } else {
-      return to_python((self.*method)(from_python<std::decay_t<Arguments>>(arguments[i])...));
+      return to_python((self.*method)(from_python<std::decay_t<Arguments>>(at(i))...));
     }
   }(std::index_sequence_for<Arguments...>());
 }
@@ -183,7 +195,7 @@ template <typename T, typename... Arguments>
 PyObject* make_object(PyTypeObject* /*type*/, PyObject* arguments, PyObject* named) {
   return guarded([&] {
     if (named != nullptr && PyDict_GET_SIZE(named) != 0) raise(PyExc_TypeError, "arguments have no names");
-    expect_count(PyTuple_GET_SIZE(arguments), sizeof...(Arguments));
+    expect_count<Arguments...>(PyTuple_GET_SIZE(arguments));
     return [&]<size_t... i>(std::index_sequence<i...>) {
       return new_object(T(from_python<Arguments>(PyTuple_GET_ITEM(arguments, i))...)).release();
     }(std::index_sequence_for<Arguments...>());

@@ -29,7 +29,7 @@ using cuda::Measured;
 using python::List;
 using python::Owned;
 using python::to_python;
-using Measures = Measured(at::TensorList, const at::Tensor&, double);
+using Measures = Measured(at::TensorList, const at::Tensor&, double, bool);
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -215,14 +215,16 @@ class GradientLedger {
     return positions;
   }
 
-  Measured norm_check(List params, const at::Tensor& inv_scale, double norm_type) const {
+  Measured norm_check(
+      List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
     static const auto op = find_op<Measures>("amp_plugin::norm_check");
-    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type);
+    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type, is_scale.value_or(false));
   }
 
-  Measured unscale_(List params, const at::Tensor& inv_scale, double norm_type) const {
+  Measured unscale_(
+      List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
     static const auto op = find_op<Measures>("amp_plugin::unscale_");
-    return measure(op, cuda::kUnscale, params, inv_scale, norm_type);
+    return measure(op, cuda::kUnscale, params, inv_scale, norm_type, is_scale.value_or(false));
   }
 
   at::Tensor multiply_(List params, const at::Tensor& factor) const {
@@ -235,12 +237,12 @@ class GradientLedger {
  private:
   static Measured measure(
       const c10::TypedOperatorHandle<Measures>& op, size_t kernel, List params, const at::Tensor& inv_scale,
-      double norm_type) {
+      double norm_type, bool is_scale) {
     const bool writes = kernel == cuda::kUnscale;
     const auto found = launched(params, inv_scale, writes, [&](const cuda::GradientTable& table) {
-      return table.measure(kernel, inv_scale, norm_type);
+      return table.measure(kernel, inv_scale, norm_type, is_scale);
     });
-    return found ? *found : call(op, gradients(params), inv_scale, norm_type);
+    return found ? *found : call(op, gradients(params), inv_scale, norm_type, is_scale);
   }
 
   std::unordered_map<int64_t, std::vector<Mark>> marks_;
