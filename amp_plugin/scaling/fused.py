@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import GradientSet
+from amp_plugin.scaling.gradient_set import UNSCALED, GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
@@ -62,14 +62,23 @@ def in_one_pass(
         return None
     for gradients in window.sets:
         window.assume_scaled(gradients)
-    if foldable(window) is None:
-        window.obstacle = "its gradients are unscaled already, shared, or of several scales"
+    if foldable(window) is None and not _is_unscaled(window):
+        window.obstacle = "its gradients are shared, of several scales, or unscaled already on a GPU"
         return None
     try:
         return collect(optimizer)
     except NotInOnePassError as error:
         window.obstacle = str(error)
         return None
+
+
+def _is_unscaled(window: OptimizerWindow) -> bool:
+    """Whether all gradients are unscaled by now, as after a clip that was written.
+
+    On a GPU torch's fused step reads and writes as little then.
+    """
+    on_host = all(param.is_cpu for param in window.params[:1])
+    return on_host and not window.is_shared and all(gradients.unit is UNSCALED for gradients in window.sets)
 
 
 def step_in_one_pass(
