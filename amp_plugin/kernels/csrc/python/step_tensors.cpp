@@ -43,6 +43,15 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
 }
 
+// The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
+// Python code that returns the tensor's address: where it is known, the dict does not have to ask.
+PyObject* entry_of(PyObject* state, PyObject* param) {
+  PyObject* entry = _PyDict_GetItem_KnownHash(state, param, reinterpret_cast<Py_hash_t>(param));
+  if (entry == nullptr && PyErr_Occurred() == nullptr) entry = PyDict_GetItemWithError(state, param);
+  if (entry == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return entry;
+}
+
 const at::Tensor& tensor_in(PyObject* holder, PyObject* name) {
   PyObject* value = PyDict_GetItemWithError(holder, name);
   if (value == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
@@ -75,8 +84,7 @@ class StepTensors {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
         add(param, grad, rests.empty() ? nullptr : PyList_GET_ITEM(rests.ptr(), i));
         if (states.empty() && !counted) continue;
-        PyObject* entry = PyDict_GetItemWithError(state.ptr(), object);
-        if (entry == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+        PyObject* entry = entry_of(state.ptr(), object);
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
         add_states(param, entry, states);
