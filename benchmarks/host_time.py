@@ -13,6 +13,8 @@ from tests.host_device import host_device
 
 MOST = {("norm_check", 1): 10.0, ("norm_check", 400): 20.0, ("norm_check", 10_000): 300.0}  # microseconds
 
+NAMES = {"survey": "each gradient looked at once, nothing launched"}
+
 
 class Child:
     """The process that has the device."""
@@ -57,11 +59,11 @@ class HostTime(Section):
         """Yield each op."""
         if host_device.cannot():  # no g++, or a build with CUDA's own kernels
             return
-        for op in ("norm_check", "unscale_", "multiply_", "cast", "clip_factor"):
+        for op in ("norm_check", "survey", "unscale_", "multiply_", "cast", "clip_factor"):
             for count in (1,) if op == "clip_factor" else setting.sized((1, 400, 10_000), (1, 3)):
-                limit = MOST.get((op, count))
+                limit, name = MOST.get((op, count)), NAMES.get(op, op)
                 yield Comparison(
-                    name=f"{op}, {count} tensors" if count > 1 else op,
+                    name=f"{name}, {count} tensors" if count > 1 else name,
                     table="Host time of an op on CUDA tensors, with a driver that does nothing",
                     samples={OURS: lambda op=op, count=count: child().microseconds(op, count)},
                     rounds=setting.rounds(21),

@@ -38,6 +38,7 @@ def call_of(op: str, count: int) -> Callable[[], object]:
         "unscale_": lambda: LEDGER.unscale_(params, factor, 2.0),
         "multiply_": lambda: LEDGER.multiply_(params, factor),
         "cast": lambda: OP.cast(tensors, half),
+        "survey": lambda: LEDGER.survey(params),
         "clip_factor": lambda: OP.clip_factor(factor, 1.0, factor),
     }
     return calls[op]
@@ -57,7 +58,7 @@ def main() -> None:
     """Answer until the parent closes."""
     if not cuda_core(0).loaded:
         sys.exit(cuda_core(0).reason)
-    for op in ("norm_check", "unscale_", "multiply_", "cast", "clip_factor"):
+    for op in ("norm_check", "unscale_", "multiply_", "cast", "survey", "clip_factor"):
         call_of(op, 1)()  # loads the kernel
     torch.ops.host_device.launches_do_nothing(True)
     print("ready", flush=True)

@@ -1,9 +1,10 @@
 """A few steps of a sharded model under each front: plain, Trainer, Fabric, Accelerate.
 
 Each function trains on this rank's share of the data and returns a Run. ``poison`` is a step at which the last
-rank's gradient of one element is infinite.
+rank's gradient of one element is infinite; ``log`` is one of collectives that is being written.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler, autocast, fully_shard
 from amp_plugin.adapters.accelerate import AmpAccelerator
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
+from amp_plugin.sharding.shard_units import shard_units
 from tests.adapters.accelerate_pair import reset
 from tests.sharding.models import DTYPES, IN_FP32, STEPS, Net, flat, loss_of, optimizer_of, plan
 
@@ -39,10 +41,24 @@ class Run:
     skipped: list = field(default_factory=list)
     weights: torch.Tensor = None
     scale: float = 1.0
+    units: list = field(default_factory=list)
+    log: Sequence = ()
+    ends: list = field(default_factory=list)
 
     def add(self, loss, skipped):
+        """Note that a step has ended; what follows in the log belongs to the next."""
         self.losses.append(loss.detach().clone())
         self.skipped.append(bool(skipped))
+        self.ends.append(len(self.log))
+
+    def end(self, model, net, scaler):
+        self.weights = whole_weights(model, net)
+        self.scale = scaler.get_scale() if scaler is not None else 1.0
+        self.units = shard_units(model if isinstance(model, FullyShardedDataParallel) else net)
+
+    def collectives_of_last_step(self):
+        start, end = self.ends[-2:]
+        return list(self.log)[start:end]
 
     def mean_losses(self):
         mean = torch.stack(self.losses) / dist.get_world_size()
@@ -52,6 +68,10 @@ class Run:
 
 def fp32_modules_of(strategy):
     return FP32_IN_PARALLEL if strategy == "tp" else IN_FP32
+
+
+def options_of(strategy, given):
+    return {"fp32_modules": fp32_modules_of(strategy), "init_scale": SCALE, **given}
 
 
 def meshes(strategy):
@@ -95,11 +115,13 @@ def whole_weights(model, net):
     return flat(net)
 
 
-def wrap(net, policy):
-    return FullyShardedDataParallel(net, mixed_precision=policy, use_orig_params=True, device_id=CPU)
+def wrap(net, policy, **options):
+    return FullyShardedDataParallel(
+        net, mixed_precision=policy, use_orig_params=True, device_id=CPU, **options
+    )
 
 
-def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
+def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     dtypes, net = replace(plan(precision, fp32_modules_of(strategy)), **options), Net()
     if strategy == "fsdp1":
         from amp_plugin.casting.fp32_modules import apply_fp32_modules
@@ -112,7 +134,7 @@ def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, 
     optimizer = optimizer_of(model.parameters(), fused=fused)
     groups = {"sharded_groups": [dist.group.WORLD]} if strategy == "fsdp1" else {}
     scaler = GradScaler("cpu", init_scale=SCALE, enabled=precision == "fp16", **groups)
-    run = Run()
+    run = Run(log=log)
     for step in range(steps):
         optimizer.zero_grad()
         with autocast("cpu", dtype=DTYPES[precision], enabled=precision != "fp32"):
@@ -121,7 +143,7 @@ def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, 
         scaler.step(optimizer)
         scaler.update()
         run.add(loss, scaler.last_step(optimizer).skipped)
-    run.weights, run.scale = whole_weights(model, net), scaler.get_scale()
+    run.end(model, net, scaler)
     return run
 
 
@@ -138,9 +160,9 @@ class FabricOnCpu(FabricFSDPStrategy):
 
 
 class Module(LightningModule):
-    def __init__(self, strategy, fused, poison):
+    def __init__(self, strategy, fused, poison, run):
         super().__init__()
-        self.net, self.strategy, self.fused, self.poison, self.run = Net(), strategy, fused, poison, Run()
+        self.net, self.strategy, self.fused, self.poison, self.run = Net(), strategy, fused, poison, run
 
     def configure_model(self):
         if self.strategy != "fsdp1" and not hasattr(self.net, "unshard"):
@@ -163,31 +185,28 @@ class Module(LightningModule):
         return optimizer_of(self.trainer.model.parameters(), fused=self.fused)
 
     def on_train_end(self):
-        scaler = self.trainer.precision_plugin.scaler
-        self.run.scale = scaler.get_scale() if scaler is not None else 1.0
-        self.run.weights = whole_weights(self.trainer.model, self.net)
+        self.run.end(self.trainer.model, self.net, self.trainer.precision_plugin.scaler)
 
 
-def trainer(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
+def trainer(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     ranks = dist.get_world_size()
     if strategy == "fsdp1":
         way = OnCpu(use_orig_params=True, process_group_backend="gloo")
     else:
         parallel = ranks // 2 if strategy == "tp" else 1
         way = ModelParallelStrategy(ranks // parallel, parallel, process_group_backend="gloo")
-    module = Module(strategy, fused, poison)
+    module = Module(strategy, fused, poison, Run(log=log))
     Trainer(
         strategy=way, accelerator="cpu", devices=ranks, max_steps=steps, logger=False, use_distributed_sampler=False,
-        plugins=[AmpPrecision(precision, fp32_modules=fp32_modules_of(strategy), init_scale=SCALE, **options)],
+        plugins=[AmpPrecision(precision, **options_of(strategy, options))],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(module, torch.utils.data.DataLoader(range(steps)))  # fmt: skip
     return module.run
 
 
-def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
+def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     ranks = dist.get_world_size()
-    modules = fp32_modules_of(strategy)
-    plugin = FabricAmpPrecision(precision, fp32_modules=modules, init_scale=SCALE, **options)
+    plugin = FabricAmpPrecision(precision, **options_of(strategy, options))
     if strategy == "fsdp1":
         way = FabricOnCpu(use_orig_params=True, process_group_backend="gloo")
     else:
@@ -205,19 +224,18 @@ def fabric(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None,
     net = Net()
     model = frame.setup_module(net)
     optimizer = frame.setup_optimizers(optimizer_of(model.parameters(), fused=fused))
-    run = Run()
+    run = Run(log=log)
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, step, share_of(strategy), factor_of(step, poison))
         frame.backward(loss)
         optimizer.step()
         run.add(loss, plugin.last_step(optimizer).skipped)
-    run.scale = plugin.scaler.get_scale() if plugin.scaler is not None else 1.0
-    run.weights = whole_weights(model._forward_module, net)
+    run.end(model._forward_module, net, plugin.scaler)
     return run
 
 
-def accelerator_of(strategy, precision, **options):
+def accelerator_of(strategy, precision, *, micro_batches=1, state_dict_type=None, **options):
     reset()
     by_block = strategy in {"fsdp2", "hsdp"}
     plugin = FullyShardedDataParallelPlugin(
@@ -226,32 +244,33 @@ def accelerator_of(strategy, precision, **options):
         transformer_cls_names_to_wrap=["Block"] if by_block else None,
         cpu_ram_efficient_loading=False,
         use_orig_params=True if strategy == "fsdp1" else None,
+        state_dict_type=state_dict_type,
     )
     replicated = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
     return AmpAccelerator(
         parallelism_config=replicated if strategy == "hsdp" else None,
         mixed_precision=precision if precision != "fp32" else "no",
         fsdp_plugin=plugin,
-        kwargs_handlers=[AmpKwargs(init_scale=SCALE, fp32_modules=fp32_modules_of(strategy), **options)],
+        gradient_accumulation_steps=micro_batches,
+        kwargs_handlers=[AmpKwargs(**options_of(strategy, options))],
     )
 
 
-def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, **options):
+def accelerate(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     """Tensor parallelism is set up before ``prepare``, which leaves shards as they are."""
     accelerator = accelerator_of(strategy, precision, **options)
     net = Net()
     if strategy == "tp":
         shard(net, accelerator.dtype_plan, strategy)
     model, optimizer = accelerator.prepare(net, optimizer_of(net.parameters(), fused=fused))
-    run = Run()
+    run = Run(log=log)
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, step, share_of(strategy), factor_of(step, poison))
         accelerator.backward(loss)
         optimizer.step()
         run.add(loss, accelerator.optimizer_step_was_skipped)
-    run.scale = accelerator.scaler.get_scale() if accelerator.scaler is not None else 1.0
-    run.weights = whole_weights(model, net)
+    run.end(model, net, accelerator.scaler)
     return run
 
 

@@ -7,21 +7,26 @@ from dataclasses import asdict, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from amp_plugin import autocast, log_collectives
+from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.shard_units import shard_units
-from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares
-from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Net, alone, loss_of, plan
-from tests.sharding.variants import resume, save, variants
+from tests.sharding.checkpoints import resume, save
+from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
+from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
+from tests.sharding.variants import variants
 from tests.weights.ranks import compare_with_one_process
 
 
-def planned(units, net, dtypes):
+def planned(units, dtypes):
     """The collectives that a plan asks for, of units as they are."""
-    modules, found = dtypes.modules(net), Counter()
+    modules, found = dtypes.modules(Net()), Counter()
     for unit in units:
         wanted = modules[unit.name]
-        found.update(replace(unit, gathered=wanted.compute, reduced=wanted.reduction).collectives())
+        in_fp32 = unit.engine == "fsdp1" and dtypes.fp32_modules  # it has one dtype for all that it gathers
+        gathered = torch.float32 if in_fp32 else wanted.compute
+        found.update(replace(unit, gathered=gathered, reduced=wanted.reduction).collectives())
     return found
 
 
@@ -34,29 +39,54 @@ def recorded(model, strategy):
         with autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(model, 0, share_of(strategy))
         loss.backward()
-    return Counter(log)
+    return log
 
 
-def compare(net, model, dtypes, strategy):
-    """What a step carries against the plan; tensor parallelism's own collectives are told apart by their group."""
-    units, seen = shard_units(model), recorded(model, strategy)
-    want = planned(units, net, dtypes)
+def compare(calls, units, dtypes):
+    """What a step carries against the plan."""
+    seen, want = Counter(calls), planned(units, dtypes)
     return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
 
 
 def collectives(_, __):
-    """The collectives of a step, against the plan."""
+    """The collectives of a forward and backward pass, against the plan."""
     report = {}
     ranks = dist.get_world_size()
-    for strategy in ("fsdp2", "hsdp", "tp") if ranks == 4 else ("fsdp2",):
-        for reduce in ("fp32", "bf16"):
-            dtypes, net, whole = plan("bf16", IN_FP32, reduce), Net(), Net()
-            model = shard(net, dtypes, strategy)
-            report[f"{strategy} {reduce}"] = compare(whole, model, dtypes, strategy)
-    dtypes, net = plan(), Net()
-    model = shard(net, plan("bf16", (), "bf16"), "fsdp2")  # against the plan on purpose
-    report["broken"] = compare(Net(), model, dtypes, "fsdp2")
+
+    def check(key, strategy, dtypes, told=None):
+        model = sharded_as(strategy, told or dtypes)
+        report[key] = compare(recorded(model, strategy), shard_units(model), dtypes)
+
+    for reduce in ("fp32", "bf16"):
+        for strategy in ("fsdp2", "hsdp", "tp") if ranks == 4 else ("fsdp2",):
+            check(f"{strategy} {reduce}", strategy, plan("bf16", IN_FP32, reduce))
+        for modules in ((), IN_FP32):
+            way = "all weights in fp32" if modules else "weights in bf16"
+            check(f"fsdp1 {reduce} {way}", "fsdp1", plan("bf16", modules, reduce))
+    for strategy in ("fsdp1", "fsdp2"):
+        check(f"{strategy} broken", strategy, plan(), told=plan("bf16", (), "bf16"))
     return report
+
+
+def sharded_as(strategy, dtypes):
+    if strategy != "fsdp1":
+        return shard(Net(), dtypes, strategy)
+    return wrap(Net(), fsdp1_policy(dtypes), auto_wrap_policy=ModuleWrapPolicy({Block}))
+
+
+def steps(_, __):
+    """What the second step carries under every front, against the plan."""
+    return each(lambda key, front, strategy: {key: one_step(strategy, *run_recorded(front, strategy, 2))})
+
+
+def run_recorded(front, strategy, count):
+    with log_collectives() as log:
+        run = front(strategy, steps=count, log=log)
+    return run, run.collectives_of_last_step()
+
+
+def one_step(strategy, run, calls):
+    return compare(calls, run.units, plan("bf16", fp32_modules_of(strategy)))
 
 
 def equality(_, whole):
@@ -66,13 +96,14 @@ def equality(_, whole):
 
     def against_one_process(key, front, strategy):
         losses, weights = reference(strategy, steps)
-        run = front(strategy, steps=steps)
+        run, calls = run_recorded(front, strategy, steps)
         return {
             key: {
                 "losses": ((run.mean_losses() - losses).abs() / losses.abs()).max().item(),
                 "weights": ((run.weights - weights).norm() / weights.norm()).item(),
                 "moved": ((weights - start).norm() / weights.norm()).item(),
                 "steps": len(run.losses),
+                "last": one_step(strategy, run, calls),
             }
         }
 
@@ -106,7 +137,7 @@ def overflow(_, whole):
 def each(run):
     """Run every strategy under every front; an error of one is in its place, and the others go on."""
     report = {}
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if dist.get_world_size() == 4 else ("fsdp1", "fsdp2"):
         for name, front in FRONTS.items():
             try:
                 report |= run(f"{name} {strategy}", front, strategy)
@@ -134,6 +165,7 @@ def stored_weights(_, __):
 
 PARTS = {
     "collectives": collectives,
+    "steps": steps,
     "equality": equality,
     "overflow": overflow,
     "variants": variants,

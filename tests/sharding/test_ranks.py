@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.sharding.checkpoints import KEEPERS
 from tests.sharding.fronts import FRONTS, STRATEGIES
 from tests.sharding.ranks import launch
 from tests.sharding.variants import VARIANTS
@@ -78,10 +79,44 @@ class TestCollectives:
                 ("all_reduce", "fp32", 2),  # gradients that go into their norms
             ]
 
-    def test_shards_unlike_the_plan_are_seen(self, four):
-        for report in found(four, "collectives", "broken"):
+    @pytest.mark.parametrize("way", ["all weights in fp32", "weights in bf16"])
+    @pytest.mark.parametrize("reduce", ["fp32", "bf16"])
+    def test_the_first_version_of_fsdp(self, four, two, reduce, way):
+        for report in found([*four, *two], "collectives", f"fsdp1 {reduce} {way}"):
+            assert (report["extra"], report["missing"], report["calls"]) == ([], [], 8)
+
+    @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+    def test_shards_unlike_the_plan_are_seen(self, four, two, strategy):
+        for report in found([*four, *two], "collectives", f"{strategy} broken"):
             assert {dtype for _, dtype, *_ in report["extra"]} == {"bf16"}
             assert {dtype for _, dtype, *_ in report["missing"]} == {"fp32"}
+
+
+class TestCollectivesOfAStep:
+    """Of a whole step: what the plan asks for, one decision of all ranks, and what is named here."""
+
+    @pytest.mark.parametrize("run", RUNS)
+    def test_four_ranks(self, four, run):
+        for report in found(four, "equality", run):
+            assert_only_the_plans(run, report["last"])
+
+    @pytest.mark.parametrize("run", [run for run in RUNS if run.endswith(("fsdp1", "fsdp2"))])
+    def test_two_ranks(self, two, run):
+        for report in found(two, "steps", run):
+            assert_only_the_plans(run, report)
+
+
+def assert_only_the_plans(run, report):
+    front, strategy = run.split()
+    assert report["missing"] == []
+    found = {(op, dtype): (elements, calls) for op, dtype, elements, _, _, calls in report["extra"]}
+    groups = {"tp": 5, "hsdp": 2}.get(strategy, 1)
+    assert found.pop(("all_reduce", "fp64")) == (2, groups)  # overflow and norm, once a group of ranks
+    if front == "trainer":
+        assert found.pop(("broadcast", "int64")) == (1, 1)  # the Trainer asks whether to stop
+    if strategy == "tp":
+        assert found.pop(("all_reduce", "fp32")) == (12, 4)  # activations, their gradients
+    assert found == {}
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -108,12 +143,22 @@ def test_what_fsdp2_is_used_with_changes_no_number(four, variant):
         assert report["weights"] < 1e-6
 
 
-def test_two_ranks_go_on_where_four_have_saved(four, two):
-    saved, resumed = found(four, "save", "")[0], found(two, "resume", "")[0]
+@pytest.mark.parametrize("keeper", [keeper for keeper in KEEPERS if keeper != "accelerate fsdp1"])
+def test_two_ranks_go_on_where_four_have_saved(four, two, keeper):
+    saved, resumed = found(four, "save", keeper)[0], found(two, "resume", keeper)[0]
     assert saved["scale"] == resumed["scale"] == 2.0**9  # one step was skipped before
     assert saved["end"] == resumed["end"] == 2.0**11  # one of the three good steps before it grew was saved
     assert resumed["losses"] == pytest.approx(saved["losses"], rel=1e-6)
     assert resumed["weights"] == pytest.approx(saved["weights"], rel=1e-6, abs=1e-9)
+    assert "is not loaded" not in str(resumed.get("told"))
+
+
+def test_an_optimizer_whose_state_accelerate_does_not_load_is_told(four, two):
+    saved, resumed = found(four, "save", "accelerate fsdp1")[0], found(two, "resume", "accelerate fsdp1")[0]
+    assert resumed["loaded"] == saved["saved"]
+    assert resumed["scale"] == saved["scale"] == 2.0**9
+    (text,) = [text for text in resumed["told"] if "is not loaded" in text]
+    assert "this one starts anew; use fsdp_version=2, or save with state_dict_type='FULL_STATE_DICT'" in text
 
 
 @pytest.mark.parametrize("front", FRONTS)

@@ -484,6 +484,8 @@ class AmpAccelerator(Accelerator):
         invalidate()
         if self._loaded_folder is not None:
             checkpoints.load_loss_scale(self._grad_scaler, self._loaded_folder)
+            if self._is_fsdp1:
+                checkpoints.warn_of_lost_states(self.state.fsdp_plugin, self._optimizers, self._loaded_folder)
 
     def _remember_folder(self, _: list[Any], folder: str) -> None:
         """Note which folder ``load_state`` has settled on; a hook of Accelerate's."""

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
-from accelerate.utils import SCALER_NAME
+from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, FullyShardedDataParallelPlugin
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer
@@ -27,6 +27,33 @@ def optimizers_unscaled(optimizers: Iterable[Optimizer]) -> Iterator[None]:
             if isinstance(optimizer, AmpOptimizer):
                 stack.enter_context(optimizer.unscaled())
         yield
+
+
+def warn_of_lost_states(
+    plugin: FullyShardedDataParallelPlugin, optimizers: Iterable[Optimizer], folder: Path
+) -> None:
+    """Warn where a checkpoint of FSDP1 in shards has left a new optimizer without its state.
+
+    torch reads from such a checkpoint what is there to be filled, and Accelerate asks the optimizer.
+
+    Args:
+        plugin: Accelerate's, of FSDP1.
+        optimizers: loaded by now.
+        folder: the checkpoint.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader  # noqa: PLC0415 -- loads torch.distributed
+    from torch.distributed.fsdp import StateDictType  # noqa: PLC0415
+
+    if plugin.state_dict_type != StateDictType.SHARDED_STATE_DICT:
+        return
+    for index, optimizer in enumerate(optimizers):
+        saved = FileSystemReader(folder / f"{OPTIMIZER_NAME}_{index}").read_metadata().state_dict_metadata
+        if not optimizer.state and any(key.startswith("optimizer.state.") for key in saved):
+            warn_user(
+                f"the optimizer's state in {folder} is not loaded: checkpoints of FSDP1 in shards do not "
+                "restore that of a new optimizer, and this one starts anew; use fsdp_version=2, or save with "
+                "state_dict_type='FULL_STATE_DICT'"
+            )
 
 
 def load_loss_scale(scaler: GradScaler, folder: Path) -> None:

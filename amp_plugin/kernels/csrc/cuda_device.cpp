@@ -80,6 +80,16 @@ Table Device::table(const Rows& rows, Handle stream) {
   return tables_.of(rows, stream, is_captured(stream));
 }
 
+Table Device::table(at::TensorList tensors, Handle stream) {
+  if (const std::optional<Table> kept = kept_table(tensors, stream)) return *kept;
+  return table(rows_of(tensors, {}, device()), stream);
+}
+
+std::optional<Table> Device::kept_table(at::TensorList tensors, Handle stream) {
+  const InContext context(context_);
+  return is_captured(stream) ? std::nullopt : tables_.kept(tensors, stream);
+}
+
 Handle Device::function(size_t kernel) {
   const Handle loaded = functions_[kernel].load(std::memory_order_acquire);
   return loaded != nullptr ? loaded : load(kernel);

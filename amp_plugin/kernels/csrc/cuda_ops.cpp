@@ -8,54 +8,19 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <tuple>
 #include <vector>
 
-#include "cuda_device.h"
+#include "cuda_gradients.h"
+#include "cuda_scalar.h"
 
 namespace amp_plugin::cuda {
 namespace {
-
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-// As in cuda/elements.cuh and cuda/measure.cuh.
-struct DeviceScalar {
-  const void* address;
-  uint64_t is_double;
-};
-
-struct Results {
-  float* norm;
-  float* found_inf;
-  uint8_t* flags;
-};
 
 // The op in plain torch, for a device on which the kernels do not run.
 template <typename Signature, typename... Arguments>
 auto plain(const char* name, const Arguments&... arguments) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(
       arguments...);
-}
-
-void increment_versions(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
-
-void require_one_element(
-    const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType type,
-    bool or_double = false) {
-  const bool is_right = tensor.scalar_type() == type || (or_double && tensor.scalar_type() == at::kDouble);
-  if (tensor.device() == device && tensor.numel() == 1 && is_right) return;
-  TORCH_CHECK_VALUE(
-      false, name, ": got a tensor of ", tensor.numel(), " elements, ", tensor.scalar_type(), ", on ",
-      tensor.device(), "; give one element of ", type, or_double ? " or Double" : "", " on ", device);
-}
-
-DeviceScalar scalar(const at::Tensor& tensor, const char* name, c10::Device device) {
-  require_one_element(tensor, name, device, at::kFloat, true);
-  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble};
 }
 
 at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
@@ -95,29 +60,6 @@ class Dense {
   std::vector<at::Tensor> copies_;
 };
 
-// The form of a kernel for a norm, in the order of kKernels.
-size_t form_of(double p) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
-  if (p == 2.0) return 0;
-  if (p == 1.0) return 1;
-  if (p == infinity) return 2;
-  return p == -infinity ? 3 : 4;
-}
-
-Measured measure(Device& device, size_t kernel, at::TensorList grads, const at::Tensor& inv_scale, double p) {
-  const DeviceScalar factor = scalar(inv_scale, "inv_scale", device.device());
-  const Rows rows = rows_of(grads, {}, device.device());
-  const Handle stream = device.stream();
-  const Table table = device.table(rows, stream);
-  const at::Tensor norm = empty({}, at::kFloat, device.device());
-  const at::Tensor found_inf = empty({}, at::kFloat, device.device());
-  const at::Tensor flags = empty({static_cast<int64_t>(grads.size())}, at::kByte, device.device());
-  const Results results{
-      norm.mutable_data_ptr<float>(), found_inf.mutable_data_ptr<float>(), flags.mutable_data_ptr<uint8_t>()};
-  device.launch(kernel + form_of(p), device.blocks(table), stream, table, p, factor, results);
-  return {norm, found_inf, flags};
-}
-
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
   Device* device = Device::find(index_of(inv_scale, grads));
   if (device == nullptr) {
@@ -126,7 +68,7 @@ Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p)
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  return measure(*device, kNormCheck, dense.tensors(), inv_scale, p);
+  return GradientTable(*device, dense.tensors()).measure(kNormCheck, inv_scale, p);
 }
 
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
@@ -137,7 +79,7 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  const Measured result = measure(*device, kUnscale, dense.tensors(), inv_scale, p);
+  const Measured result = GradientTable(*device, dense.tensors()).measure(kUnscale, inv_scale, p);
   dense.write_back();
   increment_versions(grads);
   return result;
@@ -150,13 +92,8 @@ at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
         "amp_plugin::_plain_multiply_", grads, factor);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const DeviceScalar value = scalar(factor, "factor", device->device());
   const Dense dense(grads);
-  const Rows rows = rows_of(dense.tensors(), {}, device->device());
-  const Handle stream = device->stream();
-  const Table table = device->table(rows, stream);
-  at::Tensor found_inf = empty({}, at::kFloat, device->device());
-  device->launch(kMultiply, device->blocks(table), stream, table, value, found_inf.mutable_data_ptr<float>());
+  at::Tensor found_inf = GradientTable(*device, dense.tensors()).multiply_(factor);
   dense.write_back();
   increment_versions(grads);
   return found_inf;

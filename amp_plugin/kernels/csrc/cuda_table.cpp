@@ -4,7 +4,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
+
+#include "plain_tensor.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -35,6 +38,20 @@ void require_aligned(uint64_t address, uint64_t numel, size_t size, size_t i, si
   TORCH_CHECK_VALUE(
       address % size == 0 || numel == 0, "tensor ", i, " of ", count, " begins at address ", address,
       ", no multiple of its element size of ", size, " bytes; pass tensor.clone()");
+}
+
+// Whether the tensor is what the row was made of; false also where rows_of would raise, or copy first.
+bool is_of(const Row& row, const at::Tensor& tensor, c10::Device device) {
+  if (!is_plain(tensor) || tensor.device() != device) return false;
+  c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
+  if (code_of(tensor.scalar_type()) != row.dtype || static_cast<uint64_t>(impl.numel()) != row.numel)
+    return false;
+  if (row.out_address != 0) return false;  // of a cast
+  if (row.numel == 0) return true;
+  if (!impl.is_non_overlapping_and_dense() || !impl.unsafe_storage()) return false;
+  const auto offset = static_cast<uint64_t>(impl.storage_offset()) * kSizes[row.dtype];
+  c10::StorageImpl& storage = *impl.unsafe_storage().unsafeGetStorageImpl();
+  return reinterpret_cast<uint64_t>(storage.mutable_data()) + offset == row.address;  // as rows_of
 }
 
 // The bytes as the upload needs them: the ticket, the rows, the marks; all but the rows 0.
@@ -126,7 +143,11 @@ Table TableCache::of(const Rows& rows, Handle stream, bool captured) {
   const Memory::Block block = memory_.for_stream(stream, bytes_of(rows));
   const Table table = laid_out(rows, block.address);
   upload(rows, table);
-  entries_.push_front({.stream = stream, .rows = rows.rows, .memory = block, .table = table});
+  entries_.push_front(
+      {.stream = stream,
+       .rows = std::make_shared<const std::vector<Row>>(rows.rows),
+       .memory = block,
+       .table = table});
   if (entries_.size() > kKeptTables) {
     memory_.give_back(entries_.back().memory);
     entries_.pop_back();
@@ -137,14 +158,36 @@ Table TableCache::of(const Rows& rows, Handle stream, bool captured) {
 const TableCache::Entry* TableCache::find(const Rows& rows, Handle stream) {
   const size_t count = rows.rows.size(), bytes = count * sizeof(Row);
   for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-    if (entry->stream != stream || entry->rows.size() != count || entry->table.count != rows.count ||
+    if (entry->stream != stream || entry->rows->size() != count || entry->table.count != rows.count ||
         entry->table.granules != rows.granules)
       continue;
-    if (count > 0 && std::memcmp(entry->rows.data(), rows.rows.data(), bytes) != 0) continue;
+    if (count > 0 && std::memcmp(entry->rows->data(), rows.rows.data(), bytes) != 0) continue;
     entries_.splice(entries_.begin(), entries_, entry);
     return &entries_.front();
   }
   return nullptr;
+}
+
+std::optional<Table> TableCache::kept(at::TensorList tensors, Handle stream) {
+  if (tensors.empty()) return std::nullopt;
+  std::shared_ptr<const std::vector<Row>> rows;
+  Table table;
+  {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return std::nullopt;
+    const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
+      return candidate.stream == stream && candidate.rows->size() == tensors.size() &&
+          candidate.table.count == tensors.size() && is_of(candidate.rows->front(), tensors[0], device_);
+    });
+    if (entry == entries_.end()) return std::nullopt;
+    entries_.splice(entries_.begin(), entries_, entry);
+    rows = entry->rows;
+    table = entry->table;
+  }
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!is_of((*rows)[i], tensors[i], device_)) return std::nullopt;
+  }
+  return table;
 }
 
 // From pinned memory, which torch's host allocator hands out again only behind the copy.

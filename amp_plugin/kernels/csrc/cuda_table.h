@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <list>
+#include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "cuda_memory.h"
@@ -65,12 +67,15 @@ class TableCache {
 
   // For a launch on the stream; one that is captured gets a table that lives as long as its graph.
   Table of(const Rows& rows, Handle stream, bool captured);
+  // The one on the device of dense tensors that are read, or written in place: each is read once. None if one
+  // has moved, or if somebody else is looking up a table now, and may wait for the device.
+  std::optional<Table> kept(at::TensorList tensors, Handle stream);
   int64_t uploads() const { return uploads_; }
 
  private:
   struct Entry {
     Handle stream;
-    std::vector<Row> rows;
+    std::shared_ptr<const std::vector<Row>> rows;  // read while others look up tables
     Memory::Block memory;
     Table table;
   };

@@ -3,22 +3,24 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "../plain_tensor.h"
 
 namespace amp_plugin {
-
-// Whether a kernel may take the tensor as it is: strided memory, no wrapper and no lazy bit around it.
-inline bool is_plain(const at::Tensor& tensor) {
-  using c10::DispatchKey;
-  static const c10::DispatchKeySet special(
-      {DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::Conjugate, DispatchKey::Negative,
-       DispatchKey::ZeroTensor, DispatchKey::Functionalize, DispatchKey::FuncTorchGradWrapper,
-       DispatchKey::FuncTorchBatched});
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.key_set().has_any(special);
-}
 
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_op(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Whether a call may also go past the dispatcher: no mode, tracer or transform takes ops, no profiler counts
+// them.
+inline bool nobody_watches_ops() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return (included - c10::default_included_set).empty() &&
+      !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
 }  // namespace amp_plugin

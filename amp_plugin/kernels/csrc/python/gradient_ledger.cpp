@@ -15,19 +15,23 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <tuple>
+#include <memory>
+#include <optional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
+#include "../cuda_gradients.h"
 #include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
 
 namespace py = pybind11;
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using cuda::Measured;
+using Measures = Measured(at::TensorList, const at::Tensor&, double);
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -76,7 +80,12 @@ const at::Tensor& param_at(const py::list& params, size_t i) {
   return THPVariable_Unpack(PyList_GET_ITEM(params.ptr(), i));
 }
 
-const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
+const at::Tensor& grad_of(const at::Tensor& param) {
+  static const at::Tensor none;
+  const auto* meta =  // without virtual calls
+      static_cast<const torch::autograd::AutogradMeta*>(param.unsafeGetTensorImpl()->autograd_meta());
+  return meta == nullptr ? none : meta->grad_;
+}
 
 py::object wrap(const at::Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
@@ -102,6 +111,42 @@ std::vector<at::Tensor> gradients(const py::list& params) {
     if (grad.defined()) grads.push_back(grad);
   }
   return grads;
+}
+
+// The gradients without references of their own, which cost two atomic operations a tensor. Good while the
+// GIL is held: parameters keep their gradients, and nobody replaces those during a call.
+class BorrowedGradients {
+ public:
+  explicit BorrowedGradients(const py::list& params)
+      : memory_(std::make_unique_for_overwrite<std::byte[]>(params.size() * sizeof(at::Tensor))) {
+    auto* next = reinterpret_cast<at::Tensor*>(memory_.get());
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (!grad.defined()) continue;
+      new (next++) at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+      ++count_;
+    }
+  }
+
+  at::TensorList tensors() const { return {reinterpret_cast<const at::Tensor*>(memory_.get()), count_}; }
+
+ private:
+  std::unique_ptr<std::byte[]> memory_;
+  size_t count_ = 0;
+};
+
+// Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
+// `launch` takes the table; no result where the op has to be called.
+template <typename Launch>
+auto launched(const py::list& params, const at::Tensor& scale, bool writes, const Launch& launch)
+    -> std::optional<decltype(launch(std::declval<const cuda::GradientTable&>()))> {
+  if (!scale.is_cuda() || !nobody_watches_ops()) return std::nullopt;
+  const BorrowedGradients grads(params);
+  const auto table = cuda::GradientTable::kept(grads.tensors(), scale);
+  if (!table) return std::nullopt;
+  if (writes) cuda::increment_versions(grads.tensors());
+  const py::gil_scoped_release others_may_run;  // a launch waits where the device is far behind
+  return launch(*table);
 }
 
 class GradientLedger {
@@ -190,23 +235,36 @@ class GradientLedger {
   }
 
   py::tuple norm_check(const py::list& params, const py::handle& inv_scale, double norm_type) const {
-    static const auto op =
-        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::norm_check");
-    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+    static const auto op = find_op<Measures>("amp_plugin::norm_check");
+    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type);
   }
 
   py::tuple unscale_(const py::list& params, const py::handle& inv_scale, double norm_type) const {
-    static const auto op =
-        find_op<Measured(at::TensorList, const at::Tensor&, double)>("amp_plugin::unscale_");
-    return measured(call(op, gradients(params), THPVariable_Unpack(inv_scale.ptr()), norm_type));
+    static const auto op = find_op<Measures>("amp_plugin::unscale_");
+    return measure(op, cuda::kUnscale, params, inv_scale, norm_type);
   }
 
-  py::object multiply_(const py::list& params, const py::handle& factor) const {
+  py::object multiply_(const py::list& params, const py::handle& given) const {
     static const auto op = find_op<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
-    return wrap(call(op, gradients(params), THPVariable_Unpack(factor.ptr())));
+    const at::Tensor& factor = THPVariable_Unpack(given.ptr());
+    const auto found = launched(
+        params, factor, true, [&](const cuda::GradientTable& table) { return table.multiply_(factor); });
+    return wrap(found ? *found : call(op, gradients(params), factor));
   }
 
  private:
+  py::tuple measure(
+      const c10::TypedOperatorHandle<Measures>& op, size_t kernel, const py::list& params,
+      const py::handle& given, double norm_type) const {
+    const at::Tensor& inv_scale = THPVariable_Unpack(given.ptr());
+    const bool writes = kernel == cuda::kUnscale;
+    const auto found = launched(params, inv_scale, writes, [&](const cuda::GradientTable& table) {
+      return table.measure(kernel, inv_scale, norm_type);
+    });
+    if (found) return measured(*found);
+    return measured(call(op, gradients(params), inv_scale, norm_type));
+  }
+
   std::unordered_map<int64_t, std::vector<Mark>> marks_;
 };
 

@@ -1,0 +1,29 @@
+// Numbers on the device, which kernels read and the host does not.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace amp_plugin::cuda {
+
+// As in cuda/elements.cuh.
+struct DeviceScalar {
+  const void* address;
+  uint64_t is_double;
+};
+
+inline void require_one_element(
+    const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType type,
+    bool or_double = false) {
+  const bool is_right = tensor.scalar_type() == type || (or_double && tensor.scalar_type() == at::kDouble);
+  if (tensor.device() == device && tensor.numel() == 1 && is_right) return;
+  TORCH_CHECK_VALUE(
+      false, name, ": got a tensor of ", tensor.numel(), " elements, ", tensor.scalar_type(), ", on ",
+      tensor.device(), "; give one element of ", type, or_double ? " or Double" : "", " on ", device);
+}
+
+inline DeviceScalar scalar(const at::Tensor& tensor, const char* name, c10::Device device) {
+  require_one_element(tensor, name, device, at::kFloat, true);
+  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble};
+}
+
+}  // namespace amp_plugin::cuda

@@ -1,0 +1,142 @@
+"""Gradients that have not moved are launched on past the dispatcher; whatever differs from their table is seen."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_plugin.kernels import ops  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.scaling.gradients import GradientLedger, make_ledger
+
+amp = torch.ops.amp_plugin
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def native():
+    assert cuda_core(0).loaded, cuda_core(0).reason
+    assert not isinstance(make_ledger(), GradientLedger)
+
+
+def parameters(count=9, size=8):
+    """Parameters of several dtypes, some without a gradient, one with an empty one."""
+    params = [torch.nn.Parameter(torch.zeros(size, device="cuda", dtype=DTYPES[i % 4])) for i in range(count)]
+    for i, param in enumerate(params):
+        if i % 3 != 2:
+            param.grad = torch.full_like(param, i + 1.0)
+    params.append(torch.nn.Parameter(torch.zeros(0, device="cuda")))
+    params[-1].grad = torch.zeros(0, device="cuda")
+    return params
+
+
+def scalar(value):
+    return torch.tensor(value, device="cuda")
+
+
+class OpsSeen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def values(result):
+    return [value.tolist() for value in result]
+
+
+def by_the_op(params, inverse, p=2.0):
+    return values(amp.norm_check([param.grad for param in params if param.grad is not None], inverse, p))
+
+
+@pytest.mark.parametrize("p", [2.0, 1.0, math.inf, 3.0])
+def test_a_ledger_measures_as_the_op_does_moved_or_not(p):
+    params, inverse, ledger = parameters(), scalar(0.5), make_ledger()
+    for bad in (1.0, math.nan, math.inf, 2.0):
+        params[3].grad[5] = bad
+        for _ in range(2):
+            assert str(values(ledger.norm_check(params, inverse, p))) == str(by_the_op(params, inverse, p))
+    params[3].grad = params[3].grad.clone()
+    params[4].grad = None
+    for _ in range(2):
+        assert values(ledger.norm_check(params, inverse, p)) == by_the_op(params, inverse, p)
+
+
+def test_what_a_ledger_writes_is_written_once_and_counted():
+    params, ledger = parameters(), make_ledger()
+    grads = [param.grad for param in params if param.grad is not None]
+    ledger.norm_check(params, scalar(1.0), 2.0)
+    before, versions = [grad.double().tolist() for grad in grads], [grad._version for grad in grads]
+    norm, found, flags = ledger.unscale_(params, scalar(0.5), 2.0)
+    assert ledger.multiply_(params, scalar(8.0)).item() == 0
+    assert [grad.double().tolist() for grad in grads] == [[4 * x for x in grad] for grad in before]
+    assert [grad._version for grad in grads] == [version + 2 for version in versions]
+    assert norm.item() == pytest.approx(0.5 * math.hypot(*(x for grad in before for x in grad)))
+    assert (found.item(), flags.tolist()) == (0, [0] * len(grads))
+
+
+def other_dtype(grad):  # as wide, at the same address
+    return grad.view(torch.bfloat16)
+
+
+def with_gaps(grad):
+    return grad[:7:2]
+
+
+def shorter(grad):
+    return grad[:4]
+
+
+def further_on(grad):
+    return grad[4:]
+
+
+CHANGES = [other_dtype, with_gaps, shorter, further_on]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_gradient_that_lies_in_the_same_memory_otherwise_is_seen(change):
+    held = torch.arange(1.0, 9.0, device="cuda").half()
+    params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(3)]
+    first = torch.nn.Parameter(torch.zeros_like(held[:4] if change in (with_gaps, further_on) else held))
+    for param in params:
+        param.grad = torch.ones(4, device="cuda")
+    params.insert(1, first)
+    first.grad = held[: first.numel()]
+    inverse, ledger = scalar(1.0), make_ledger()
+    ledger.norm_check(params, inverse, 2.0)
+    changed = change(held)
+    params[1] = torch.nn.Parameter(torch.zeros_like(changed))
+    params[1].grad = changed
+    norm = ledger.norm_check(params, inverse, 2.0)[0].item()
+    assert norm == pytest.approx(math.sqrt(12 + changed.double().square().sum().item()), rel=1e-3)
+
+
+def test_a_gradient_on_another_device_is_refused():
+    params, inverse, ledger = parameters(), scalar(1.0), make_ledger()
+    ledger.norm_check(params, inverse, 2.0)
+    params[1] = torch.nn.Parameter(torch.zeros(8, dtype=torch.float16))
+    params[1].grad = torch.ones_like(params[1])
+    with pytest.raises(ValueError, match="tensor 1 of 7 is not on cuda:0, where the scale is"):
+        ledger.norm_check(params, inverse, 2.0)
+
+
+def test_modes_and_profilers_still_see_the_ops():
+    params, inverse, ledger = parameters(), scalar(1.0), make_ledger()
+    ledger.norm_check(params, inverse, 2.0)
+    with OpsSeen() as seen:
+        ledger.norm_check(params, inverse, 2.0)
+        ledger.unscale_(params, inverse, 2.0)
+        ledger.multiply_(params, inverse)
+    assert seen.names == [f"amp_plugin.{name}.default" for name in ("norm_check", "unscale_", "multiply_")]
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        ledger.norm_check(params, inverse, 2.0)
+    assert "amp_plugin::norm_check" in {event.key for event in profiler.key_averages()}
