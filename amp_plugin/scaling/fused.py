@@ -62,8 +62,8 @@ def in_one_pass(
         return None
     for gradients in window.sets:
         window.assume_scaled(gradients)
-    if foldable(window) is None and not _is_unscaled(window):
-        window.obstacle = "its gradients are shared, of several scales, or unscaled already on a GPU"
+    if foldable(window) is None and not _is_clipped(window):
+        window.obstacle = "its gradients are unscaled already, shared, or of several scales"
         return None
     try:
         return collect(optimizer)
@@ -72,13 +72,15 @@ def in_one_pass(
         return None
 
 
-def _is_unscaled(window: OptimizerWindow) -> bool:
-    """Whether all gradients are unscaled by now, as after a clip that was written.
+def _is_clipped(window: OptimizerWindow) -> bool:
+    """Whether a clip by norm of ours has left all gradients unscaled.
 
-    On a GPU torch's fused step reads and writes as little then.
+    After ``unscale_`` torch's own step runs, whose bits users may compare. On a GPU torch's fused step reads
+    and writes as little.
     """
     on_host = all(param.is_cpu for param in window.params[:1])
-    return on_host and not window.is_shared and all(gradients.unit is UNSCALED for gradients in window.sets)
+    unscaled = all(gradients.unit is UNSCALED for gradients in window.sets)
+    return window.is_clipped and unscaled and on_host and not window.is_shared
 
 
 def step_in_one_pass(
