@@ -26,32 +26,34 @@ clip_factor = reference.clip_factor
 
 @torch.no_grad()
 def norm_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0
+    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Measure gradients; see ``reference.norm_check``. B bytes read for the norms 1, 2 and inf, else 2B."""
     if not _all_short(grads):
-        return reference.norm_check(grads, inv_scale, norm_type)
+        return reference.norm_check(grads, inv_scale, norm_type, is_scale)
+    factor = reference.factor_of(inv_scale, is_scale=is_scale)
     order = norm_type if norm_type in _OF_TORCH else 2.0
     norms = _norms(grads, order, inv_scale.device)
     flags = _flags(norms)
     if norm_type in _OF_TORCH:
         filled = norms[[i for i, grad in enumerate(grads) if grad.numel()]] if len(norms) else norms
         norm = torch.linalg.vector_norm(filled, norm_type) if len(filled) else norms.sum()
-        norm = (norm * inv_scale.reshape(()).abs()).to(torch.float32)
+        norm = (norm * factor.abs()).to(torch.float32)
     else:
-        norm = reference.norm_check(grads, inv_scale, norm_type)[0]
+        norm = reference.norm_check(grads, factor, norm_type)[0]
     return norm, _found(flags), flags
 
 
 @torch.no_grad()
 def unscale_(
-    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0
+    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply and measure gradients; see ``reference.unscale_``. 3B bytes read, B written."""
     if not _all_short(grads):
-        return reference.unscale_(grads, inv_scale, norm_type)
-    norm, _, flags = norm_check(grads, inv_scale, norm_type)
-    _multiply(grads, inv_scale)
+        return reference.unscale_(grads, inv_scale, norm_type, is_scale)
+    factor = reference.factor_of(inv_scale, is_scale=is_scale)
+    norm, _, flags = norm_check(grads, factor, norm_type)
+    _multiply(grads, factor)
     flags |= _flags(_norms(grads, 2.0, inv_scale.device))
     return norm, _found(flags), flags
 

@@ -64,11 +64,11 @@ HYSTERESIS_MODES: Final = {"apex": 0, "megatron": 1, "deepspeed": 2}
 
 SCHEMAS: Final = {
     "norm_check": (
-        "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0)"
+        "(Tensor[] grads, Tensor inv_scale, float norm_type=2.0, bool is_scale=False)"
         " -> (Tensor norm, Tensor found_inf, Tensor flags)"
     ),
     "unscale_": (
-        "(Tensor(a!)[] grads, Tensor inv_scale, float norm_type=2.0)"
+        "(Tensor(a!)[] grads, Tensor inv_scale, float norm_type=2.0, bool is_scale=False)"
         " -> (Tensor norm, Tensor found_inf, Tensor flags)"
     ),
     "multiply_": "(Tensor(a!)[] grads, Tensor factor) -> Tensor found_inf",

@@ -59,9 +59,15 @@ def _write(grad: Tensor, factor: Tensor) -> None:
     grad.copy_(torch.where(factor == 1, grad, _product(grad, factor)))
 
 
+def factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
+    """Return what gradients are multiplied by, 0-dim."""
+    factor = inv_scale.reshape(())
+    return factor.reciprocal() if is_scale else factor
+
+
 @torch.no_grad()
 def norm_check(
-    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0
+    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Measure gradients without touching them.
 
@@ -69,22 +75,24 @@ def norm_check(
         grads: Gradients, on one device, floating or complex, any shape and stride.
         inv_scale: One element, float32 or float64: what the gradients are to be multiplied by.
         norm_type: The p of the norm: any float, ``inf`` and ``-inf`` included.
+        is_scale: Whether ``inv_scale`` is the scale: the gradients are then to be multiplied by 1/scale,
+            rounded to its dtype.
 
     Returns:
         The norm of ``inv_scale * grads`` (float32, 0-dim), ``found_inf`` (float32, 0-dim, 0.0 or 1.0)
         and ``flags`` (uint8, one per gradient: bit 0 inf, bit 1 nan).
     """
-    device = inv_scale.device
+    device, factor = inv_scale.device, factor_of(inv_scale, is_scale=is_scale)
     flags = _flags(grads, device)
     norm = _flat_norm(grads, norm_type, device)
     if norm_type != 0:
-        norm = norm * inv_scale.reshape(()).abs().to(norm.dtype)
+        norm = norm * factor.abs().to(norm.dtype)
     return norm.to(torch.float32), _found(flags), flags
 
 
 @torch.no_grad()
 def unscale_(
-    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0
+    grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply gradients by ``inv_scale`` in place and measure the result.
 
@@ -92,13 +100,14 @@ def unscale_(
         grads: Gradients as for :func:`norm_check`; written.
         inv_scale: One element, float32 or float64.
         norm_type: The p of the norm.
+        is_scale: As for :func:`norm_check`.
 
     Returns:
         As :func:`norm_check`; the norm is taken before rounding to the gradients' dtypes, and an
         element that only becomes infinite by the product is flagged too.
     """
-    norm, _, flags = norm_check(grads, inv_scale, norm_type)
-    factor = inv_scale.reshape(())
+    factor = factor_of(inv_scale, is_scale=is_scale)
+    norm, _, flags = norm_check(grads, factor, norm_type)
     for grad in grads:
         _write(grad, factor)
     flags |= _flags(grads, inv_scale.device)

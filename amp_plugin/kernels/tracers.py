@@ -30,10 +30,18 @@ def untraced(function: Function) -> Function:
 @contextmanager
 def outside_tracers() -> Iterator[None]:
     """Run a block, and all that it calls, without Dynamo and unseen by torch.jit.trace."""
-    previous, recording = eval_frame.set_eval_frame(None), torch._C._get_tracing_state()
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    previous, recording = eval_frame.set_eval_frame(None), _recording()
     try:
+        if recording is not None:
+            torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
         yield
     finally:
-        torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
+        if recording is not None:
+            torch._C._set_tracing_state(recording)  # type: ignore[attr-defined]
         eval_frame.set_eval_frame(previous)
+
+
+def _recording() -> Any:
+    """What torch.jit.trace records in; None also below it, in a mode's call, where torch refuses a change."""
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded("Tracer")
+    return None if below else torch._C._get_tracing_state()

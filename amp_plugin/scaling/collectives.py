@@ -101,7 +101,8 @@ class Ranks:
             )
             power, flag = pair.unbind()
             powers.append(power)
-        return _norm_of(torch.stack(powers), norm_type).float(), (flag > 0).float()
+        total = powers[0] if len(powers) == 1 else torch.stack(powers)
+        return _norm_of(total, norm_type).float(), (flag > 0).float()
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -111,7 +112,8 @@ def _wide(device: torch.device) -> torch.dtype:
 def _local_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
     if not flags:
         return torch.zeros((), dtype=_wide(device), device=device)
-    return torch.stack([moved(flag, device) for flag in flags]).max().to(_wide(device))
+    here = [moved(flag, device) for flag in flags]
+    return (here[0] if len(here) == 1 else torch.stack(here).max()).to(_wide(device))
 
 
 def _local_power(measurements: Sequence[Measurement], norm_type: float, device: torch.device) -> Tensor:
@@ -119,9 +121,9 @@ def _local_power(measurements: Sequence[Measurement], norm_type: float, device: 
     if not measurements:
         neutral = math.inf if norm_type == -math.inf else 0.0
         return torch.full((), neutral, dtype=_wide(device), device=device)
-    norms = torch.stack([moved(measured.norm, device) for measured in measurements])
-    norms = norms.to(_wide(device))
-    return _add_up(norms if _has_no_power(norm_type) else norms.pow(norm_type), norm_type)
+    norms = [moved(measured.norm, device) for measured in measurements]
+    wide = (norms[0] if len(norms) == 1 else torch.stack(norms)).to(_wide(device))
+    return _add_up(wide if _has_no_power(norm_type) else wide.pow(norm_type), norm_type)
 
 
 def _has_no_power(norm_type: float) -> bool:
@@ -129,6 +131,8 @@ def _has_no_power(norm_type: float) -> bool:
 
 
 def _add_up(powers: Tensor, norm_type: float) -> Tensor:
+    if powers.dim() == 0:
+        return powers
     if norm_type == math.inf:
         return powers.max()
     return powers.min() if norm_type == -math.inf else powers.sum()
@@ -140,20 +144,20 @@ def _norm_of(powers: Tensor, norm_type: float) -> Tensor:
 
 
 def _all_reduce(pair: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """Join power and flag over one group: one collective."""
-    sign = torch.ones_like(pair)
-    if norm_type == -math.inf:  # -max(-x) is min(x)
-        sign[0] = -1.0
+    """Join power and flag over one group, in place: one collective."""
     op = torch.distributed.ReduceOp.MAX if math.isinf(norm_type) else torch.distributed.ReduceOp.SUM
-    pair = pair * sign
+    if norm_type == -math.inf:  # -max(-x) is min(x)
+        pair[0].neg_()
     torch.distributed.all_reduce(pair, op, group=group)
-    return pair * sign
+    if norm_type == -math.inf:
+        pair[0].neg_()
+    return pair
 
 
 def _over_mesh(pair: Tensor, norm_type: float, layout: ShardLayout) -> Tensor:
     for dim, sharded in enumerate(layout.sharded):
         if not sharded and not math.isinf(norm_type):
-            pair = torch.stack([pair[0] / layout.mesh.size(dim), pair[1]])
+            pair[0].div_(layout.mesh.size(dim))
         pair = _all_reduce(pair, norm_type, layout.mesh.get_group(dim))
     return pair
 
@@ -162,9 +166,7 @@ def _over_groups(pair: Tensor, norm_type: float, groups: Groups) -> Tensor:
     for group in groups.sharded:
         pair = _all_reduce(pair, norm_type, group)
     for group in groups.agree:
-        flag = pair[1].clone()
-        torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group)
-        pair = torch.stack([pair[0], flag])
+        torch.distributed.all_reduce(pair[1], torch.distributed.ReduceOp.MAX, group=group)
     return pair
 
 

@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,18 @@ _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
 
 
+class Inverse(NamedTuple):
+    """What kernels multiply gradients by, as they take it.
+
+    Attributes:
+        number: float32, 0-dim.
+        is_scale: Whether 1/number is meant: the kernels invert a scale themselves, without a launch.
+    """
+
+    number: Tensor
+    is_scale: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Unscaled:
     """The gradients are what the loss's own backward would give."""
@@ -51,9 +63,9 @@ class Unscaled:
         """Return what the gradients are multiplied by, float32, 0-dim; None means 1."""
         return None
 
-    def inverse(self, device: torch.device) -> Tensor:
-        """Return 1/factor on ``device``, float32, 0-dim."""
-        return torch.ones((), dtype=torch.float32, device=device)
+    def inverse(self, device: torch.device) -> Inverse:
+        """Return 1/factor on ``device``."""
+        return Inverse(torch.ones((), dtype=torch.float32, device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +78,13 @@ class ScaledBy:
         """As :meth:`Unscaled.factor`."""
         return self.loss_scale.value  # None before the first loss: nothing is scaled yet
 
-    def inverse(self, device: torch.device) -> Tensor:
+    def inverse(self, device: torch.device) -> Inverse:
         """As :meth:`Unscaled.inverse`."""
-        used = self.loss_scale.value is not None
-        return self.loss_scale.inverse(device) if used else UNSCALED.inverse(device)
+        scale = self.loss_scale.value
+        if scale is None:
+            return UNSCALED.inverse(device)
+        here = scale.device == device
+        return Inverse(scale, is_scale=True) if here else Inverse(self.loss_scale.inverse(device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +109,9 @@ class LeftByFusedStep:
         carried = torch.ones_like(self.scale) if self.divisor is None else self.divisor
         return torch.where(self.skipped > 0, self.scale, carried)
 
-    def inverse(self, device: torch.device) -> Tensor:
+    def inverse(self, device: torch.device) -> Inverse:
         """As :meth:`Unscaled.inverse`."""
-        return moved(self.factor().reciprocal(), device)  # type: ignore[union-attr]
+        return Inverse(moved(self.factor(), device), is_scale=True)  # type: ignore[arg-type]
 
 
 UNSCALED = Unscaled()
@@ -212,7 +227,9 @@ class GradientSet:
 
     def _measured(self, batch: GradientBatch, norm_type: float, *, write: bool = False) -> Measurement:
         kernel = batch.unscale_ if write else batch.norm_check
-        return Measurement(*kernel(self.unit.inverse(batch.device), norm_type), batch.positions, batch.layout)
+        inverse = self.unit.inverse(batch.device)
+        found = kernel(inverse.number, norm_type, inverse.is_scale)
+        return Measurement(*found, batch.positions, batch.layout)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type

@@ -63,13 +63,20 @@ class GradientBatch(NamedTuple):
     positions: Sequence[int] | None
     run: Callable[..., Any]
 
-    def norm_check(self, inv_scale: Tensor, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Measure the gradients times ``inv_scale``: norm, found_inf and flags, as a measurement's."""
-        return self.run("norm_check", inv_scale, norm_type)  # type: ignore[no-any-return]
+    def norm_check(
+        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Measure the gradients times ``inv_scale``: norm, found_inf and flags, as a measurement's.
 
-    def unscale_(self, inv_scale: Tensor, norm_type: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Multiply in place by ``inv_scale``, and measure."""
-        return self.run("unscale_", inv_scale, norm_type)  # type: ignore[no-any-return]
+        With ``is_scale`` the number is the scale itself, which saves the launch that inverts it.
+        """
+        return self.run("norm_check", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
+
+    def unscale_(
+        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Multiply in place by ``inv_scale``, or divide by it with ``is_scale``, and measure."""
+        return self.run("unscale_", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""

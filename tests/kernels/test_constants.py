@@ -83,8 +83,8 @@ def test_records():
         ("Row", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
         ("Partial", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
         ("Table", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
-        ("Results", "csrc/cuda_ops.cpp", "cuda/measure.cuh"),
-        ("DeviceScalar", "csrc/cuda_ops.cpp", "cuda/elements.cuh"),
+        ("Results", "csrc/cuda_gradients.cpp", "cuda/measure.cuh"),
+        ("DeviceScalar", "csrc/cuda_scalar.h", "cuda/elements.cuh"),
     ]:
         ours, theirs = fields(in_cpp, struct, bits), fields(in_cuda, struct, bits)
         assert ours == theirs, struct

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_plugin import GradScaler
 from tests.host_device import host_device
@@ -75,3 +76,53 @@ def test_training_is_that_of_the_cpu(optimizer, clip):
         assert one[:3] == other[:3]
         assert one[3] == pytest.approx(other[3], rel=1e-5, nan_ok=True)
     torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+class OpsSeen(TorchDispatchMode):
+    """The ops that are launches on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in {"aten", "amp_plugin"}:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(not host_device.LOADED, reason="counts what the device made of host memory is asked for")
+@pytest.mark.parametrize("trusted", [True, False], ids=["nothing between", "user code between"])
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_a_folded_clip_is_two_launches_after_an_update_too(captured, trusted):
+    """Without trust the step reads the gradients once more: user code may have written to them."""
+    model = torch.nn.Linear(4, 4).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=True)
+    scaler = GradScaler("cuda", init_scale=8.0, growth_interval=1)
+    x, seen = torch.ones(2, 4, device="cuda"), OpsSeen()
+
+    def iteration():
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        seen.names.clear()
+        with seen:
+            scaler.clip_grad_norm_(optimizer, 0.5, fold=True)
+            if trusted:
+                scaler.assume_unchanged(optimizer)
+            scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(3):
+        iteration()
+    if captured:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            iteration()
+    before = seen.names[: seen.names.index("adam_")]
+    if trusted:
+        assert before == ["norm_check", "clip_factor"]
+    else:
+        assert [name for name in before if name in {"norm_check", "clip_factor", "reciprocal"}] == [
+            "norm_check",
+            "norm_check",
+            "clip_factor",
+        ]

@@ -52,6 +52,19 @@ def test_measuring_and_unscaling(device, norm_type, bad, scale_dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("norm_type", [2.0, 3.0])
+def test_a_scale_in_place_of_its_inverse(device, norm_type):
+    scale = torch.tensor(3.0, device=device)
+    for op in ("norm_check", "unscale_"):
+        ours, plain = gradients(device), gradients(device)
+        check(
+            getattr(multi_tensor, op)(ours, scale, norm_type, True),
+            getattr(multi_tensor, op)(plain, scale.reciprocal(), norm_type),
+        )
+        assert all(same(one, other) for one, other in zip(ours, plain, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("factor", [0.7, 1.0, 1e30])
 def test_multiplying(device, factor):
     ours, plain = gradients(device), gradients(device)

@@ -74,6 +74,20 @@ def test_norm_and_product(kernel, dtype, size, norm_type):
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.float64], ids=str)
+def test_a_scale_may_be_given_in_place_of_its_inverse(kernel, norm_type, scale_dtype):
+    for value in (3.0, 1.0, 1e-3):
+        scale = torch.tensor(value, dtype=scale_dtype)
+        for name in ("norm_check", "unscale_"):
+            ours, theirs = some(torch.float32, (5, 7), (100,)), some(torch.float32, (5, 7), (100,))
+            measured = getattr(kernel, name)(ours, scale, norm_type, True)
+            right = getattr(kernel, name)(theirs, scale.reciprocal(), norm_type)
+            assert all(
+                same(one, other) for one, other in zip([*measured, *ours], [*right, *theirs], strict=True)
+            )
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_norm(kernel, norm_type, dtype):
     grads = some(dtype, (5, 7), (), (100,))

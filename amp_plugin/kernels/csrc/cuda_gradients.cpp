@@ -47,10 +47,10 @@ std::optional<GradientTable> GradientTable::kept(at::TensorList gradients, const
   return GradientTable(*device, stream, *table, gradients.size());
 }
 
-Measured GradientTable::measure(size_t kernel, const at::Tensor& inv_scale, double p) const {
+Measured GradientTable::measure(size_t kernel, const at::Tensor& inv_scale, double p, bool is_scale) const {
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::Device device = device_.device();
-  const DeviceScalar factor = scalar(inv_scale, "inv_scale", device);
+  const DeviceScalar factor = scalar(inv_scale, "inv_scale", device, is_scale);
   const at::Tensor norm = new_result({}, at::kFloat, device);
   const at::Tensor found_inf = new_result({}, at::kFloat, device);
   const at::Tensor flags = new_result({static_cast<int64_t>(count_)}, at::kByte, device);

@@ -22,7 +22,7 @@ class GradientTable {
   static std::optional<GradientTable> kept(at::TensorList gradients, const at::Tensor& scale);
 
   // One launch each; they read no tensor but the number. `kernel` is kNormCheck or kUnscale.
-  Measured measure(size_t kernel, const at::Tensor& inv_scale, double p) const;
+  Measured measure(size_t kernel, const at::Tensor& inv_scale, double p, bool is_scale) const;
   at::Tensor multiply_(const at::Tensor& factor) const;
 
  private:

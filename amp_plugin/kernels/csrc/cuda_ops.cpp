@@ -60,26 +60,26 @@ class Dense {
   std::vector<at::Tensor> copies_;
 };
 
-Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
   Device* device = Device::find(index_of(inv_scale, grads));
   if (device == nullptr) {
-    return plain<Measured(at::TensorList, const at::Tensor&, double)>(
-        "amp_plugin::_plain_norm_check", grads, inv_scale, p);
+    return plain<Measured(at::TensorList, const at::Tensor&, double, bool)>(
+        "amp_plugin::_plain_norm_check", grads, inv_scale, p, is_scale);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  return GradientTable(*device, dense.tensors()).measure(kNormCheck, inv_scale, p);
+  return GradientTable(*device, dense.tensors()).measure(kNormCheck, inv_scale, p, is_scale);
 }
 
-Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
   Device* device = Device::find(index_of(inv_scale, grads));
   if (device == nullptr) {
-    return plain<Measured(at::TensorList, const at::Tensor&, double)>(
-        "amp_plugin::_plain_unscale_", grads, inv_scale, p);
+    return plain<Measured(at::TensorList, const at::Tensor&, double, bool)>(
+        "amp_plugin::_plain_unscale_", grads, inv_scale, p, is_scale);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  const Measured result = GradientTable(*device, dense.tensors()).measure(kUnscale, inv_scale, p);
+  const Measured result = GradientTable(*device, dense.tensors()).measure(kUnscale, inv_scale, p, is_scale);
   dense.write_back();
   increment_versions(grads);
   return result;

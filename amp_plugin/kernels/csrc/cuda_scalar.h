@@ -8,7 +8,8 @@ namespace amp_plugin::cuda {
 // As in cuda/elements.cuh.
 struct DeviceScalar {
   const void* address;
-  uint64_t is_double;
+  uint32_t is_double;
+  uint32_t is_inverted;  // 1 divided by it is meant
 };
 
 inline void require_one_element(
@@ -21,9 +22,10 @@ inline void require_one_element(
       tensor.device(), "; give one element of ", type, or_double ? " or Double" : "", " on ", device);
 }
 
-inline DeviceScalar scalar(const at::Tensor& tensor, const char* name, c10::Device device) {
+inline DeviceScalar scalar(
+    const at::Tensor& tensor, const char* name, c10::Device device, bool is_inverted = false) {
   require_one_element(tensor, name, device, at::kFloat, true);
-  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble};
+  return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, is_inverted};
 }
 
 }  // namespace amp_plugin::cuda

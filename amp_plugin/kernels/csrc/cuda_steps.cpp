@@ -19,7 +19,7 @@ using List = at::TensorList;
 // As in cuda/elements.cuh; no address where there is no number.
 struct OptionalScalar {
   const void* address;
-  uint64_t is_double;
+  uint32_t is_double, is_inverted;
 };
 
 // As in cuda/adam.cu.
@@ -45,11 +45,11 @@ bool is_number(const at::Tensor& tensor, c10::Device device) {
 }
 
 OptionalScalar optional_scalar(const Number& number, const char* name, c10::Device device) {
-  if (!number) return {nullptr, 0};
+  if (!number) return {nullptr, 0, 0};
   TORCH_CHECK_VALUE(
       is_number(*number, device), name, ": got a tensor of ", number->numel(), " elements, ",
       number->scalar_type(), ", on ", number->device(), "; give one element of Float or Double on ", device);
-  return {number->const_data_ptr(), number->scalar_type() == at::kDouble};
+  return {number->const_data_ptr(), number->scalar_type() == at::kDouble, 0};
 }
 
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }

@@ -235,16 +235,23 @@ Measured measured(const Result& result, double factor, double p) {
   return {scalar(norm), scalar(found ? 1.0 : 0.0), flags};
 }
 
-Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p) {
-  const double factor = one_value(inv_scale, "inv_scale");
+// What gradients are multiplied by; 1 divided by a scale is rounded to the dtype of the scale.
+double factor_of(const at::Tensor& inv_scale, bool is_scale) {
+  const double value = one_value(inv_scale, "inv_scale");
+  if (!is_scale) return value;
+  return inv_scale.scalar_type() == at::kFloat ? 1.0F / static_cast<float>(value) : 1.0 / value;
+}
+
+Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
+  const double factor = factor_of(inv_scale, is_scale);
   const Flattened flattened(grads);
   return measured(run_all<false>(flattened.tensors(), norm_of(p), factor, p), factor, p);
 }
 
-Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p) {
-  const double factor = one_value(inv_scale, "inv_scale");
+Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
+  const double factor = factor_of(inv_scale, is_scale);
   if (factor == 1.0) {
-    return norm_check(grads, inv_scale, p);
+    return norm_check(grads, inv_scale, p, is_scale);
   }
   const Flattened flattened(grads);
   const Result result = run_all<true>(flattened.tensors(), norm_of(p), factor, p);

@@ -138,12 +138,18 @@ __device__ inline u32 non_finite_bits(Wide x) {
   return x != x ? kHasNan : kHasInf;
 }
 
-// A one-element tensor, fp32 or fp64, that stays on the device.
+// A one-element tensor, fp32 or fp64, that stays on the device; what is read may be 1 divided by it.
 struct DeviceScalar {
   const void* address;
-  u64 is_double;
+  u32 is_double;
+  u32 is_inverted;
   __device__ double read() const {
-    return is_double ? *static_cast<const double*>(address) : double(*static_cast<const float*>(address));
+    if (is_double) {
+      const double value = *static_cast<const double*>(address);
+      return is_inverted ? 1 / value : value;
+    }
+    const float value = *static_cast<const float*>(address);
+    return is_inverted ? 1 / value : value;
   }
 };
 

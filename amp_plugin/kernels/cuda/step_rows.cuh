@@ -38,7 +38,7 @@ struct Parameter {
   }
 
   __device__ double steps() const {
-    return DeviceScalar{reinterpret_cast<const void*>(step), is_double()}.read();
+    return DeviceScalar{reinterpret_cast<const void*>(step), is_double(), 0}.read();
   }
   __device__ void count_step() const {
     if (is_double()) {

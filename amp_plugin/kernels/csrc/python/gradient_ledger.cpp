@@ -31,7 +31,7 @@ namespace {
 
 namespace py = pybind11;
 using cuda::Measured;
-using Measures = Measured(at::TensorList, const at::Tensor&, double);
+using Measures = Measured(at::TensorList, const at::Tensor&, double, bool);
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -234,14 +234,16 @@ class GradientLedger {
     return positions;
   }
 
-  py::tuple norm_check(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+  py::tuple norm_check(
+      const py::list& params, const py::handle& inv_scale, double norm_type, bool is_scale) const {
     static const auto op = find_op<Measures>("amp_plugin::norm_check");
-    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type);
+    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type, is_scale);
   }
 
-  py::tuple unscale_(const py::list& params, const py::handle& inv_scale, double norm_type) const {
+  py::tuple unscale_(
+      const py::list& params, const py::handle& inv_scale, double norm_type, bool is_scale) const {
     static const auto op = find_op<Measures>("amp_plugin::unscale_");
-    return measure(op, cuda::kUnscale, params, inv_scale, norm_type);
+    return measure(op, cuda::kUnscale, params, inv_scale, norm_type, is_scale);
   }
 
   py::object multiply_(const py::list& params, const py::handle& given) const {
@@ -255,14 +257,14 @@ class GradientLedger {
  private:
   py::tuple measure(
       const c10::TypedOperatorHandle<Measures>& op, size_t kernel, const py::list& params,
-      const py::handle& given, double norm_type) const {
+      const py::handle& given, double norm_type, bool is_scale) const {
     const at::Tensor& inv_scale = THPVariable_Unpack(given.ptr());
     const bool writes = kernel == cuda::kUnscale;
     const auto found = launched(params, inv_scale, writes, [&](const cuda::GradientTable& table) {
-      return table.measure(kernel, inv_scale, norm_type);
+      return table.measure(kernel, inv_scale, norm_type, is_scale);
     });
     if (found) return measured(*found);
-    return measured(call(op, gradients(params), inv_scale, norm_type));
+    return measured(call(op, gradients(params), inv_scale, norm_type, is_scale));
   }
 
   std::unordered_map<int64_t, std::vector<Mark>> marks_;
@@ -284,8 +286,12 @@ bool add_gradient_ledger(PyObject* module) {
         .def("survey", &GradientLedger::survey)
         .def("first_half", &GradientLedger::first_half)
         .def("hooked", &GradientLedger::hooked)
-        .def("norm_check", &GradientLedger::norm_check)
-        .def("unscale_", &GradientLedger::unscale_)
+        .def(
+            "norm_check", &GradientLedger::norm_check, py::arg("params"), py::arg("inv_scale"),
+            py::arg("norm_type"), py::arg("is_scale") = false)
+        .def(
+            "unscale_", &GradientLedger::unscale_, py::arg("params"), py::arg("inv_scale"),
+            py::arg("norm_type"), py::arg("is_scale") = false)
         .def("multiply_", &GradientLedger::multiply_);
     return true;
   } catch (py::error_already_set& error) {
