@@ -31,14 +31,21 @@ PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pyt
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 
-.PHONY: demo test lint format test-native test-host-device test-fallback test-gpu test-whole fuzz docs wheels bench bench-check clean asked-python
+.PHONY: demo test lint format test-native test-beside test-host-device test-fallback test-gpu test-whole fuzz docs wheels bench bench-check clean asked-python
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/python recipes/train_digits.py
 
-test: lint test-native # then two side by side, each in one process: each has to import the frameworks
-	$(MAKE) --jobs 2 --output-sync=target PARALLEL= test-host-device test-fallback
+# The tests on the native core take JOBS processes; what waits in them leaves time for the rest, one after another
+# and each in one process, since each has to import the frameworks. Its output comes when all of it has ended.
+test: $(READY)
+	$(MAKE) --no-print-directory --keep-going --jobs $(JOBS) test-native test-beside
+
+test-beside: lint
+	@mkdir -p build
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target PARALLEL= test-host-device test-fallback \
+		>build/test-beside.log 2>&1; status=$$?; cat build/test-beside.log; exit $$status
 
 lint: $(READY)
 	$(BIN)/ruff check

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from amp_plugin.kernels.build import native_core
+from tests.copied_process import keep_copy
 
 
 def pytest_report_header() -> str:
@@ -24,11 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     core = _native_core()
     without_core = pytest.mark.skip(reason=f"needs the native core: {core.reason}")
     without_gpu = pytest.mark.skip(reason="needs a CUDA device")
+    files = {item.path for item in items if item.get_closest_marker("dist")}
+    items.sort(key=lambda item: item.path not in files)  # what is begun first is not divided between workers
     for item in items:
         if item.get_closest_marker("native") and (not core.loaded or core.region is None):
             item.add_marker(without_core)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without_gpu)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> None:
+    if session.items and not session.config.option.collectonly:
+        keep_copy()
 
 
 def _native_core():

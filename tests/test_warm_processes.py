@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests import warm_processes
+from tests.copied_process import copy_is_kept
 from tests.process_groups import destroy
 
 
@@ -30,7 +33,7 @@ def leave() -> None:
 
 
 def stay() -> None:
-    print("here", file=sys.stderr, flush=True)
+    print("here", os.getpid(), file=sys.stderr, flush=True)
     time.sleep(600)
 
 
@@ -42,18 +45,40 @@ def sum_of_ranks() -> None:
     destroy()
 
 
-def test_output_errors_environment_and_folder(tmp_path: Path) -> None:
-    answer = warm_processes.call(speak, environment={"SAID": "yes"}, folder=tmp_path)
+def warn() -> None:
+    warnings.warn("of the user", UserWarning, stacklevel=1)
+    warnings.warn("of a library", DeprecationWarning, stacklevel=1)
+    logging.getLogger("test").warning("logged")
+    print(sys.modules["__main__"].__dict__.get("__file__"), torch.get_num_threads(), sys.stdin.read())
+
+
+@pytest.fixture(params=[False, True], ids=["with torch", "with all that tests import"])
+def frameworks(request: pytest.FixtureRequest) -> bool:
+    if request.param and not copy_is_kept():
+        pytest.skip("no copies of a process that has a GPU")
+    return request.param
+
+
+def test_output_errors_environment_and_folder(tmp_path: Path, frameworks: bool) -> None:
+    answer = warm_processes.call(speak, environment={"SAID": "yes"}, folder=tmp_path, frameworks=frameworks)
     assert (answer.returncode, answer.stderr) == (0, "errors\n")
-    assert answer.stdout == f"output yes {tmp_path.name} False True\n"
+    assert answer.stdout == f"output yes {tmp_path.name} {frameworks} True\n"
     assert "SAID" not in os.environ
 
 
-def test_an_error_is_told_with_the_exit_status() -> None:
-    answer = warm_processes.call(fail)
+def test_nothing_of_pytest_is_left_in_a_copy() -> None:
+    answer = warm_processes.call(warn, frameworks=True)
+    assert (answer.returncode, answer.stdout) == (0, "None 1 \n")
+    assert "UserWarning: of the user" in answer.stderr
+    assert "logged" in answer.stderr
+    assert "of a library" not in answer.stderr
+
+
+def test_an_error_is_told_with_the_exit_status(frameworks: bool) -> None:
+    answer = warm_processes.call(fail, frameworks=frameworks)
     assert answer.returncode == 1
     assert answer.stderr.endswith("ValueError: of the test\n")
-    answer = warm_processes.call(leave)
+    answer = warm_processes.call(leave, frameworks=frameworks)
     assert (answer.returncode, answer.stderr) == (1, "no more\n")
 
 
@@ -65,14 +90,16 @@ def test_a_program_that_fails_is_told(tmp_path: Path) -> None:
     assert "NameError: name 'missing' is not defined" in answer.stderr
 
 
-def test_what_does_not_end_is_killed() -> None:
-    process = warm_processes.WarmProcess(stay)
+def test_what_does_not_end_is_killed(frameworks: bool) -> None:
+    process = warm_processes.WarmProcess(stay, frameworks=frameworks)
     deadline = time.monotonic() + 60
     while not process.errors() and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired) as caught:
         process.wait(0.01)
-    assert caught.value.stderr == "here\n"
+    said, pid = caught.value.stderr.split()
+    assert said == "here"
+    assert not Path("/proc", pid).exists()
 
 
 def test_ranks_find_each_other_as_under_torchrun() -> None:

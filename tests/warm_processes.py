@@ -1,4 +1,4 @@
-"""Processes of their own that start in milliseconds: forked from one that has imported torch.
+"""Processes of their own that start in milliseconds: forked from one that has imported torch, or all that tests import.
 
 For what needs a new process but no new interpreter: ranks, programs that load the native core, builds beside each
 other. What an import does, and what a process must find at its very start (``LD_LIBRARY_PATH``, ``-W error``), needs
@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from subprocess import CompletedProcess, TimeoutExpired
 from typing import Any
+
+from tests.copied_process import CopiedProcess, copy_is_kept
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = [
@@ -39,6 +41,7 @@ class WarmProcess:
         arguments: what to call it with.
         environment: variables beside, or instead of, those of this process.
         folder: where it starts.
+        frameworks: whether it finds the frameworks and the native core loaded, as they are in this process.
     """
 
     def __init__(
@@ -47,13 +50,16 @@ class WarmProcess:
         *arguments: Any,
         environment: Mapping[str, str] | None = None,
         folder: Path = ROOT,
+        frameworks: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-process-")
         self._files = [Path(self._folder.name, name) for name in ("output", "errors")]
         variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        self._process = _forked.Process(
-            target=_call, args=(self._files, variables, folder, function, arguments), daemon=True
-        )
+        task = (self._files, variables, folder, function, arguments)
+        if frameworks and copy_is_kept():
+            self._process = CopiedProcess(target=_call, args=task)
+        else:
+            self._process = _forked.Process(target=_call, args=task, daemon=True)
         self._process.start()
 
     def errors(self) -> str:
@@ -95,9 +101,11 @@ def call(
     *arguments: Any,
     environment: Mapping[str, str] | None = None,
     folder: Path = ROOT,
+    frameworks: bool = False,
 ) -> CompletedProcess[str]:
     """Call a function in a process of its own; return its exit status, output and errors."""
-    return WarmProcess(function, *arguments, environment=environment, folder=folder).wait(800)
+    process = WarmProcess(function, *arguments, environment=environment, folder=folder, frameworks=frameworks)
+    return process.wait(800)
 
 
 def run_program(
@@ -124,7 +132,9 @@ def call_on_ranks(
     """
     shared = {**variables, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     processes = [
-        WarmProcess(function, *arguments, environment={**shared, **_variables_of(rank, count)})
+        WarmProcess(
+            function, *arguments, environment={**shared, **_variables_of(rank, count)}, frameworks=True
+        )
         for rank in range(count)
     ]
     try:

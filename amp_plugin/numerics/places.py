@@ -15,6 +15,7 @@ import torch
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = str(Path(__file__).parent.parent)
 _STANDARD = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")})
+_TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
@@ -40,6 +41,8 @@ class Place:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
+        if cell := _cell(self.file):
+            return f"{cell}, line {self.line} in {self.function}"
         path = Path(self.file)
         shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{shown}:{self.line} in {self.function}"
@@ -90,9 +93,18 @@ def _place(found: tuple[CodeType, int] | None) -> Place | None:
     return None if found is None else Place(found[0].co_filename, found[1], found[0].co_name)
 
 
+def _cell(file: str) -> str | None:
+    """Return what IPython calls a cell of a notebook, such as ``Cell In[3]``; None for a file."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    name_of = getattr(shell and shell.compile, "format_code_name", None)  # of IPython 8 and newer
+    name = name_of(file) if name_of else None
+    return " ".join(name) if name else None
+
+
 @cache
 def _kind(file: str) -> int:
-    if file.startswith((_TORCH, _OURS)) or (file.startswith("<") and not file.startswith("<stdin")):
+    if file.startswith((_TORCH, _OURS)) or (file.startswith("<") and not file.startswith(_TYPED)):
         return _MACHINERY
     if any(part in _INSTALLED for part in Path(file).parts):
         return _LIBRARY

@@ -10,6 +10,7 @@ A clip that was left to the step is worked in by a step in one pass, and written
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,99 +39,89 @@ def step(
     Returns:
         What ``optimizer.step`` returns; if the host knows that it was skipped, the closure's loss or None.
     """
+    call = _GuardedStep(guard=guard, window=window, optimizer=optimizer)
     if not guard.checks or torch.compiler.is_compiling():
-        window.obstacle = guarded_one_pass.obstacle(guard, window)
-        value = optimizer.step(*args, **kwargs)
-        guard.note_taken(window)
-        return value
+        return call.unchecked(args, kwargs)
     closure, others, named = take_closure(args, kwargs)
     if closure is None:
-        return _step_once(guard, window, optimizer, args, kwargs)
+        return call.once(args, kwargs)
     if others or named or guarded_one_pass.obstacle(guard, window):
-        return _step_with_closure(guard, window, optimizer, closure, others, named)
+        return call.with_closure(closure, others, named)
     with torch.enable_grad():
         loss = closure()  # what torch's own steps of these optimizers begin with
-    _step_once(guard, window, optimizer, (), {})
+    call.once((), {})
     return loss
 
 
-def _step_once(
-    guard: Guard, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Step by the gradients that are there."""
-    is_folded = window.unscaled.clip is not None
-    check = guarded_one_pass.check(guard, window) if is_folded else guard.check(window)
-    if check.found is not None:
-        return _step_checked(guard, window, optimizer, check, args, kwargs)
-    window.obstacle = "nothing was to be clipped or checked"
-    value = optimizer.step(*args, **kwargs)
-    guard.close(window, check, skipped=False)
-    return value
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _GuardedStep:
+    """One step of an optimizer, in the way that its gradients and its kind allow."""
 
+    guard: Guard
+    window: OptimizerWindow
+    optimizer: Optimizer
 
-def _step_checked(
-    guard: Guard,
-    window: OptimizerWindow,
-    optimizer: Optimizer,
-    check: Check,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Skip on the device where the optimizer can, else by the host; in one pass where that is possible."""
-    found: Any = check.found
-    one_pass = guarded_one_pass.collect(guard, window, optimizer, args, kwargs)
-    if one_pass is not None:
-        skipped = bool(found.item() > 0)
-        guarded_one_pass.step(window, one_pass, skipped=skipped)
-        guard.close(window, check, skipped=skipped)
-        return None
-    window.unscaled.write_clip_(window.params)
-    return _step_by_torch(guard, window, optimizer, check, args, kwargs)
+    def unchecked(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Step whatever the gradients are."""
+        self.window.obstacle = guarded_one_pass.obstacle(self.guard, self.window)
+        value = self.optimizer.step(*args, **kwargs)
+        self.guard.note_taken(self.window)
+        return value
 
+    def once(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Step by the gradients that are there."""
+        is_folded = self.window.unscaled.clip is not None
+        look = guarded_one_pass.check if is_folded else Guard.check
+        check = look(self.guard, self.window)
+        if check.found is not None:
+            return self._checked(check, args, kwargs)
+        self.window.obstacle = "nothing was to be clipped or checked"
+        value = self.optimizer.step(*args, **kwargs)
+        self.guard.close(self.window, check, skipped=False)
+        return value
 
-def _step_by_torch(
-    guard: Guard,
-    window: OptimizerWindow,
-    optimizer: Optimizer,
-    check: Check,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    found: Any = check.found
-    skipped: bool | None = None
-    captured = capturing(found.device)
-    if skips_by_itself(optimizer, found):
-        with given_found_inf(optimizer, found):
-            value = optimizer.step(*args, **kwargs)
-    elif (guard.sync_free or captured) and sync_free.possible(optimizer, found.device):
-        value = sync_free.step(optimizer, found, args, kwargs)
-    else:
-        if captured:
-            _warn_of_capture(optimizer)
-        skipped = not captured and bool(found.item() > 0)
-        value = None if skipped else optimizer.step(*args, **kwargs)
-    guard.close(window, check, skipped=skipped)
-    return value
+    def with_closure(self, closure: Closure, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Let the optimizer call its closure; a clip that the closure has left to the step is written."""
+        window = self.window
 
+        def clipped() -> Any:
+            loss = closure()
+            window.unscaled.write_clip_(window.params)
+            return loss
 
-def _step_with_closure(
-    guard: Guard,
-    window: OptimizerWindow,
-    optimizer: Optimizer,
-    closure: Closure,
-    args: Any,
-    kwargs: dict[str, Any],
-) -> Any:
-    """Let the optimizer call its closure; a clip that the closure has left to the step is written."""
+        given = "step() was given arguments" if args or kwargs else ""
+        window.obstacle = given or guarded_one_pass.obstacle(self.guard, window)
+        return guarded_closures.step(self.guard, window, self.optimizer, clipped, args, kwargs)
 
-    def clipped() -> Any:
-        loss = closure()
-        window.unscaled.write_clip_(window.params)
-        return loss
+    def _checked(self, check: Check, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Step in one pass where that is possible, else by torch."""
+        found: Any = check.found
+        one_pass = guarded_one_pass.collect(self.guard, self.window, self.optimizer, args, kwargs)
+        if one_pass is not None:
+            skipped = bool(found.item() > 0)
+            guarded_one_pass.step(self.window, one_pass, skipped=skipped)
+            self.guard.close(self.window, check, skipped=skipped)
+            return None
+        self.window.unscaled.write_clip_(self.window.params)
+        return self._by_torch(check, args, kwargs)
 
-    given = "step() was given arguments" if args or kwargs else ""
-    window.obstacle = given or guarded_one_pass.obstacle(guard, window)
-    return guarded_closures.step(guard, window, optimizer, clipped, args, kwargs)
+    def _by_torch(self, check: Check, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Skip on the device where the optimizer can, else by the host."""
+        found: Any = check.found
+        skipped: bool | None = None
+        captured = capturing(found.device)
+        if skips_by_itself(self.optimizer, found):
+            with given_found_inf(self.optimizer, found):
+                value = self.optimizer.step(*args, **kwargs)
+        elif (self.guard.sync_free or captured) and sync_free.possible(self.optimizer, found.device):
+            value = sync_free.step(self.optimizer, found, args, kwargs)
+        else:
+            if captured:
+                _warn_of_capture(self.optimizer)
+            skipped = not captured and bool(found.item() > 0)
+            value = None if skipped else self.optimizer.step(*args, **kwargs)
+        self.guard.close(self.window, check, skipped=skipped)
+        return value
 
 
 def _warn_of_capture(optimizer: Optimizer) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.sharding.dtype_plan import DtypePlan
+from amp_plugin.sharding.unit_policies import (
+    apart_and_beside,
+    bottom_up,
+    fp32_units,
+    mp_policy,
+    with_fp32_parameters,
+)
 from amp_plugin.weights.refusals import refuse_sharded_weights
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 
 def fully_shard(
@@ -26,9 +30,10 @@ def fully_shard(
 ) -> nn.Module:
     """Shard a model by torch's ``fully_shard``, with the dtypes of a plan; run it under ``autocast``.
 
-    Each of ``units`` becomes a unit of its own, as do ``fp32_modules`` with weights of their own: torch
-    gathers a unit in one dtype. Modules are sharded from the inside out, the model last. Gradients
-    of micro-batches add up in the dtype of the reduction, also with ``set_requires_gradient_sync(False)``.
+    Each of ``units`` becomes a unit of its own, as do ``fp32_modules`` with weights of their own where torch
+    gathers a unit in one dtype, which it does before 2.15. Modules are sharded from the inside out, the
+    model last. Gradients of micro-batches add up in the dtype of the reduction, also with
+    ``set_requires_gradient_sync(False)``.
 
     Args:
         model: Changed in place; make its optimizer afterwards. Modules sharded already stay as they are.
@@ -64,9 +69,11 @@ def fully_shard(
     units = list(units)
     _require_inside(model, units)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    for module in bottom_up(model, {*units, *fp32_units(model, in_fp32), model}):
+    apart, beside = apart_and_beside(fp32_units(model, in_fp32))
+    policy = with_fp32_parameters(mp_policy(plan), beside)
+    for module in bottom_up(model, {*units, *apart, model}):
         if not isinstance(module, FSDPModule):
-            shard(module, mp_policy=mp_policy(plan, in_fp32=module in in_fp32), **options)
+            shard(module, mp_policy=mp_policy(plan, in_fp32=True) if module in in_fp32 else policy, **options)
     return model
 
 
@@ -89,61 +96,6 @@ def modules_in_fp32(model: nn.Module, plan: DtypePlan, root: nn.Module | None = 
         raise ValueError(msg)
     planned = plan.modules(root or model)
     return {modules[name] for name, dtypes in planned.items() if dtypes.compute is torch.float32}
-
-
-def mp_policy(
-    plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
-) -> MixedPrecisionPolicy:
-    """Return torch's policy for a module of a plan.
-
-    Inputs stay as they are: under autocast each op casts what it needs, and labels keep their bits.
-
-    Args:
-        plan: The dtypes.
-        in_fp32: Whether the plan keeps the module in fp32.
-        output_dtype: That of its outputs; None leaves them.
-    """
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
-
-    return MixedPrecisionPolicy(
-        param_dtype=torch.float32 if in_fp32 else plan.compute_dtype,
-        reduce_dtype=plan.reduce_dtype,
-        output_dtype=output_dtype,
-        cast_forward_inputs=False,
-    )
-
-
-def fp32_units(model: nn.Module, in_fp32: set[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules in fp32 that have weights, in a model that is not in fp32 as a whole.
-
-    Args:
-        model: The one that is sharded.
-        in_fp32: All modules in fp32.
-    """
-    if model in in_fp32:
-        return []
-    found, waiting = [], [model]
-    while waiting:
-        for child in waiting.pop().children():
-            if child not in in_fp32:
-                waiting.append(child)
-            elif any(True for _ in child.parameters()):
-                found.append(child)
-    return found
-
-
-def bottom_up(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the chosen modules of a model, each after those inside it; the same order on all ranks."""
-    found: dict[nn.Module, None] = {}
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            visit(child)
-        if module in chosen:
-            found[module] = None
-
-    visit(model)
-    return list(found)
 
 
 def _refuse_policy(options: Mapping[str, Any]) -> None:

@@ -52,7 +52,7 @@ def rank_bytes(units: Sequence[ShardUnit]) -> RankBytes:
         units: Those of a model.
     """
     shards = {unit: unit.trained // unit.shard_ranks for unit in units}
-    gathers = [unit.elements * unit.gathered.itemsize for unit in units if unit.engine in {"fsdp1", "fsdp2"}]
+    gathers = [unit.gathered_bytes for unit in units if unit.engine in {"fsdp1", "fsdp2"}]
     return RankBytes(
         parameters=sum(unit.parameters for unit in units),
         weights=sum(unit.local_bytes for unit in units),

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.sharding.collective_log import Collective
+from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
 from amp_plugin.weights.weight_bytes import local_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
@@ -28,10 +29,12 @@ class ShardUnit:
         name: Of the module that was sharded; ``""`` is the model.
         engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (whole on each rank), or ``"none"``.
         stored: Dtype of its trainable weights between steps; of its first weight if all are frozen.
-        gathered: Dtype in which its weights are gathered, and are in its forward.
+        gathered: Dtype in which its weights are gathered, and are in its forward; ``torch.uint8`` if several
+            dtypes travel together, as bytes.
         reduced: Dtype in which its gradients are reduced; None if nothing in it is trained.
         parameters: Elements, of the whole unit (under tensor parallelism: of this rank's part of it).
         elements: The same with the padding that makes all shards equal.
+        gathered_bytes: Of those elements as they are gathered.
         trained: Those elements, with padding, that have gradients.
         local_bytes: Of what this rank stores of its weights.
         shard_ranks: Over which it is sharded.
@@ -46,6 +49,7 @@ class ShardUnit:
     reduced: torch.dtype | None
     parameters: int
     elements: int
+    gathered_bytes: int
     trained: int
     local_bytes: int
     shard_ranks: int = 1
@@ -57,9 +61,9 @@ class ShardUnit:
         found = []
         is_sharded = self.engine in {"fsdp1", "fsdp2"}
         if is_sharded and self.shard_ranks > 1:
-            found += [_call("all_gather", self.gathered, self.elements, self.shard_ranks)] * (
-                1 + self.is_gathered_again
-            )
+            items = self.gathered_bytes // self.gathered.itemsize
+            gather = _call("all_gather", self.gathered, items, self.shard_ranks)
+            found += [gather] * (1 + self.is_gathered_again)
         if self.reduced is not None:
             if is_sharded and self.shard_ranks > 1:
                 found.append(_call("reduce_scatter", self.reduced, self.trained, self.shard_ranks))
@@ -131,21 +135,35 @@ def _fsdp2(name: str, module: Any, *, is_root: bool) -> ShardUnit | None:
     replicas = mesh.mesh.size(mesh.replicate_mesh_dim) if mesh.replicate_mesh_dim is not None else 1
     trained = [param for param in params if param.sharded_param.requires_grad]
     stored = (trained or params)[0].sharded_param.dtype
-    gathered = policy.param_dtype or stored
+    sizes = [param.padded_sharded_param_size.numel() for param in params]
+    dtypes = [_gathered_in(param, policy) for param in params]
     return ShardUnit(
         name=name,
         engine="fsdp2",
         stored=stored,
-        gathered=gathered,
-        reduced=(policy.reduce_dtype or gathered) if trained else None,
+        gathered=dtypes[0] if len({*dtypes}) == 1 else torch.uint8,
+        reduced=(policy.reduce_dtype or _reduced_by_default(stored, policy)) if trained else None,
         parameters=sum(param._orig_size.numel() for param in params),
-        elements=ranks * sum(param.padded_sharded_param_size.numel() for param in params),
+        elements=ranks * sum(sizes),
+        gathered_bytes=ranks * sum(n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True)),
         trained=ranks * sum(param.padded_sharded_param_size.numel() for param in trained),
         local_bytes=sum(_bytes(param.sharded_param) for param in params),
         shard_ranks=ranks,
         replicas=replicas,
         is_gathered_again=_is_gathered_again(state, group, is_root=is_root),
     )
+
+
+def _gathered_in(param: Any, policy: Any) -> torch.dtype:
+    own = getattr(param, "mp_policy", policy)  # of the parameter, where torch has dtypes by parameter
+    dtype: torch.dtype = own.param_dtype or param.sharded_param.dtype
+    return dtype
+
+
+def _reduced_by_default(stored: torch.dtype, policy: Any) -> torch.dtype:
+    """Return what gradients are reduced in where nobody said: newer torch follows the stored dtype."""
+    dtype: torch.dtype = stored if has_dtypes_by_parameter() else policy.param_dtype or stored
+    return dtype
 
 
 def _is_gathered_again(state: Any, group: Any, *, is_root: bool) -> bool:
@@ -179,6 +197,7 @@ def _fsdp1(name: str, module: Any, *, is_root: bool) -> ShardUnit | None:
         reduced=(policy.reduce_dtype or gathered) if flat.requires_grad else None,
         parameters=sum(size.numel() for size in flat._shapes),
         elements=elements,
+        gathered_bytes=elements * gathered.itemsize,
         trained=elements,
         local_bytes=_bytes(flat),
         shard_ranks=ranks,
@@ -207,6 +226,7 @@ def _plain_unit(name: str, engine: Engine, params: Sequence[Tensor], *, replicas
         reduced=stored if trained and engine == "ddp" else None,
         parameters=elements,
         elements=elements,
+        gathered_bytes=elements * stored.itemsize,
         trained=sum(local_of(param).numel() for param in trained),
         local_bytes=sum(map(_bytes, params)),
         replicas=replicas,

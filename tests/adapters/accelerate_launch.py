@@ -14,7 +14,7 @@ def launch(
     words: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT
 ) -> CompletedProcess[str]:
     """Launch a script; return the exit status, the output and the errors of command and script."""
-    return call(_command, list(words), environment=environment, folder=folder)
+    return call(_command, list(words), environment=environment, folder=folder, frameworks=True)
 
 
 def _command(words: list[str]) -> None:

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, __main__, install, uninstall
 from tests.adapters.accelerate_launch import launch
 from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient, reset
+from tests.adapters.tiny_bert import bert, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -233,19 +234,7 @@ class TestTransformersTrainer:
     @staticmethod
     def train(folder, resume=False, **arguments):
         transformers = pytest.importorskip("transformers")
-        torch.manual_seed(0)
-        config = transformers.BertConfig(
-            vocab_size=64,
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=64,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        model = transformers.BertForSequenceClassification(config)
-        words = torch.randint(2, 64, (64, 8), generator=torch.Generator().manual_seed(0))
-        examples = [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
+        model, examples = bert(layers=2), texts(64)
         settings = transformers.TrainingArguments(
             str(folder),
             per_device_train_batch_size=8,

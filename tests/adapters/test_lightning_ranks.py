@@ -1,14 +1,14 @@
 """Two processes on gloo: DDP by subprocess and by spawn, FSDP2; each beside one process."""
 
 import json
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.warm_processes import ROOT, call
+
 SCRIPT = Path(__file__).with_name("lightning_ranks.py")
 
 pytestmark = pytest.mark.dist
@@ -17,13 +17,18 @@ pytestmark = pytest.mark.dist
 RUNS = ("single:fp16", "ddp_spawn:fp16", "ddp:fp16", "fsdp2:fp16", "fsdp2:bf16")
 
 
+def run_script(words):
+    """Do what ``python SCRIPT WORDS`` does."""
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
+
+
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each rank reports of each run; one start of the script for all, since its imports take seconds."""
+    """What each rank reports of each run; one start of the script for all: it starts others, which import."""
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(folder), *RUNS]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    words = [str(SCRIPT), str(folder), *RUNS]
+    done = call(run_script, words, environment={"PYTHONPATH": str(ROOT)}, frameworks=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
     def of(run):

@@ -4,11 +4,11 @@ import importlib.util
 import json
 
 import pytest
-import torch
 
 from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate import install, uninstall
 from tests.adapters.accelerate_pair import reset
+from tests.adapters.tiny_bert import bert, texts
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -30,17 +30,7 @@ def fresh_state():
 
 
 def tiny_bert():
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=64,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForSequenceClassification(config)
+    return bert(layers=1, dropout=0.1)
 
 
 def with_lora():
@@ -52,8 +42,7 @@ def with_lora():
 
 def train(folder, make=tiny_bert, resume=None, **arguments):
     """Train on whether the first word is one of the upper half; return the trainer and its log."""
-    words = torch.randint(2, 64, (48, 8), generator=torch.Generator().manual_seed(0))
-    examples = [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
+    examples = texts(48)
     settings = transformers.TrainingArguments(
         str(folder),
         per_device_train_batch_size=8,

@@ -191,7 +191,7 @@ class TestCompile:
         number = time.time_ns() / 1e18
 
         def run(rule):
-            answer = call(softmax_by, rule, number)
+            answer = call(softmax_by, rule, number, frameworks=True)
             assert answer.returncode == 0, answer.stderr
             dtype, hits = answer.stdout.split()
             return dtype, int(hits) > 0

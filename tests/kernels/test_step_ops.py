@@ -387,5 +387,7 @@ def test_both_ops_are_listed():
 
 def test_no_parameters_at_all():
     """No tensor tells the device then, and torch's own ops are asked."""
-    OP.adam_([], [], [], [], [], [], [], [], decoupled_weight_decay=True, **ADAM)
-    OP.sgd_([], [], [], [], [], **SGD)
+    lists: list[list[torch.Tensor]] = [[] for _ in range(8)]
+    assert OP.adam_(*lists, decoupled_weight_decay=True, **ADAM) is None
+    assert OP.sgd_(*lists[:5], **SGD) is None
+    assert lists == [[]] * 8

@@ -410,7 +410,9 @@ def test_list_and_run_from_the_command_line(tmp_path):
         ["run", "cuda_graph", "device=cpu"],
         ["run", "typical_training", "steps=2", f"output={tmp_path}", "precision=bf16"],
     )
-    listed, wrong, graph, ran = (warm_processes.call(on_the_command_line, words) for words in calls)
+    listed, wrong, graph, ran = (
+        warm_processes.call(on_the_command_line, words, frameworks=True) for words in calls
+    )
     assert listed.returncode == 0, listed.stderr
     names = [line.split()[0] for line in listed.stdout.splitlines() if re.match(r" [a-z]", line)]
     assert names == list(catalogue.NAMES)

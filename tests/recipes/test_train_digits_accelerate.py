@@ -112,7 +112,7 @@ def test_each_launch_file_says_how_to_use_it_and_explains_each_key(path):
 def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
     words = [
         *("--config_file", str(ROOT / "configs" / "accelerate" / f"{file}.yaml")),
-        *(str(ROOT / "recipes" / "train_digits_accelerate.py"), "epochs=12", f"output={tmp_path}"),
+        *(str(ROOT / "recipes" / "train_digits_accelerate.py"), "epochs=12", "width=8", f"output={tmp_path}"),
     ]
     done = launch(words, {"COLUMNS": "100"}, tmp_path)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from amp_plugin import autocast, log_collectives
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.shard_units import shard_units
+from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
 from tests.sharding.checkpoints import resume, save
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
 from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
@@ -24,10 +25,31 @@ def planned(units, dtypes):
     modules, found = dtypes.modules(Net()), Counter()
     for unit in units:
         wanted = modules[unit.name]
-        in_fp32 = unit.engine == "fsdp1" and dtypes.fp32_modules  # it has one dtype for all that it gathers
-        gathered = torch.float32 if in_fp32 else wanted.compute
-        found.update(replace(unit, gathered=gathered, reduced=wanted.reduction).collectives())
+        computed = {wanted.compute}
+        if unit.engine == "fsdp1" and dtypes.fp32_modules:
+            computed = {torch.float32}  # it has one dtype for all that it gathers
+        elif unit.engine == "fsdp2" and has_dtypes_by_parameter():
+            computed = computed_in(unit, units, modules)
+        told = changed(unit, *computed) if len(computed) == 1 else replace(unit, gathered=torch.uint8)
+        found.update(replace(told, reduced=wanted.reduction).collectives())
     return found
+
+
+def changed(unit, dtype):
+    return replace(unit, gathered=dtype, gathered_bytes=unit.elements * dtype.itemsize)
+
+
+def computed_in(unit, units, modules):
+    """The dtypes that the plan has for modules with weights of which a unit is the innermost."""
+    inside = {
+        name: max(
+            (other.name for other in units if f"{name}.".startswith(f"{other.name}.") or not other.name),
+            key=len,
+        )
+        for name, module in Net().named_modules()
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    return {modules[name].compute for name, holder in inside.items() if holder == unit.name}
 
 
 def rows(counter):

@@ -1,10 +1,12 @@
 """The plan of dtypes, what is lowered from it, and where others contradict it; in a group of one process."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
@@ -12,12 +14,16 @@ from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
 from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.shard_units import shard_units
+from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter, mp_policy
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 
 BF16, FP32 = torch.bfloat16, torch.float32
+BY_PARAMETER = pytest.mark.skipif(
+    not has_dtypes_by_parameter(), reason="torch before 2.15 gathers a unit in one dtype"
+)
 
 
 @pytest.fixture
@@ -68,6 +74,7 @@ class TestPlan:
 
 
 class TestFullyShard:
+    @pytest.mark.skipif(has_dtypes_by_parameter(), reason="torch from 2.15 on needs no units of their own")
     def test_units_and_modules_in_fp32_have_policies_of_their_own(self, mesh):
         net = Net()
         fully_shard(net, DtypePlan(fp32_modules=["LayerNorm"]), units=net.blocks, mesh=mesh)
@@ -77,6 +84,45 @@ class TestFullyShard:
             **{f"blocks.{i}": (BF16, FP32, FP32) for i in (0, 1)},
             "": (BF16, FP32, FP32),
         }
+
+    @BY_PARAMETER
+    def test_weights_in_fp32_travel_beside_others(self, mesh):
+        net = Net()
+        fully_shard(net, DtypePlan(fp32_modules=["LayerNorm"]), units=net.blocks, mesh=mesh)
+        assert {unit.name: unit.gathered for unit in shard_units(net)} == {
+            "blocks.0": torch.uint8,
+            "blocks.1": torch.uint8,
+            "": BF16,
+        }
+        assert {unit.reduced for unit in shard_units(net)} == {FP32}
+        seen = {}
+
+        def note(module, *_):
+            seen[type(module).__name__] = module.weight.dtype
+
+        for module in (net.blocks[0].norm, net.blocks[0].up):
+            module.register_forward_pre_hook(note)
+        with torch.autocast("cpu", dtype=BF16):
+            net(torch.ones(2, 5)).sum().backward()
+        assert seen == {"LayerNorm": FP32, "Linear": BF16}
+
+    @BY_PARAMETER
+    def test_frozen_weights_in_16_bits_of_a_module_in_fp32_need_a_unit(self, mesh):
+        net = Net()
+        net.blocks[0].norm.bfloat16().requires_grad_(False)
+        fully_shard(net, DtypePlan(fp32_modules=["LayerNorm"]), units=net.blocks, mesh=mesh)
+        gathered = {unit.name: unit.gathered for unit in shard_units(net)}
+        assert gathered == {"blocks.0.norm": FP32, "blocks.0": BF16, "blocks.1": torch.uint8, "": BF16}
+
+    @BY_PARAMETER
+    def test_accelerates_units_gather_weights_in_fp32_beside_others(self, mesh):
+        from torch.distributed import fsdp
+
+        net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
+        with sharding.fp32_units_apart([net], dtypes):
+            for module in (*net.blocks, net):
+                fsdp.fully_shard(module, mesh=mesh, mp_policy=mp_policy(dtypes))
+        assert [unit.gathered for unit in shard_units(net)] == [torch.uint8, torch.uint8, BF16]
 
     def test_labels_are_not_rounded_where_a_model_takes_them(self, mesh):
         class Loss(nn.Linear):
@@ -92,7 +138,9 @@ class TestFullyShard:
     def test_names_may_start_from_a_module_that_holds_the_model(self, mesh):
         holder = nn.ModuleDict({"net": Net()})
         fully_shard(holder["net"], DtypePlan(fp32_modules=["net.head"]), root=holder, mesh=mesh)
-        assert {unit.name: unit.gathered for unit in shard_units(holder)} == {"net.head": FP32, "net": BF16}
+        apart = {"net.head": FP32, "net": BF16}
+        found = {unit.name: unit.gathered for unit in shard_units(holder)}
+        assert found == ({"net": torch.uint8} if has_dtypes_by_parameter() else apart)
         with pytest.raises(ValueError, match="root=Net does not hold this Linear"):
             fully_shard(nn.Linear(1, 1), DtypePlan(), root=Net(), mesh=mesh)
 
@@ -121,8 +169,20 @@ class TestFullyShard:
 
 
 class TestContradictions:
-    def test_a_policy_that_reduces_in_16_bits_is_told(self, mesh):
-        model = torch_fully_shard(Net(), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    @pytest.mark.parametrize(
+        "policy",
+        [
+            MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16),
+            pytest.param(
+                MixedPrecisionPolicy(param_dtype=BF16),
+                marks=pytest.mark.skipif(
+                    has_dtypes_by_parameter(), reason="torch from 2.15 on reduces in the stored dtype then"
+                ),
+            ),
+        ],
+    )
+    def test_a_policy_that_reduces_in_16_bits_is_told(self, mesh, policy):
+        model = torch_fully_shard(Net(), mesh=mesh, mp_policy=policy)
         with pytest.warns(
             UserWarning, match=r"1 of 1 units .* reduce gradients in torch.bfloat16, as their own"
         ):
@@ -156,6 +216,28 @@ class TestFirstVersion:
         assert (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) == (torch.float16, FP32, FP32)
         assert not policy.cast_forward_inputs
         assert fsdp1_policy(DtypePlan(reduce="bf16")).reduce_dtype is BF16
+
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # one rank has all
+    @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
+    def test_micro_batches_add_up_in_fp32_without_sync(self, mesh):
+        """257 gradients of 1 + 1/128: in bf16 their sum has no place for the fractions."""
+        added = []
+        for prepare in (add_up_in_fp32, lambda _: None):
+            model = FullyShardedDataParallel(
+                nn.Linear(1, 1, bias=False),
+                mixed_precision=fsdp1_policy(DtypePlan()),
+                use_orig_params=True,
+                device_id=torch.device("cpu"),
+            )
+            prepare(model)
+            for micro_batch in range(257):
+                with model.no_sync() if micro_batch < 256 else nullcontext():
+                    with torch.autocast("cpu", dtype=BF16):
+                        loss = model(torch.full((1, 1), 1 + 2**-7)).float().sum()
+                    loss.backward()
+            added.append(next(model.parameters()).grad.item())
+        assert added[0] == 257 * (1 + 2**-7)
+        assert added[1] != added[0]  # so that the sum tells the two apart
 
     def test_it_has_one_dtype_for_all_weights(self):
         assert fsdp1_policy(DtypePlan(fp32_modules=["LayerNorm"])).param_dtype is FP32

@@ -86,9 +86,12 @@ class TestRulesOnTrial:
             assert torch.einsum("ij,jk->ik", x.float(), x.float()).dtype is torch.bfloat16
 
     def test_more_sets_than_a_process_has_numbers_for(self):
+        region = amp_plugin.autocast("cpu")
         for op in sorted(DEFAULT.rules)[:30]:
-            with rules_on_trial(DEFAULT.with_rule(op, "unchanged")):
-                pass
+            rules = DEFAULT.with_rule(op, "unchanged").with_rule("aten::softmax.int", "fp32")
+            with rules_on_trial(rules):
+                assert self.dtype(region) is torch.float32
+            assert self.dtype(region) is torch.bfloat16
 
     def test_the_environments_rules_would_win_and_are_refused(self, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_RULES", "rules.yaml")

@@ -17,7 +17,14 @@ from amp_plugin.adapters.precision_names import TRAINING_DTYPES
 from amp_plugin.casting.fp32_modules import matching
 from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
-from amp_plugin.sharding.fully_shard import bottom_up, fp32_units, modules_in_fp32, mp_policy
+from amp_plugin.sharding.fully_shard import modules_in_fp32
+from amp_plugin.sharding.unit_policies import (
+    apart_and_beside,
+    bottom_up,
+    fp32_units,
+    mp_policy,
+    with_fp32_parameters,
+)
 from amp_plugin.user_warnings import warn_user
 
 
@@ -96,13 +103,20 @@ def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[N
 
     @functools.wraps(own)
     def by_plan(module: Any, **options: Any) -> Any:
-        apart = {**options, "mp_policy": mp_policy(plan, in_fp32=True)}
+        in_fp32_options = {**options, "mp_policy": mp_policy(plan, in_fp32=True)}
         members = module if isinstance(module, list) else [module]
+        params: list[nn.Parameter] = []
         for member in members:
-            chosen = {member} if member in in_fp32 else {*fp32_units(member, in_fp32)}
+            chosen = {member}
+            if member not in in_fp32:
+                apart, beside = apart_and_beside(fp32_units(member, in_fp32))
+                chosen = {*apart}
+                params += beside
             for inner in bottom_up(member, chosen):
                 if not isinstance(inner, fsdp.FSDPModule):
-                    own(inner, **apart)
+                    own(inner, **in_fp32_options)
+        if params:
+            options["mp_policy"] = with_fp32_parameters(options["mp_policy"], params)
         rest = [member for member in members if not isinstance(member, fsdp.FSDPModule)]
         return own(rest if isinstance(module, list) else module, **options) if rest else module
 

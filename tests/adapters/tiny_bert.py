@@ -1,0 +1,24 @@
+"""A BERT of 32 numbers a word that learns which half of the words its first one is of."""
+
+import torch
+
+
+def bert(*, layers, dropout=0.0):
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=64,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=0.0,
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def texts(count):
+    words = torch.randint(2, 64, (count, 8), generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": line, "labels": (line[0] > 32).long()} for line in words]
