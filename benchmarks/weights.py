@@ -19,6 +19,8 @@ from benchmarks.models import compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
 IN_A_REGION = "weights='bf16', in a region"
+# torch's own param.grad_dtype: what gradients that add up in float32 cost without anything of ours.
+FP32_GRADIENTS = "bf16 model, fp32 gradients"
 WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
 # Model -> how much longer than a bf16 model it may take, whose gradients are in bf16.
 MODELS = {
@@ -39,11 +41,15 @@ class StoredWeights(Section):
             batches = model.batches(1, setting.device)
             half, stored, fp32 = copy.deepcopy(model).bfloat16(), copy.deepcopy(model), model
             store_weights(stored, weights="bf16")
+            wide = copy.deepcopy(half)
+            for param in wide.parameters():
+                param.grad_dtype = torch.float32
             calls = {
                 OURS: lambda m=stored, b=batches: window(m, b, nullcontext),
                 IN_A_REGION: lambda m=stored, b=batches: window(m, b, lambda: our_region(setting.device)),
                 "torch": lambda m=fp32, b=batches: window(m, b, lambda: torch_region(setting.device)),
                 BF16_MODEL: lambda m=half, b=batches: window(m, b, nullcontext),
+                FP32_GRADIENTS: lambda m=wide, b=batches: window(m, b, nullcontext),
             }
             small = make is launch_bound_gpt
             yield Comparison(
@@ -53,7 +59,11 @@ class StoredWeights(Section):
                     label: setting.host_clock(call, repeat=2 if small else 1) for label, call in calls.items()
                 },
                 rounds=setting.rounds(51 if small else 21),
-                gates=(Gate(limit=limit, against=BF16_MODEL),) if setting.device == "cpu" else (),
+                gates=(
+                    (Gate(limit=limit, against=BF16_MODEL), Gate(limit=1.02, against=FP32_GRADIENTS))
+                    if setting.device == "cpu"
+                    else ()
+                ),
             )
         yield from self._memory(setting)
 

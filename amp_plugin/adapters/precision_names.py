@@ -53,13 +53,16 @@ def known_precision(given: object) -> PrecisionName | None:
     return cast("PrecisionName", name) if name in DTYPES else OTHER_NAMES.get(name)
 
 
-def checked_precision(option: str, given: object, source: str = "") -> PrecisionName:
+def checked_precision(
+    option: str, given: object, source: str = "", *, weights_in: str = "weights={!r}"
+) -> PrecisionName:
     """Return our name of a precision, from a name of anybody's.
 
     Args:
         option: the option it was given for.
         given: a name, a torch.dtype, or 16 and 32.
         source: what set the option, for the error; left out where it is plain.
+        weights_in: how the option that stores weights in 16 bits is written there.
 
     Raises:
         ValueError: it is no precision of ours; the text says what to use.
@@ -74,7 +77,7 @@ def checked_precision(option: str, given: object, source: str = "") -> Precision
         msg = (
             f"{place} keeps the weights themselves in 16 bits, which is not mixed precision: small updates "
             f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32. "
-            f"With weights={mine!r} too they stay in 16 bits, and are trained as exactly"
+            f"With {weights_in.format(mine)} too they stay in 16 bits, and are trained as exactly"
         )
     elif name in _DOUBLE:
         msg = (

@@ -38,7 +38,8 @@ def clip_norm(
         sets = window.sets
     else:
         folded = False
-        norm, sets = _norm_of_params(registry, shared, params_in(target), norm_type)
+        params = params_in(target)
+        norm, sets = _norm_of_params(registry, shared, params, norm_type)
     refuse_nonfinite(norm, norm_type, error_if_nonfinite)
     if window is not None and folded:
         window.clip = FoldedClip(norm, max_norm, norm_type, window.clip)
@@ -46,6 +47,8 @@ def clip_norm(
     factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
     for gradients in sets:
         gradients.clip_(factor, norm_type)
+    for clipped in _windows_of(registry, params) if window is None else [window]:
+        clipped.note_clipped()
     return norm
 
 

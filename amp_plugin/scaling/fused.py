@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import GradientSet
+from amp_plugin.scaling.gradient_set import UNSCALED, GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
@@ -62,7 +62,7 @@ def in_one_pass(
         return None
     for gradients in window.sets:
         window.assume_scaled(gradients)
-    if foldable(window) is None:
+    if foldable(window) is None and not _is_clipped(window):
         window.obstacle = "its gradients are unscaled already, shared, or of several scales"
         return None
     try:
@@ -70,6 +70,17 @@ def in_one_pass(
     except NotInOnePassError as error:
         window.obstacle = str(error)
         return None
+
+
+def _is_clipped(window: OptimizerWindow) -> bool:
+    """Whether a clip by norm of ours has left all gradients unscaled.
+
+    After ``unscale_`` torch's own step runs, whose bits users may compare. On a GPU torch's fused step reads
+    and writes as little.
+    """
+    on_host = all(param.is_cpu for param in window.params[:1])
+    unscaled = all(gradients.unit is UNSCALED for gradients in window.sets)
+    return window.is_clipped and unscaled and on_host and not window.is_shared
 
 
 def step_in_one_pass(

@@ -211,7 +211,8 @@ def _replaced_step(optimizer: Optimizer) -> str:
 
 def _hooks_in_the_way(optimizer: Optimizer) -> str:
     view = view_of(optimizer)
-    if any(not _is_of(view, hook) for hook in _pre_hooks(optimizer)):
+    hooks = (hook for hook in _pre_hooks(optimizer) if not getattr(hook, "leaves_steps", False))
+    if any(not _is_of(view, hook) for hook in hooks):
         return "a hook runs before its step"
     if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
         return "a hook runs after its step, and may look at gradients"

@@ -63,6 +63,7 @@ class OptimizerWindow:
         is_shared: Whether another optimizer steps some of the parameters too.
         spans_ranks: Whether several ranks decide together.
         clip: A clip left to the kernel of a fused optimizer; None if there is none.
+        is_clipped: Whether a clip by norm was written since the last backward.
         takes_scaler: Whether ``optimizer.step`` has a ``grad_scaler`` parameter; None if not looked up.
         has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
         backwards: How many scaled backward passes have begun since it was met.
@@ -103,6 +104,7 @@ class OptimizerWindow:
         self.norm: Tensor | None = None
         self.loss_scales: list[LossScale] = []
         self.clip: FoldedClip | None = None
+        self.is_clipped = False
         self.found_inf_per_device: dict[Any, Tensor] = {}
 
     # -- what it is ---------------------------------------------------------------------------
@@ -287,9 +289,14 @@ class OptimizerWindow:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         return measured
 
+    def note_clipped(self) -> None:
+        """Note that a clip by norm of ours has written the gradients."""
+        self.is_clipped = True
+
     def note_backward(self) -> None:
         """Note that a scaled backward begins, once the gradients are in its unit."""
         self.backwards += 1
+        self.is_clipped = False
         if self.norm is not None:
             for gradients in self.sets:
                 gradients.mark_backward()

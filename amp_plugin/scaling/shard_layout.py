@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,9 +53,14 @@ def _sharded(placements: Sequence[Any]) -> tuple[bool, ...]:
 def _is_dtensor(grad: Tensor) -> bool:
     if type(grad) in {Tensor, torch.nn.Parameter} or not torch.distributed.is_available():
         return False
+    return isinstance(grad, _dtensor())
+
+
+@cache
+def _dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
 
-    return isinstance(grad, DTensor)
+    return DTensor
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:

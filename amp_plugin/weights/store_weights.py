@@ -31,7 +31,8 @@ def store_weights(
                weights, what is kept beside them = split(masters)
 
     Call it once, before the first step; optimizers that are made later are given to ``add`` of what it
-    returns, before they load a state dict. In place: parameters stay the objects they are.
+    returns, before they load a state dict. One that is not is taken at its first step, with a warning.
+    In place: parameters stay the objects they are.
 
     Args:
         model: float32, bfloat16 or float16; on any device, not sharded.

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.weights.copied_optimizers import keep_in_copies
 from amp_plugin.weights.forms import FORMS, Form
+from amp_plugin.weights.late_optimizers import expect_optimizers
 from amp_plugin.weights.optimizer_view import OptimizerView, view_of
 from amp_plugin.weights.stored_weight import StoredWeight
 
@@ -39,6 +40,7 @@ class WeightStore:
         self._seed = seed
         self._weights: dict[int, StoredWeight] = {}
         self._in_fp32 = False
+        expect_optimizers(self.has, self.add)
 
     # -- what is stored --------------------------------------------------------------------------
 
@@ -54,6 +56,10 @@ class WeightStore:
         """Return the stored weight of a parameter, None if it is stored as it is."""
         weight = self._weights.get(id(param))
         return weight if weight is not None and weight.param is param else None
+
+    def has(self, param: Tensor) -> bool:
+        """Whether a parameter is stored in 16 bits."""
+        return self.find(param) is not None
 
     @torch.no_grad()
     def take(self, model: nn.Module, params: Iterable[nn.Parameter]) -> None:
@@ -190,7 +196,7 @@ class WeightStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore with the model."""
-        self.form, self._seed, self._in_fp32 = FORMS[state["form"]], state["seed"], False
+        WeightStore.__init__(self, FORMS[state["form"]], seed=state["seed"])
         self._fill(state["weights"])
 
     def _fill(self, weights: Iterable[StoredWeight]) -> None:

@@ -131,8 +131,12 @@ def test_names_of_other_projects_are_understood(given, mine, monkeypatch):
 def test_weights_in_16_bits_are_no_mixed_precision(given, monkeypatch):
     mine = "bf16" if given.startswith("bf") else "fp16"
     reset()
-    with pytest.raises(ValueError, match=f"mixed_precision='{given}' keeps.*Use mixed_precision='{mine}'"):
+    wanted = f"mixed_precision='{given}' keeps.*Use mixed_precision='{mine}'"
+    with pytest.raises(ValueError, match=wanted) as error:
         AmpAccelerator(mixed_precision=given, cpu=True)
+    assert f"With AmpKwargs(weights='{mine}') too they stay in 16 bits, and are trained as exactly" in str(
+        error.value
+    )
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
     with pytest.raises(ValueError, match=f"'{given}' from ACCELERATE_MIXED_PRECISION keeps"):
         AmpAccelerator(cpu=True)

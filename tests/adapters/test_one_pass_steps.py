@@ -111,6 +111,7 @@ def test_accelerate_folds_on_request(precision, fold):
         assert norm.item() == pytest.approx(2 * (3.0 + step), rel=1e-3)
         assert torch.equal(model.weight.grad, before) is fold
         optimizer.step()
+        assert accelerator.last_step(optimizer).one_pass
     accelerator.unscale_gradients()
     assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
     reset()

@@ -129,6 +129,80 @@ def test_a_second_backward_adds_to_what_a_step_has_used():
         torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
 
 
+WRITERS = {
+    "unscale_": lambda run: run.scaler.unscale_(run.optimizer),
+    "clip": lambda run: run.scaler.clip_grad_norm_(run.optimizer, 0.1),
+    "clip of parameters": lambda run: run.scaler.clip_grad_norm_(run.params, 0.1),
+    "clip of values": lambda run: run.scaler.clip_grad_value_(run.params, 0.01),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("writer", WRITERS)
+def test_gradients_that_a_clip_by_norm_has_written_are_stepped_in_one_pass(writer, kind, fused):
+    """From the same start each time. After unscale_ torch's own step runs, to the last bit."""
+    run = Run(kind, fused=fused)
+    run.step()
+    for seed in range(3):
+        theirs = Run(kind, scaler=GradScaler("cpu", init_scale=2.0**10, one_pass=False))
+        theirs.params, theirs.optimizer = copy.deepcopy((run.params, run.optimizer))
+        seen = []
+        for one in (run, theirs):
+            one.scaler.register(one.optimizer)
+            one.backward(seed)
+            WRITERS[writer](one)
+            seen.append([param.grad.clone() for param in one.params])
+            one.scaler.step(one.optimizer)
+            one.scaler.update()
+        clipped = writer in {"clip", "clip of parameters"}
+        assert run.scaler.last_step(run.optimizer).one_pass is clipped
+        assert not theirs.scaler.last_step(theirs.optimizer).one_pass
+        assert ulps(run.values(), theirs.values(), of_largest=kind == "momentum") <= (1.0 if clipped else 0.0)
+        assert all(map(torch.equal, *seen))
+        assert all(map(torch.equal, seen[0], [param.grad for param in run.params]))
+
+
+def test_a_clip_of_dropped_gradients_is_forgotten():
+    run = Run()
+    run.step()
+    run.backward()
+    run.scaler.clip_grad_norm_(run.params, 0.1)
+    run.backward(1)
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.step(run.optimizer)
+    assert not run.scaler.last_step(run.optimizer).one_pass
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_overflow_of_unscaled_gradients_changes_nothing(late):
+    run = Run()
+    run.step()
+    before = run.values()
+    run.backward()
+    if not late:
+        run.params[1].grad.data[3] = torch.inf
+    run.scaler.clip_grad_norm_(run.params, 0.1)
+    if late:
+        run.params[1].grad.data[3] = torch.nan
+    run.scaler.step(run.optimizer)
+    result = run.scaler.last_step(run.optimizer)
+    assert (result.skipped, result.one_pass) == (True, True)
+    assert all(map(torch.equal, run.values(), before))
+
+
+def test_gradients_that_another_optimizer_steps_too_are_left_to_torch():
+    run = Run("sgd")
+    other = torch.optim.SGD(run.params[:1], lr=0.1)
+    run.scaler.register(other)
+    run.backward()
+    run.scaler.unscale_(run.optimizer)
+    run.scaler.step(run.optimizer)
+    assert run.scaler.last_step(run.optimizer).not_one_pass_because == (
+        "its gradients are unscaled already, shared, or of several scales"
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_changes_nothing(kind):
     run = Run(kind)

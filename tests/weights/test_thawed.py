@@ -11,10 +11,16 @@ from torch.utils.data import DataLoader
 
 from amp_plugin import FabricAmpPrecision, autocast, store_weights
 from amp_plugin.weights.thawed import FrozenWeights, widen_when_thawed
-from tests.adapters.accelerate_pair import ours
+from tests.adapters.accelerate_pair import ours, reset
 
 THAWED = "2 trainable parameters came in bfloat16 .* and are float32 now .* since 16 bits lose small updates"
 X = torch.linspace(-1, 1, 28).reshape(4, 7)
+
+
+@pytest.fixture(autouse=True)
+def _without_accelerate():
+    yield
+    reset()
 
 
 def network(first=torch.bfloat16):

@@ -55,7 +55,8 @@ def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> A
     if known is not None:
         return "no" if known == "fp32" else known
     if str(given) in WEIGHTS_IN_16_BITS:
-        checked_precision("mixed_precision", given, _VARIABLE if from_environment else "")
+        source = _VARIABLE if from_environment else ""
+        checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
     if from_environment:
         allowed = ", ".join(PrecisionType.list())
         msg = f"{_VARIABLE}={given!r} in the environment is unknown; allowed are {allowed}"

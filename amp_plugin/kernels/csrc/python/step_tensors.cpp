@@ -41,6 +41,15 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
 }
 
+// The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
+// Python code that returns the tensor's address: where it is known, the dict does not have to ask.
+PyObject* entry_of(python::Dict state, PyObject* param) {
+  PyObject* entry = _PyDict_GetItem_KnownHash(state.object, param, reinterpret_cast<Py_hash_t>(param));
+  if (entry != nullptr) return entry;
+  if (PyErr_Occurred() != nullptr) throw python::PythonError();
+  return state.get(param);
+}
+
 std::string text_of(PyObject* name) {
   const char* text = PyUnicode_AsUTF8(name);
   if (text == nullptr) throw python::PythonError();
@@ -72,7 +81,7 @@ class StepTensors {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
         add(param, grad, rests.size() == 0 ? nullptr : rests[i]);
         if (states.size() == 0 && !counted) continue;
-        PyObject* entry = state.get(object);
+        PyObject* entry = entry_of(state, object);
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
         add_states(param, {entry}, states);
