@@ -11,7 +11,7 @@
 # make docs    build the documentation into site/
 # make wheels  build a wheel with the native core inside, for the torch of .venv, into dist/
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, under 10 minutes, and write
-#              benchmarks/results/, the tables of docs/performance.md and its plots
+#              benchmarks/results/, the tables of docs/measurements.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
 # Each makes .venv with the pinned versions first, if it is not there.

@@ -1,6 +1,6 @@
 """Measure everything side by side, keep the figures, and put them into the documentation.
 
-python -m benchmarks                      all sections on the CPU: results/, docs/performance.md, docs/images/
+python -m benchmarks                      all sections on the CPU: results/, pages and plots of docs/
 python -m benchmarks cuda                 on a GPU
 python -m benchmarks --only ops clipping  some sections; the others keep the figures they have
 python -m benchmarks --check              only what is promised; exit 1 if it is missed by more than 10 %
@@ -25,7 +25,7 @@ from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.kernels.build import require_native
 from benchmarks import tables
 from benchmarks.catalogue import keys, section
-from benchmarks.document import DOCS, PAGE, blocks, filled
+from benchmarks.document import DOCS, blocks, filled, read_pages
 from benchmarks.harness import Outcome, measure
 from benchmarks.report import Report, SectionRecord, today
 from benchmarks.setting import Section, Setting, threads
@@ -77,8 +77,8 @@ def write(report: Report) -> None:
     from benchmarks.plots import draw  # noqa: PLC0415 - matplotlib is slow to import
 
     (DOCS / "images").mkdir(exist_ok=True)
-    page = filled(PAGE.read_text(encoding="utf-8"), blocks(report, draw(report, DOCS / "images")))
-    PAGE.write_text(page, encoding="utf-8")
+    for page, text in filled(read_pages(), blocks(report, draw(report, DOCS / "images"))).items():
+        page.write_text(text, encoding="utf-8")
 
 
 def save(report: Report) -> None:

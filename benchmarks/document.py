@@ -1,4 +1,4 @@
-"""Put a report into docs/performance.md: between markers, so that the prose around stays."""
+"""Put a report into the pages of the documentation: between markers, so that the prose around stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks import tables
 from benchmarks.report import Report
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "performance.md"
+PAGES = tuple(DOCS / name for name in ("performance.md", "measurements.md", "cuda.md"))
 
 
 def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
@@ -33,17 +33,25 @@ def blocks(report: Report, figures: Mapping[str, list[str]]) -> dict[str, str]:
     return {f"cpu {key}": text for key, text in made.items()}
 
 
-def filled(text: str, blocks: Mapping[str, str]) -> str:
-    """Return the page with each block between its markers.
+def read_pages() -> dict[Path, str]:
+    """Return the text of each page that shows figures."""
+    return {page: page.read_text(encoding="utf-8") for page in PAGES}
+
+
+def filled(pages: Mapping[Path, str], blocks: Mapping[str, str]) -> dict[Path, str]:
+    """Return the pages with each block between its markers, wherever those are.
 
     Raises:
-        ValueError: A block has no markers.
+        ValueError: A block has no markers in any page.
     """
+    texts = dict(pages)
     for key, block in blocks.items():
         begin, end = f"<!-- begin {key} -->", f"<!-- end {key} -->"
         pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not pattern.search(text):
-            msg = f"the page has no place for the figures of {key!r}; add the lines {begin} and {end} to it"
+        places = [page for page, text in texts.items() if pattern.search(text)]
+        if not places:
+            msg = f"no page has a place for the figures of {key!r}; add the lines {begin} and {end} to one"
             raise ValueError(msg)
-        text = pattern.sub(lambda _, whole=f"{begin}\n{block}\n{end}": whole, text)
-    return text
+        for page in places:
+            texts[page] = pattern.sub(lambda _, whole=f"{begin}\n{block}\n{end}": whole, texts[page])
+    return texts

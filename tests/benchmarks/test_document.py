@@ -9,22 +9,27 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import plots
-from benchmarks.document import DOCS, PAGE, blocks, filled
+from benchmarks.document import DOCS, PAGES, blocks, filled, read_pages
 from benchmarks.report import RESULTS, Report
+
+ONE, OTHER = PAGES[:2]
 
 
 def test_blocks_go_between_their_markers():
-    page = "prose\n<!-- begin cpu a -->\nold\n<!-- end cpu a -->\nmore\n"
-    once = filled(page, {"cpu a": "new \\1"})
-    assert once == "prose\n<!-- begin cpu a -->\nnew \\1\n<!-- end cpu a -->\nmore\n"
+    pages = {ONE: "prose\n", OTHER: "prose\n<!-- begin cpu a -->\nold\n<!-- end cpu a -->\nmore\n"}
+    once = filled(pages, {"cpu a": "new \\1"})
+    assert once == {
+        ONE: "prose\n",
+        OTHER: "prose\n<!-- begin cpu a -->\nnew \\1\n<!-- end cpu a -->\nmore\n",
+    }
     assert filled(once, {"cpu a": "new \\1"}) == once
 
 
 def test_a_section_without_a_place_is_an_error():
     with pytest.raises(
-        ValueError, match="no place for the figures of 'cpu b'; add the lines <!-- begin cpu b -->"
+        ValueError, match="no page has a place for the figures of 'cpu b'; add the lines <!-- begin cpu b -->"
     ):
-        filled("prose", {"cpu b": "new"})
+        filled({ONE: "prose"}, {"cpu b": "new"})
 
 
 def test_a_gpu_has_one_block(report):
@@ -52,22 +57,22 @@ def test_figures_have_no_background_of_their_own(report, tmp_path):
 
 
 def kept():
-    """The reports that the page shows: each device's last one."""
+    """The reports that the pages show: each device's last one."""
     return [Report.from_json(file.read_text(encoding="utf-8")) for file in sorted(RESULTS.glob("*.json"))]
 
 
-def test_the_page_shows_the_kept_figures_and_no_others(tmp_path):
-    """Nobody edits a table by hand: drawing the page again changes nothing."""
+def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
+    """Nobody edits a table by hand: drawing the pages again changes nothing."""
     (tmp_path / "images").mkdir()
-    page = PAGE.read_text(encoding="utf-8")
+    pages = read_pages()
     same = {
-        each.device: filled(page, blocks(each, plots.draw(each, tmp_path / "images"))) == page
+        each.device: filled(pages, blocks(each, plots.draw(each, tmp_path / "images"))) == pages
         for each in sorted(kept(), key=lambda each: max(record.date for record in each.sections.values()))
-    }  # the last report of each device is the one that the page shows
+    }  # the last report of each device is the one that the pages show
     assert same["cpu"]
     assert all(same.values())
 
 
-def test_every_figure_of_the_page_is_there():
-    for name in re.findall(r"\(images/([^)]+)\)", PAGE.read_text(encoding="utf-8")):
+def test_every_figure_of_the_pages_is_there():
+    for name in re.findall(r"\(images/([^)]+)\)", "".join(read_pages().values())):
         assert (DOCS / "images" / name).exists()
