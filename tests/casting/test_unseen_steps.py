@@ -101,14 +101,7 @@ def captured(step, device):
     return graph.replay
 
 
-@pytest.fixture
-def captures_forgotten():
-    yield
-    torch.ops.amp_plugin._forget_captured_steps()
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("captures_forgotten")
 @pytest.mark.parametrize("announced", [False, True])
 def test_a_step_in_a_replayed_graph(announced):
     """Nothing shows a replay: then a region casts anew, or the window if its end is announced."""
