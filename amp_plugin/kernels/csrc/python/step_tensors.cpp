@@ -44,9 +44,11 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
 // The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
 // Python code that returns the tensor's address: where it is known, the dict does not have to ask.
 PyObject* entry_of(python::Dict state, PyObject* param) {
+#if PY_VERSION_HEX < 0x030D0000  // not a public function; looked at up to Python 3.12
   PyObject* entry = _PyDict_GetItem_KnownHash(state.object, param, reinterpret_cast<Py_hash_t>(param));
   if (entry != nullptr) return entry;
   if (PyErr_Occurred() != nullptr) throw python::PythonError();
+#endif
   return state.get(param);
 }
 
