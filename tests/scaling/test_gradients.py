@@ -107,6 +107,19 @@ def test_inference_tensors_have_no_version(ledger_of):
     assert ledger.compare([param], 1) == 0
 
 
+@pytest.mark.native
+def test_wrong_arguments_are_an_error():
+    ledger = native_core().region.GradientLedger()
+    with pytest.raises(TypeError, match="expected 1 arguments, got 0"):
+        ledger.count()
+    with pytest.raises(TypeError, match="expected a list, got tuple"):
+        ledger.count(())
+    with pytest.raises(TypeError, match="expected a tensor, got float"):
+        ledger.norm_check(some_params(), 1.0, 2.0)
+    with pytest.raises(TypeError, match="arguments have no names"):
+        native_core().region.GradientLedger(params=[])
+
+
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch 2.11, with or without
 def test_batches_by_device_and_kind():
     params = some_params(6)

@@ -86,6 +86,28 @@ def test_each_step_is_torchs_to_the_last_bit(kind, flags):
             assert ours.get("step") == right.get("step")
 
 
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9, "nesterov": 1, "maximize": None}),
+        (torch.optim.AdamW, {"amsgrad": 1, "maximize": 0}),
+    ],
+)
+def test_flags_may_be_anything_that_is_true_or_false(kind, flags):
+    weights = []
+    for one_pass in (True, False):
+        param = torch.nn.Parameter(torch.ones(5))
+        optimizer, scaler = kind([param], lr=0.1, **flags), GradScaler("cpu", one_pass=one_pass)
+        for _ in range(3):
+            optimizer.zero_grad()
+            scaler.scale((param**2).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        weights.append(param.detach())
+    torch.testing.assert_close(*weights)
+    assert weights[0].max() < 1
+
+
 def test_gradients_are_left_as_backward_made_them():
     run = Run("sgd")
     run.backward()

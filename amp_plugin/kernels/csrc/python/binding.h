@@ -64,8 +64,9 @@ T from_python(PyObject* object) {
     expect(PyDict_Check(object), "a dict");
     return {object};
   } else if constexpr (std::is_same_v<T, bool>) {
-    expect(PyBool_Check(object), "a bool");
-    return object == Py_True;
+    const int truth = PyObject_IsTrue(object);  // options of an optimizer are given as 0 and None, too
+    if (truth < 0) throw PythonError();
+    return truth == 1;
   } else if constexpr (std::is_same_v<T, double>) {
     const double value = PyFloat_AsDouble(object);
     if (value == -1.0 && PyErr_Occurred() != nullptr) throw PythonError();

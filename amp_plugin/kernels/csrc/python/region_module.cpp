@@ -1,7 +1,5 @@
 // Python's way in and out of a region; all else is reached through torch.ops.
 #include <memory>
-#include <stdexcept>
-#include <string>
 
 #include "../may_keep.h"
 #include "../region.h"
