@@ -51,8 +51,8 @@ def warn_of_lost_states(
         if not optimizer.state and any(key.startswith("optimizer.state.") for key in saved):
             warn_user(
                 f"the optimizer's state in {folder} is not loaded: checkpoints of FSDP1 in shards do not "
-                "restore that of a new optimizer, and this one starts anew; use fsdp_version=2, or save with "
-                "state_dict_type='FULL_STATE_DICT'"
+                "restore that of a new optimizer, and this one starts anew; use fsdp_version=2, "
+                "which restores it"
             )
 
 
