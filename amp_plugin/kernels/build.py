@@ -41,8 +41,10 @@ LIBRARY = "libamp_plugin.so"
 REGION = "_region"
 ARITHMETIC = ("scaling_", "step_", "weight_")
 """How the names of the sources begin that compute on elements: half of the compiler's work."""
+FOR_CUDA = "cuda_"
+"""How the names of the sources begin that a torch without CUDA does not need."""
 MANY_CORES = 6
-"""From so many on, the library's sources are five translation units and the extension's are one."""
+"""From so many on, each word of `ARITHMETIC` is a translation unit, and the rest of the library another."""
 _FAILURES = (OSError, RuntimeError, ValueError, ImportError)
 
 
@@ -203,7 +205,7 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
     """Return what ``libamp_plugin.so`` is made of."""
     return SharedObject(
         file_name=LIBRARY,
-        sources=_files(sources, "*.cpp"),
+        sources=_library_sources(sources),
         headers=_files(sources, "*.h"),
         include_dirs=include_dirs(),
         compile_flags=compile_flags(machine),
@@ -262,14 +264,22 @@ def _region_beside(sources: Path, machine: Machine) -> SharedObject | None:
         return None
 
 
+def _library_sources(sources: Path) -> tuple[Path, ...]:
+    """Return what the library is made of; a torch without CUDA never calls what launches its kernels."""
+    with_cuda = torch.backends.cuda.is_built() or torch.version.cuda is not None
+    files = _files(sources, "*.cpp")
+    return tuple(file for file in files if with_cuda or not file.name.startswith(FOR_CUDA))
+
+
 def _apart() -> tuple[tuple[str, ...], ...]:
     """Return the groups of sources that are compiled beside the rest.
 
     A group's headers are read once more, so there are no more groups than cores to compile them.
     """
-    if jobs() >= MANY_CORES:
-        return (*((word,) for word in ARITHMETIC), ("cuda_",))
-    return (ARITHMETIC,) if jobs() > 1 else ()
+    if jobs() == 1:
+        return ()
+    arithmetic = tuple((word,) for word in ARITHMETIC) if jobs() >= MANY_CORES else (ARITHMETIC,)
+    return (*arithmetic, (FOR_CUDA,))
 
 
 def _joined() -> bool:

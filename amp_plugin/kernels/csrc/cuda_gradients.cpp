@@ -1,11 +1,11 @@
 #include "cuda_gradients.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
 
 #include <limits>
 
 #include "cuda_scalar.h"
+#include "new_tensor.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -26,10 +26,6 @@ size_t form_of(double p) {
   return p == -infinity ? 3 : 4;
 }
 
-at::Tensor new_result(at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
-  return at::empty(sizes, at::TensorOptions(type).device(device));
-}
-
 }  // namespace
 
 GradientTable::GradientTable(Device& device, at::TensorList gradients)
@@ -37,42 +33,46 @@ GradientTable::GradientTable(Device& device, at::TensorList gradients)
   table_ = device.table(gradients, stream_);
 }
 
-std::optional<GradientTable> GradientTable::kept(at::TensorList gradients, const at::Tensor& scale) {
-  if (!scale.is_cuda()) return std::nullopt;
+std::unique_ptr<KnownGradients> GradientTable::kept(at::TensorList gradients, const at::Tensor& scale) {
+  if (!scale.is_cuda()) return nullptr;
   Device* device = Device::find(scale.device().index());
-  if (device == nullptr) return std::nullopt;
+  if (device == nullptr) return nullptr;
   const Handle stream = device->stream();
   const std::optional<Table> table = device->kept_table(gradients, stream);
-  if (!table) return std::nullopt;
-  return GradientTable(*device, stream, *table, gradients.size());
+  if (!table) return nullptr;
+  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, *table, gradients.size()));
 }
 
-Measured GradientTable::measure(size_t kernel, const at::Tensor& inv_scale, double p, bool is_scale) const {
+Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const {
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::Device device = device_.device();
   const DeviceScalar factor = scalar(inv_scale, "inv_scale", device, is_scale);
-  const at::Tensor norm = new_result({}, at::kFloat, device);
-  const at::Tensor found_inf = new_result({}, at::kFloat, device);
-  const at::Tensor flags = new_result({static_cast<int64_t>(count_)}, at::kByte, device);
+  const at::Tensor norm = new_tensor({}, at::kFloat, device);
+  const at::Tensor found_inf = new_tensor({}, at::kFloat, device);
+  const at::Tensor flags = new_tensor({static_cast<int64_t>(count_)}, at::kByte, device);
   const Results results{
       norm.mutable_data_ptr<float>(), found_inf.mutable_data_ptr<float>(), flags.mutable_data_ptr<uint8_t>()};
-  device_.launch(kernel + form_of(p), device_.blocks(table_), stream_, table_, p, factor, results);
+  const size_t kernel = (writes ? kUnscale : kNormCheck) + form_of(p);
+  device_.launch(kernel, device_.blocks(table_), stream_, table_, p, factor, results);
   return {norm, found_inf, flags};
 }
 
 at::Tensor GradientTable::multiply_(const at::Tensor& factor) const {
   const at::AutoDispatchBelowADInplaceOrView below;
   const DeviceScalar value = scalar(factor, "factor", device_.device());
-  at::Tensor found_inf = new_result({}, at::kFloat, device_.device());
+  at::Tensor found_inf = new_tensor({}, at::kFloat, device_.device());
   device_.launch(
       kMultiply, device_.blocks(table_), stream_, table_, value, found_inf.mutable_data_ptr<float>());
   return found_inf;
 }
 
-void increment_versions(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
-}
+namespace {
+
+[[maybe_unused]] const bool answers = [] {
+  find_known_gradients_with(GradientTable::kept);
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace amp_plugin::cuda

@@ -3,27 +3,25 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-#include <tuple>
+#include <memory>
 
 #include "cuda_device.h"
+#include "known_gradients.h"
 
 namespace amp_plugin::cuda {
 
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Measured = KnownGradients::Measured;
 
-class GradientTable {
+class GradientTable final : public KnownGradients {
  public:
   // The table of dense gradients; it is uploaded if one of them has moved.
   GradientTable(Device& device, at::TensorList gradients);
-  // The same where the gradients have not moved since another call on this stream: each is read once. None
-  // otherwise, and where no kernel of ours runs, or a graph is captured. For callers that hold the GIL and
-  // keep the gradients.
-  static std::optional<GradientTable> kept(at::TensorList gradients, const at::Tensor& scale);
+  // See known_gradients().
+  static std::unique_ptr<KnownGradients> kept(at::TensorList gradients, const at::Tensor& scale);
 
-  // One launch each; they read no tensor but the number. `kernel` is kNormCheck or kUnscale.
-  Measured measure(size_t kernel, const at::Tensor& inv_scale, double p, bool is_scale) const;
-  at::Tensor multiply_(const at::Tensor& factor) const;
+  // One launch each.
+  Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const override;
+  at::Tensor multiply_(const at::Tensor& factor) const override;
 
  private:
   GradientTable(Device& device, Handle stream, const Table& table, size_t count)
@@ -34,7 +32,5 @@ class GradientTable {
   Table table_;
   size_t count_;
 };
-
-void increment_versions(at::TensorList tensors);
 
 }  // namespace amp_plugin::cuda

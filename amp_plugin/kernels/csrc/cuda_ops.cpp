@@ -2,7 +2,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include "cuda_gradients.h"
 #include "cuda_scalar.h"
+#include "new_tensor.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -21,10 +21,6 @@ template <typename Signature, typename... Arguments>
 auto plain(const char* name, const Arguments&... arguments) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(
       arguments...);
-}
-
-at::Tensor empty(at::IntArrayRef sizes, at::ScalarType type, c10::Device device) {
-  return at::empty(sizes, at::TensorOptions(type).device(device));
 }
 
 // The device that serves: the scale's, or else the first tensor's.
@@ -68,7 +64,7 @@ Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p,
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  return GradientTable(*device, dense.tensors()).measure(kNormCheck, inv_scale, p, is_scale);
+  return GradientTable(*device, dense.tensors()).measure(false, inv_scale, p, is_scale);
 }
 
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
@@ -79,7 +75,7 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
-  const Measured result = GradientTable(*device, dense.tensors()).measure(kUnscale, inv_scale, p, is_scale);
+  const Measured result = GradientTable(*device, dense.tensors()).measure(true, inv_scale, p, is_scale);
   dense.write_back();
   increment_versions(grads);
   return result;
@@ -170,7 +166,7 @@ at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optio
   }
   require_one_element(norm, "norm", device->device(), at::kFloat);
   if (scale) require_one_element(*scale, "scale", device->device(), at::kFloat);
-  at::Tensor factor = empty({}, at::kFloat, device->device());
+  at::Tensor factor = new_tensor({}, at::kFloat, device->device());
   const void* carried = scale ? scale->const_data_ptr() : nullptr;
   device->launch(
       kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried,

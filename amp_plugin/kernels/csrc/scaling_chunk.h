@@ -93,8 +93,9 @@ inline double reduce(const Vec& lanes) {
   return (total[0] + total[1]) + (total[2] + total[3]);
 }
 
+// Rare, and the same for all norms: not made anew in each loop that calls it.
 template <typename T>
-inline uint8_t element_flags(const T* data, int64_t count) {
+[[gnu::noinline]] uint8_t element_flags(const T* data, int64_t count) {
   uint8_t flags = 0;
   for (int64_t i = 0; i < count; ++i) {
     const auto x = static_cast<Wide<T>>(data[i]);
@@ -104,7 +105,7 @@ inline uint8_t element_flags(const T* data, int64_t count) {
 }
 
 template <typename T>
-inline double sum_of_squares(const T* data, int64_t count) {
+[[gnu::noinline]] double sum_of_squares(const T* data, int64_t count) {
   double sum = 0.0;
   for (int64_t i = 0; i < count; ++i) {
     const auto x = static_cast<double>(static_cast<Wide<T>>(data[i]));
@@ -115,7 +116,7 @@ inline double sum_of_squares(const T* data, int64_t count) {
 
 // |x|^p for the norms without a loop of their own: p is 0, -inf or any other number.
 template <typename X>
-inline double any_power(const X* data, int64_t count, double p) {
+[[gnu::noinline]] double any_power(const X* data, int64_t count, double p) {
   const bool smallest = p == -std::numeric_limits<double>::infinity();
   double result = smallest ? std::numeric_limits<double>::infinity() : 0.0;
   for (int64_t i = 0; i < count; ++i) {

@@ -1,7 +1,6 @@
 // update_scale_ and clip_factor on the CPU: a few scalars; the rules are told in kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <optional>
 
 #include "cpu_ops.h"
+#include "new_tensor.h"
 
 namespace amp_plugin {
 namespace {
@@ -59,7 +59,7 @@ at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optio
   const float value = *norm.const_data_ptr<float>();
   const float factor =
       std::isfinite(value) ? std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F)) : 1.0F;
-  at::Tensor result = at::empty({}, at::kFloat);
+  at::Tensor result = new_tensor({}, at::kFloat);
   *result.mutable_data_ptr<float>() = scale ? *scale->const_data_ptr<float>() / factor : factor;
   return result;
 }

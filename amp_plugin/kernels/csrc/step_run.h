@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "step_last_block.h"
 #include "step_rows.h"
 #include "step_weights.h"
 
@@ -12,36 +13,33 @@ namespace amp_plugin {
 
 // Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
 constexpr int64_t kStepTask = 65536;
+static_assert(Block::kSize <= static_cast<int64_t>(LastBlock::kMostElements));
 
 // A rule is called with a vector of parameters, of gradients and of each state (Rule::kStates of them, which
 // it changes) and returns the new parameters.
 template <typename Rule, typename Grad, typename WeightType>
-[[gnu::always_inline]] inline void step_block(const Row& row, const Rule& rule, int64_t at, int64_t count) {
-  const Block grad = load_block(static_cast<const Grad*>(row.grad) + at, count);
-  const Block param = WeightType::load(row, at, count);
+[[gnu::always_inline]] inline void step_block(const Row& row, const Rule& rule, int64_t at) {
+  const Block grad = load_block(static_cast<const Grad*>(row.grad) + at);
+  const Block param = WeightType::load(row, at);
   Floats low[Rule::kStates + 1];
   Floats high[Rule::kStates + 1];
   for (size_t i = 0; i < Rule::kStates; ++i) {
-    const Block state = load_block(row.states[i] + at, count);
+    const Block state = load_block(row.states[i] + at);
     low[i] = state.low;
     high[i] = state.high;
   }
   const Block stepped = {rule(param.low, grad.low, low), rule(param.high, grad.high, high)};
   for (size_t i = 0; i < Rule::kStates; ++i) {
-    store_block(row.states[i] + at, {low[i], high[i]}, count);
+    store_block(row.states[i] + at, {low[i], high[i]});
   }
-  WeightType::store(row, at, stepped, count);
+  WeightType::store(row, at, stepped);
 }
 
-// Row and rule come by value: what is stored through the row's pointers cannot be theirs, so that they stay
-// in registers.
+// Whole blocks. Row and rule come by value: what is stored through the row's pointers cannot be theirs, so
+// that they stay in registers.
 template <typename Rule, typename Grad, typename WeightType>
 void step_range(const Row row, int64_t begin, int64_t end, const Rule rule) {
-  int64_t at = begin;
-  for (; at + Block::kSize <= end; at += Block::kSize) {
-    step_block<Rule, Grad, WeightType>(row, rule, at, Block::kSize);
-  }
-  if (at < end) step_block<Rule, Grad, WeightType>(row, rule, at, end - at);
+  for (int64_t at = begin; at < end; at += Block::kSize) step_block<Rule, Grad, WeightType>(row, rule, at);
 }
 
 template <typename Rule>
@@ -64,6 +62,17 @@ RangeFunction<Rule> range_function(const Row& row) {
     case at::kBFloat16: return range_function<Rule, at::BFloat16>(row.weight);
     default: return range_function<Rule, float>(row.weight);
   }
+}
+
+template <typename Rule>
+void step_elements(const Row& row, int64_t begin, int64_t end, const Rule& rule) {
+  const RangeFunction<Rule> step = range_function<Rule>(row);
+  const int64_t whole = begin + (end - begin) / Block::kSize * Block::kSize;
+  step(row, begin, whole, rule);
+  if (whole == end) return;
+  LastBlock last(row, whole, end - whole);
+  step(last.row(), 0, Block::kSize, rule);
+  last.write_back();
 }
 
 // Apply rules[i] to rows[i]. Every element is worked on alone, so results do not depend on the threads.
@@ -95,8 +104,8 @@ void run_rows(const std::vector<Row>& rows, const std::vector<Rule>& rules) {
   if (elements > 0) first.push_back(ranges.size());
   at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
     for (size_t i = first[begin]; i < first[end]; ++i) {
-      const Row& row = rows[ranges[i].row];
-      range_function<Rule>(row)(row, ranges[i].begin, ranges[i].end, rules[ranges[i].row]);
+      const Range& range = ranges[i];
+      step_elements(rows[range.row], range.begin, range.end, rules[range.row]);
     }
   });
 }

@@ -4,7 +4,6 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
-#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <cstring>
@@ -25,7 +24,6 @@ struct Block {
   Floats high;
 };
 
-// The last block of a chunk may be shorter; what lies behind it is neither read nor written.
 // Ask for what a later block of the same tensor reads: the processor's own look-ahead follows four to seven
 // streams less well (15 to 20 % of a step).
 template <typename T>
@@ -36,29 +34,23 @@ template <typename T>
 }
 
 template <typename T>
-[[gnu::always_inline]] inline Block load_block(const T* data, int64_t count) {
+[[gnu::always_inline]] inline Block load_block(const T* data) {
   fetch_ahead(data);
   if constexpr (std::is_same_v<T, float>) {
-    if (count == Block::kSize) return {Floats::loadu(data), Floats::loadu(data + Block::kHalf)};
-    const int64_t low = std::min(count, Block::kHalf);
-    return {
-        Floats::loadu(data, low),
-        count > Block::kHalf ? Floats::loadu(data + Block::kHalf, count - low) : Floats(0)};
+    return {Floats::loadu(data), Floats::loadu(data + Block::kHalf)};
   } else {
-    using Stored = at::vec::Vectorized<T>;
-    const Stored stored = count == Block::kSize ? Stored::loadu(data) : Stored::loadu(data, count);
-    auto [low, high] = at::vec::convert_to_float<T>(stored);
+    auto [low, high] = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(data));
     return {low, high};
   }
 }
 
 template <typename T>
-[[gnu::always_inline]] inline void store_block(T* data, const Block& block, int64_t count) {
+[[gnu::always_inline]] inline void store_block(T* data, const Block& block) {
   if constexpr (std::is_same_v<T, float>) {
-    block.low.store(data, static_cast<int>(std::min(count, Block::kHalf)));
-    if (count > Block::kHalf) block.high.store(data + Block::kHalf, static_cast<int>(count - Block::kHalf));
+    block.low.store(data);
+    block.high.store(data + Block::kHalf);
   } else {
-    at::vec::convert_from_float<T>(block.low, block.high).store(data, static_cast<int>(count));
+    at::vec::convert_from_float<T>(block.low, block.high).store(data);
   }
 }
 
@@ -85,20 +77,20 @@ class Divisor {
 
 // A float32 parameter.
 struct Fp32Weight {
-  [[gnu::always_inline]] static Block load(const Row& row, int64_t at, int64_t count) {
-    return load_block(static_cast<const float*>(row.param) + at, count);
+  [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
+    return load_block(static_cast<const float*>(row.param) + at);
   }
-  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
-    store_block(static_cast<float*>(row.param) + at, block, count);
+  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
+    store_block(static_cast<float*>(row.param) + at, block);
   }
 };
 
 // A float32 parameter, and the copy of it that the model computes with.
 template <typename Copy>
 struct CopiedWeight : Fp32Weight {
-  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
-    Fp32Weight::store(row, at, block, count);
-    store_block(static_cast<Copy*>(row.beside) + at, block, count);
+  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
+    Fp32Weight::store(row, at, block);
+    store_block(static_cast<Copy*>(row.beside) + at, block);
   }
 };
 
@@ -138,24 +130,18 @@ template <typename Short>
 // Whole vectors in registers: through arrays in memory the compiler writes halves of a vector and reads the
 // whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
 struct PairedWeight {
-  [[gnu::always_inline]] static Block load(const Row& row, int64_t at, int64_t count) {
+  [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
     const auto* high = static_cast<const uint16_t*>(row.param) + at;
     const auto* low = static_cast<const int16_t*>(row.beside) + at;
     fetch_ahead(high);
     fetch_ahead(low);
-    if (count == Block::kSize) return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
-    uint16_t last_high[Block::kSize] = {};
-    int16_t last_low[Block::kSize] = {};
-    std::copy_n(high, count, last_high);
-    std::copy_n(low, count, last_low);
-    return {joined(last_high, last_low), joined(last_high + Block::kHalf, last_low + Block::kHalf)};
+    return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
   }
 
-  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block, int64_t count) {
+  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
     auto* low = static_cast<int16_t*>(row.beside) + at;
-    if (count < Block::kSize || block.low.has_inf_nan() || block.high.has_inf_nan())
-      return split_each(block, high, low, count);
+    if (block.low.has_inf_nan() || block.high.has_inf_nan()) return split_each(block, high, low);
     split(block.low, high, low);
     split(block.high, high + Block::kHalf, low + Block::kHalf);
   }
@@ -175,11 +161,11 @@ struct PairedWeight {
     store_low_halves(bits, low);
   }
 
-  [[gnu::noinline]] static void split_each(const Block& block, uint16_t* high, int16_t* low, int64_t count) {
+  [[gnu::noinline]] static void split_each(const Block& block, uint16_t* high, int16_t* low) {
     alignas(64) uint32_t bits[Block::kSize];
     block.low.store(bits);
     block.high.store(bits + Block::kHalf);
-    for (int64_t i = 0; i < count; ++i) {
+    for (int64_t i = 0; i < Block::kSize; ++i) {
       const WeightPair pair = pack_weight(bits[i]);
       high[i] = pair.high;
       low[i] = pair.low;

@@ -1,6 +1,5 @@
 #include "window_casts.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty_strided_ops.h>
 #include <c10/core/GradMode.h>
 
@@ -9,6 +8,7 @@
 
 #include "autograd_node.h"
 #include "cast_log.h"
+#include "op_calls.h"
 #include "weights_epoch.h"
 
 namespace amp_plugin {
@@ -26,11 +26,8 @@ std::unordered_set<WindowCasts*>& all_casts() {
 namespace {
 
 void cast_all(const std::vector<at::Tensor>& weights, const std::vector<at::Tensor>& buffers) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("amp_plugin::cast", "")
-                             .typed<void(at::TensorList, at::TensorList)>();
   const c10::AutoGradMode no_grad(false);
-  op.call(weights, buffers);
+  op_calls::cast(weights, buffers);
 }
 
 // Somebody else still holds the memory: a graph that saved it for its backward pass.

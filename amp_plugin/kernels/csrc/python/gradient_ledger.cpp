@@ -18,18 +18,18 @@
 #include <vector>
 
 #include "../autograd_node.h"
-#include "../cuda_gradients.h"
+#include "../known_gradients.h"
+#include "../op_calls.h"
+#include "../plain_tensor.h"
 #include "binding.h"
-#include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
 
-using cuda::Measured;
+using Measured = KnownGradients::Measured;
 using python::List;
 using python::Owned;
 using python::to_python;
-using Measures = Measured(at::TensorList, const at::Tensor&, double, bool);
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -83,7 +83,7 @@ template <typename Op, typename... Arguments>
 auto call(const Op& op, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
   const python::WithoutGil others_may_run;
   const at::AutoDispatchBelowAutograd below;
-  return op.call(grads, arguments...);
+  return op(grads, arguments...);
 }
 
 std::vector<at::Tensor> gradients(List params) {
@@ -119,17 +119,17 @@ class BorrowedGradients {
 };
 
 // Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
-// `launch` takes the table; no result where the op has to be called.
+// `launch` takes them; no result where the op has to be called.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
-    -> std::optional<decltype(launch(std::declval<const cuda::GradientTable&>()))> {
-  if (!scale.is_cuda() || !nobody_watches_ops()) return std::nullopt;
+    -> std::optional<decltype(launch(std::declval<const KnownGradients&>()))> {
+  if (!scale.is_cuda() || !op_calls::nobody_watches()) return std::nullopt;
   const BorrowedGradients grads(params);
-  const auto table = cuda::GradientTable::kept(grads.tensors(), scale);
-  if (!table) return std::nullopt;
-  if (writes) cuda::increment_versions(grads.tensors());
+  const std::unique_ptr<KnownGradients> known = known_gradients(grads.tensors(), scale);
+  if (known == nullptr) return std::nullopt;
+  if (writes) increment_versions(grads.tensors());
   const python::WithoutGil others_may_run;  // a launch waits where the device is far behind
-  return launch(*table);
+  return launch(*known);
 }
 
 class GradientLedger {
@@ -217,30 +217,26 @@ class GradientLedger {
 
   Measured norm_check(
       List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
-    static const auto op = find_op<Measures>("amp_plugin::norm_check");
-    return measure(op, cuda::kNormCheck, params, inv_scale, norm_type, is_scale.value_or(false));
+    return measure(op_calls::norm_check, false, params, inv_scale, norm_type, is_scale.value_or(false));
   }
 
   Measured unscale_(
       List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
-    static const auto op = find_op<Measures>("amp_plugin::unscale_");
-    return measure(op, cuda::kUnscale, params, inv_scale, norm_type, is_scale.value_or(false));
+    return measure(op_calls::unscale_, true, params, inv_scale, norm_type, is_scale.value_or(false));
   }
 
   at::Tensor multiply_(List params, const at::Tensor& factor) const {
-    static const auto op = find_op<at::Tensor(at::TensorList, const at::Tensor&)>("amp_plugin::multiply_");
-    const auto found = launched(
-        params, factor, true, [&](const cuda::GradientTable& table) { return table.multiply_(factor); });
-    return found ? *found : call(op, gradients(params), factor);
+    const auto found =
+        launched(params, factor, true, [&](const KnownGradients& known) { return known.multiply_(factor); });
+    return found ? *found : call(op_calls::multiply_, gradients(params), factor);
   }
 
  private:
   static Measured measure(
-      const c10::TypedOperatorHandle<Measures>& op, size_t kernel, List params, const at::Tensor& inv_scale,
+      decltype(op_calls::norm_check)& op, bool writes, List params, const at::Tensor& inv_scale,
       double norm_type, bool is_scale) {
-    const bool writes = kernel == cuda::kUnscale;
-    const auto found = launched(params, inv_scale, writes, [&](const cuda::GradientTable& table) {
-      return table.measure(kernel, inv_scale, norm_type, is_scale);
+    const auto found = launched(params, inv_scale, writes, [&](const KnownGradients& known) {
+      return known.measure(writes, inv_scale, norm_type, is_scale);
     });
     return found ? *found : call(op, gradients(params), inv_scale, norm_type, is_scale);
   }

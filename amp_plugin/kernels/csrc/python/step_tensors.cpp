@@ -12,8 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "../op_calls.h"
+#include "../plain_tensor.h"
 #include "binding.h"
-#include "direct_call.h"
 
 namespace amp_plugin {
 namespace {
@@ -99,14 +100,9 @@ class StepTensors {
   void adam_(
       double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
       const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
-    using List = at::TensorList;
-    using Signature = void(
-        List, List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
-        const Number&, const Number&, const Number&);
-    static const auto op = find_op<Signature>("amp_plugin::adam_");
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
-    op.call(
+    op_calls::adam_(
         params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, copies_, lr, beta1, beta2,
         eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
   }
@@ -114,14 +110,9 @@ class StepTensors {
   void sgd_(
       double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
       const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
-    using List = at::TensorList;
-    using Signature = void(
-        List, List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
-        const Number&, const Number&);
-    static const auto op = find_op<Signature>("amp_plugin::sgd_");
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
-    op.call(
+    op_calls::sgd_(
         params_, grads_, states_[0], remainders_, copies_, lr, momentum, dampening, weight_decay, nesterov,
         maximize, false, lr_tensor, grad_scale, found_inf);
   }

@@ -1,0 +1,41 @@
+// The elements behind the last whole block of a parameter, as a block of their own: the loops over elements,
+// of which there is one for each rule and dtypes, then need no second form for them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "step_rows.h"
+
+namespace amp_plugin {
+
+class LastBlock {
+ public:
+  static constexpr size_t kMostElements = 64;
+
+  // `count` elements of `row` from `begin` on, fewer than a block; behind them are zeros.
+  LastBlock(const Row& row, int64_t begin, int64_t count);
+  LastBlock(const LastBlock&) = delete;
+  LastBlock& operator=(const LastBlock&) = delete;
+
+  const Row& row() const { return block_; }
+
+  // What a rule changes, to where it came from.
+  void write_back() const;
+
+ private:
+  struct Part {
+    void* outside;
+    size_t bytes;
+  };
+  static constexpr size_t kParts = 3 + kMostStates;  // gradient, parameter, what is beside it, states
+
+  // Its part of memory with the elements of `data`, each `size` bytes; null where there are none.
+  void* hold(size_t part, const void* data, size_t size, int64_t begin, int64_t count);
+
+  alignas(64) std::byte memory_[kParts][kMostElements * sizeof(float)] = {};
+  Part parts_[kParts] = {};
+  Row block_;
+};
+
+}  // namespace amp_plugin
