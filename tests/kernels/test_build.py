@@ -242,16 +242,46 @@ def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatc
     assert vectors <= set(arithmetic.sources)
 
 
-@pytest.mark.parametrize(("cores", "units"), [(1, 1), (2, 2), (4, 2), (6, 5), (64, 5)])
-def test_no_more_translation_units_than_cores(
-    cores: int, units: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("cuda", "cores", "units"),
+    [(None, 1, 1), (None, 2, 2), (None, 4, 2), (None, 6, 4), (None, 64, 4), ("13.0", 1, 1), ("13.0", 2, 3)],
+)
+def test_the_translation_units(
+    cuda: str | None, cores: int, units: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MAX_JOBS", str(cores))
     monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
+    as_if_built_for_cuda(cuda, monkeypatch)
     library = build.library_target(build.SOURCES, Machine.this())
     found = [source for unit in library.units() for source in unit.sources]
     assert len(library.units()) == units
     assert sorted(found) == sorted(library.sources)
+
+
+def as_if_built_for_cuda(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.torch.version, "cuda", version)
+    monkeypatch.setattr(build.torch.backends.cuda, "is_built", lambda: version is not None)
+
+
+def test_what_launches_cuda_kernels_is_compiled_where_torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = set(build.SOURCES.glob("*.cpp"))
+    for_cuda = set(build.SOURCES.glob("cuda_*.cpp"))
+    assert len(for_cuda) > 5
+    for version, expected in (("13.0", everything), (None, everything - for_cuda)):
+        as_if_built_for_cuda(version, monkeypatch)
+        assert set(build.library_target(build.SOURCES, Machine.this()).sources) == expected
+    for source in build.source_files(build.SOURCES):
+        if not source.name.startswith("cuda_"):
+            assert '"cuda_' not in source.read_text(), source
+
+
+def test_the_extension_does_without_the_headers_of_the_dispatcher() -> None:
+    extension = build.region_target(build.SOURCES, Machine.this())
+    files = {*extension.sources}.union(
+        *(included_headers(source, extension.headers) for source in extension.sources)
+    )
+    for heavy in ("<ATen/core/dispatch/", "<ATen/record_function.h>", "<torch/"):
+        assert [file.name for file in files if heavy in file.read_text()] == []
 
 
 def check_without_warnings(sources: list[Path], folder: Path) -> None:

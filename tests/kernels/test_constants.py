@@ -98,6 +98,7 @@ def test_constants_of_launches():
         assert constant("csrc/cuda_table.h", name) == constant("cuda/tensor_table.cuh", name)
 
 
+@pytest.mark.gpu
 @pytest.mark.native
 def test_the_list_of_cuda_kernels():
     in_cpp = torch.ops.amp_plugin._cuda_kernels()

@@ -28,6 +28,7 @@ def undecided(monkeypatch):
     return properties
 
 
+@pytest.mark.gpu
 @pytest.mark.native
 @pytest.mark.parametrize(
     "name", ["norm_check", "unscale_", "multiply_", "cast", "update_scale_", "clip_factor"]
