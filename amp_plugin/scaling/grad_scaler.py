@@ -23,7 +23,7 @@ from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.guarded_steps import GuardedSteps
 from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import Shared
 from amp_plugin.scaling.outputs import scale_outputs
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_OUR_KEY = "amp_plugin"
 
 
 class GradScaler(TorchInterface):
@@ -587,12 +584,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return {}
         self.end_iteration()
-        ours = {
-            "hysteresis_tracker": self.loss_scale.tolerance(),
-            "skipped_steps": self.skipped_steps(),
-            "losses": self._scales.state_dict(),
-        }
-        return {**self.loss_scale.state_dict(), _OUR_KEY: ours}
+        return self._scales.state_dict(self.skipped_steps())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
@@ -606,17 +598,11 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: A scaled float16 gradient waits for a step.
         """
-        if not self._enabled:
-            return
-        if not isinstance(state_dict, dict) or "scale" not in state_dict:
-            warn_user(_foreign_text(state_dict))
+        if not (self._enabled and is_state(state_dict)):
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        ours = state_dict.get(_OUR_KEY, {})
-        self.loss_scale.load_state_dict(state_dict, ours.get("hysteresis_tracker"))
-        self._scales.load_state_dict(ours.get("losses", {}))
-        self._skipped_before = int(ours.get("skipped_steps", 0))
+        self._skipped_before = self._scales.load_state_dict(state_dict)
         self._updates.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -673,16 +659,3 @@ def _usable(device: str) -> bool:
         )
         return False
     return True
-
-
-def _foreign_text(state: Any) -> str:
-    if not state:
-        return (
-            "The source state dict is empty, possibly because it was saved from a disabled instance of "
-            "GradScaler; the scaler keeps its present scale."
-        )
-    keys = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
-    return (
-        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
-        "the scaler keeps its present scale. Set one with update(new_scale)."
-    )
