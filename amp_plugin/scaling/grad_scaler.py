@@ -520,6 +520,10 @@ class GradScaler(TorchInterface):
         """The optimizers it knows."""
         return [window.optimizer for window in self._registry]
 
+    def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
+        """Return the optimizers among them that step these parameters and no others."""
+        return self._registry.optimizers_of_exactly(params)
+
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
         return self._registry.window(optimizer).parameter_names()
