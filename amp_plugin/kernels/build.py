@@ -266,7 +266,7 @@ def _region_beside(sources: Path, machine: Machine) -> SharedObject | None:
 
 def _library_sources(sources: Path) -> tuple[Path, ...]:
     """Return what the library is made of; a torch without CUDA never calls what launches its kernels."""
-    with_cuda = torch.backends.cuda.is_built() or torch.version.cuda is not None
+    with_cuda = torch.version.cuda is not None or torch.version.hip is not None
     files = _files(sources, "*.cpp")
     return tuple(file for file in files if with_cuda or not file.name.startswith(FOR_CUDA))
 
