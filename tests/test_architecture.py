@@ -26,13 +26,14 @@ SCALING_LAYERS = (
         "overflow_report",
         "one_pass",
     },
-    {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"},
+    {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"}
+    | {"taken_gradients", "units"},
     {"collectives", "overflow_history", "attribution", "skip_explanations"},
     {"gradient_set", "unscaled_gradients"},
     {"optimizer_window"},
     {"registry"},
     {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
-    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "guarded_clipping"},
+    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "scaled_steps"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},
