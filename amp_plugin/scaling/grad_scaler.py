@@ -22,7 +22,7 @@ from amp_plugin.scaling.clipping import NormClip, limit, number
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.guarded_steps import GuardedSteps
-from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import Shared
