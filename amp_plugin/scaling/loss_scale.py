@@ -41,7 +41,7 @@ class ScaleReading(NamedTuple):
 
 
 class LaterScale:
-    """What a loss scale becomes by its next update, for those who wait to know.
+    """The value that a loss scale gets by its next update, for results that show it later.
 
     Attributes:
         value: float32, 0-dim; None before the update.
@@ -215,7 +215,7 @@ class LossScale:
         return at_floor
 
     def tell(self) -> None:
-        """Let those who wait know the present value: an update was applied."""
+        """Give the present value to results of earlier steps: an update was applied."""
         self.later.value = self.snapshot()
         self.later = LaterScale()
 

@@ -147,7 +147,7 @@ class Updates:
         """Raise if float16 gradients wait that a new scale would have to be written into.
 
         Args:
-            call: Who asks, for the error.
+            call: The call that asks, for the error.
         """
         for window in self._registry:
             for gradients in window.sets:

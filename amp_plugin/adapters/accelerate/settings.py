@@ -160,7 +160,7 @@ class Settings:
     """The options in force.
 
     Attributes:
-        values: option -> value; options nobody set are absent.
+        values: option -> value; options that are not set are absent.
         sources: option -> what set it.
         enabled: ``GradScalerKwargs(enabled=...)``.
         cache_enabled: ``AutocastKwargs(cache_enabled=...)``.
@@ -174,7 +174,7 @@ class Settings:
     autocast_enabled: bool = True
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return an option's value, or ``default`` if nobody set it."""
+        """Return an option's value, or ``default`` if it is not set."""
         return self.values.get(option, default)
 
     def loss_scale(self) -> LossScaleOptions:

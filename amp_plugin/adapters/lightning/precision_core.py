@@ -328,7 +328,7 @@ class PrecisionCore:
         """Return what became of an optimizer's last step, in any precision.
 
         Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
-        ``on_nonfinite="ignore"`` unless somebody has measured it: AmpMonitor, or a clip.
+        ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
 
         Args:
             optimizer: the framework's or torch's.
