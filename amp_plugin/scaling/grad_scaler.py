@@ -22,8 +22,8 @@ from amp_plugin.scaling.clipping import NormClip, limit, number
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.guarded_steps import GuardedSteps
-from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import Shared
 from amp_plugin.scaling.outputs import scale_outputs
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_OUR_KEY = "amp_plugin"
 
 
 class GradScaler(TorchInterface):
@@ -240,7 +237,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        again = self._explanations.replaying  # its gradients are nobody's
+        again = self._explanations.replaying  # no optimizer steps with its gradients
         if not again:
             self._updates.settle(force=True)
 
@@ -498,7 +495,7 @@ class GradScaler(TorchInterface):
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        For who knows where an iteration ends (adapters). Gradients that are still pending are
+        For callers that know where an iteration ends (adapters). Gradients that are still pending are
         multiplied by new/old; float16 ones are not, the update waits for their step.
 
         Raises:
@@ -523,6 +520,10 @@ class GradScaler(TorchInterface):
         """The optimizers it knows."""
         return [window.optimizer for window in self._registry]
 
+    def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
+        """Return the optimizers among them that step these parameters and no others."""
+        return self._registry.optimizers_of_exactly(params)
+
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
         return self._registry.window(optimizer).parameter_names()
@@ -538,7 +539,7 @@ class GradScaler(TorchInterface):
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
 
-        The next call then does not read them again. For who knows that no user code has run in between.
+        The next call then does not read them again. For callers that know that no user code has run since.
         """
         self._steps.assume_unchanged(optimizer)
 
@@ -587,12 +588,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return {}
         self.end_iteration()
-        ours = {
-            "hysteresis_tracker": self.loss_scale.tolerance(),
-            "skipped_steps": self.skipped_steps(),
-            "losses": self._scales.state_dict(),
-        }
-        return {**self.loss_scale.state_dict(), _OUR_KEY: ours}
+        return self._scales.state_dict(self.skipped_steps())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
@@ -606,17 +602,11 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: A scaled float16 gradient waits for a step.
         """
-        if not self._enabled:
-            return
-        if not isinstance(state_dict, dict) or "scale" not in state_dict:
-            warn_user(_foreign_text(state_dict))
+        if not (self._enabled and is_state(state_dict)):
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        ours = state_dict.get(_OUR_KEY, {})
-        self.loss_scale.load_state_dict(state_dict, ours.get("hysteresis_tracker"))
-        self._scales.load_state_dict(ours.get("losses", {}))
-        self._skipped_before = int(ours.get("skipped_steps", 0))
+        self._skipped_before = self._scales.load_state_dict(state_dict)
         self._updates.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -673,16 +663,3 @@ def _usable(device: str) -> bool:
         )
         return False
     return True
-
-
-def _foreign_text(state: Any) -> str:
-    if not state:
-        return (
-            "The source state dict is empty, possibly because it was saved from a disabled instance of "
-            "GradScaler; the scaler keeps its present scale."
-        )
-    keys = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
-    return (
-        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
-        "the scaler keeps its present scale. Set one with update(new_scale)."
-    )

@@ -44,7 +44,7 @@ def fold_clip(guard: Guard, window: OptimizerWindow, clip: NormClip) -> Tensor |
         RuntimeError: Gradients have changed since an earlier clip was left to the step.
     """
     gradients = window.unscaled
-    gradients.forget_clip_of_others(window.params)
+    gradients.forget_dropped_clip(window.params)
     if window.spans_ranks or torch.compiler.is_compiling() or obstacle(guard, window):
         return None
     _refuse_changed(window)
@@ -86,11 +86,11 @@ def collect(
         return None
 
 
-def step(window: OptimizerWindow, one: OnePassStep, *, skipped: bool) -> None:
+def step(window: OptimizerWindow, one_pass_step: OnePassStep, *, skipped: bool) -> None:
     """Step, or do nothing if the step is skipped; gradients are as they were in either case."""
     clip = window.unscaled.clip
     if not skipped:
-        one.take(None if clip is None else clip.divisor(torch.ones(())), None)
+        one_pass_step.take(None if clip is None else clip.divisor(torch.ones(())), None)
     window.unscaled.leave_unwritten(window.params, skipped=skipped)
 
 
