@@ -131,7 +131,9 @@ def test_another_wrapper_is_left_to_python(meshes):
 def test_layouts_are_read_once_for_gradients_that_are_sharded_alike(meshes, monkeypatch):
     read = []
     monkeypatch.setattr(
-        shard_layout.ShardLayout, "of", classmethod(lambda cls, mesh, kinds: read.append(1) or cls(mesh, (True,)))
+        shard_layout.ShardLayout,
+        "of",
+        classmethod(lambda cls, mesh, kinds: read.append(1) or cls(mesh, (True,))),
     )
     params = list(itertools.repeat(of_local(meshes[0], Shard(0)), 50))
     assert len(batches_of(make_ledger(), params)) == 1
