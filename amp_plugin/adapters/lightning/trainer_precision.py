@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,20 @@ if TYPE_CHECKING:
     from amp_plugin.scaling.step_result import StepResult
 
 
+# Where code of the user may read gradients around a step: in hooks, in methods of modules ...
+_HOOKS_AT_THE_STEP: Final = ("on_before_optimizer_step", "on_before_zero_grad")
+_METHODS_AT_THE_STEP: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+# ... and methods of subclasses of the plugin.
+_CLIPPING: Final = (
+    "_after_closure",
+    "_clip_gradients",
+    "clip_gradients",
+    "clip_grad_by_norm",
+    "clip_grad_by_value",
+    "main_params",
+)
+
+
 class TrainerPrecision(TrainerCheckpoints):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
@@ -49,6 +63,7 @@ class TrainerPrecision(TrainerCheckpoints):
             layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
             understood.
         device: device type, an error where training runs on another; None: the one it runs on.
+        scaler: a GradScaler in place of the plugin's own, torch's too, as the stock plugin takes it.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
@@ -181,7 +196,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._weights.widen_thawed()
         self._in_train_step = True
         try:
-            with self.autocast_context_manager():
+            with self.forward_context():
                 yield
         finally:
             self._in_train_step = False
@@ -191,7 +206,8 @@ class TrainerPrecision(TrainerCheckpoints):
     def val_step_context(self) -> Generator[None, None, None]:
         """Run ``validation_step`` in the evaluation precision."""
         self._weights_may_have_changed(evaluating=True)
-        with self._region(self.settings.eval_precision or self.settings.precision):
+        in_eval = self.settings.eval_precision
+        with self.forward_context() if in_eval is None else self._region(in_eval):
             yield
 
     test_step_context = val_step_context
@@ -213,7 +229,7 @@ class TrainerPrecision(TrainerCheckpoints):
             return closure
 
         def in_region() -> Any:
-            with self.autocast_context_manager():
+            with self.forward_context():
                 return closure()
 
         return in_region
@@ -295,7 +311,7 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.measure(optimizer)  # before they are clipped
         self._leaves_clip_to_step = not self._scaler.is_enabled() and self._nobody_sees_a_clip(model)
         try:
-            self._plain._after_closure(self, model, optimizer)
+            self._after_closure(model, optimizer)
         finally:
             self._leaves_clip_to_step = False
         if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
@@ -322,14 +338,24 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.ensure_unscaled(optimizer)
 
     def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
+        """Whether code of the user may read gradients around the step, so that they must be unscaled."""
         if self._looked_at is None:
-            self._looked_at = self._is_overridden("configure_gradient_clipping", model) or any(
-                self._is_overridden(hook, owner)
-                for owner in (model, *model.trainer.callbacks)
-                for hook in ("on_before_optimizer_step", "on_before_zero_grad")
+            hooks = {
+                **dict.fromkeys(model.trainer.callbacks, _HOOKS_AT_THE_STEP),
+                model: (*_HOOKS_AT_THE_STEP, *_METHODS_AT_THE_STEP),
+            }
+            self._looked_at = self._is_extended("optimizer_step", *_CLIPPING) or any(
+                self._is_overridden(hook, owner) for owner, names in hooks.items() for hook in names
             )
         return self._looked_at
+
+    def _is_extended(self, *methods: str) -> bool:
+        """Whether a subclass, or a user for this object, has methods of these names of its own."""
+        own = {*map(id, (*_methods(TrainerPrecision, methods), *_methods(self._plain, methods)))}
+        return any(
+            name in vars(self) or id(method) not in own
+            for name, method in zip(methods, _methods(type(self), methods), strict=True)
+        )
 
     def _nobody_sees_a_clip(self, model: Any) -> bool:
         """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
@@ -345,7 +371,9 @@ class TrainerPrecision(TrainerCheckpoints):
         """Whether the step follows on Lightning's own clipping, without user code in between."""
         if self._user_clips is None:
             methods = ("configure_gradient_clipping", "clip_gradients")
-            self._user_clips = any(self._is_overridden(method, model) for method in methods)
+            self._user_clips = self._is_extended(*_CLIPPING) or any(
+                self._is_overridden(method, model) for method in methods
+            )
         return not (self._manual or self._user_clips) and (model.trainer.gradient_clip_val or 0) > 0
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
@@ -371,8 +399,11 @@ class TrainerPrecision(TrainerCheckpoints):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
         optimizer = self._unwrap(optimizer)
-        if self._scaler.has_scaled:
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
+        if self._clips_other_parameters(optimizer):
+            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
+        elif self._scaler.has_scaled:
+            fold = not (self._in_train_step or self._looked_at)
+            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=fold)
         elif self._sharded_root is not None:
             self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         elif self._scaler.is_enabled():
@@ -383,10 +414,20 @@ class TrainerPrecision(TrainerCheckpoints):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
         optimizer = self._unwrap(optimizer)
-        if self._scaler.has_scaled:
+        if self._clips_other_parameters(optimizer):
+            self._plain.clip_grad_by_value(self, optimizer, clip_val)
+        elif self._scaler.has_scaled:
             self._scaler.clip_grad_value_(optimizer, clip_val)
         else:
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
+
+    def _clips_other_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether a subclass says by ``main_params`` what is clipped; then gradients are unscaled now."""
+        if not self._is_extended("main_params"):
+            return False
+        if self._scaler.has_scaled:
+            self._scaler.ensure_unscaled(optimizer)
+        return True
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
         wrapped = isinstance(optimizer, self.package.core.optimizer.LightningOptimizer)
@@ -401,6 +442,10 @@ class TrainerPrecision(TrainerCheckpoints):
         """Say whether a user has written this hook of a module or a callback."""
         overridden: bool = self.package.utilities.model_helpers.is_overridden(hook, owner)
         return overridden
+
+
+def _methods(owner: Any, names: tuple[str, ...]) -> list[Any]:
+    return [getattr(owner, name, None) for name in names]
 
 
 def _longest_window(trainer: Any) -> int:
