@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,28 +31,16 @@ from amp_plugin.adapters.lightning.strategies import (
     refuse_unsupported,
     scaler_options,
 )
-from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of, stray_text
+from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
+from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.scaling.parameter_names import params_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
     from amp_plugin.scaling.step_result import StepResult
-
-
-# Where code of the user may read gradients around a step: in hooks, in methods of modules ...
-_HOOKS_AT_THE_STEP: Final = ("on_before_optimizer_step", "on_before_zero_grad")
-_METHODS_AT_THE_STEP: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
-# ... and methods of subclasses of the plugin.
-_CLIPPING: Final = (
-    "_after_closure",
-    "_clip_gradients",
-    "clip_gradients",
-    "clip_grad_by_norm",
-    "clip_grad_by_value",
-    "main_params",
-)
 
 
 class TrainerPrecision(TrainerCheckpoints):
@@ -110,6 +98,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     config_class: ClassVar[Any]
     """The framework's LRSchedulerConfig with HeldBack mixed in."""
+    _after_closure: Callable[[Any, Optimizer], None]
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
@@ -122,9 +111,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._strays = StrayGradients()
         self._averages = Averages()
         self._manual = False
-        self._looked_at: bool | None = None
-        self._user_clips: bool | None = None
-        self._keeps_gradients: bool | None = None
+        self._user_hooks: UserHooks | None = None
         self._leaves_clip_to_step = False
         self._window = 1
         self._sharded_root: Any = None
@@ -161,7 +148,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
-        self._looked_at = self._user_clips = self._keeps_gradients = None
+        self._user_hooks = None
         self._holds.clear()
         self._weights.add([model], optimizers)
         if self._fitting:
@@ -179,6 +166,7 @@ class TrainerPrecision(TrainerCheckpoints):
         """End the run."""
         self._strays.release()
         self._averages.release()
+        self._user_hooks = None  # it holds the module
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
@@ -326,7 +314,7 @@ class TrainerPrecision(TrainerCheckpoints):
         """Whether nothing else takes the norm of unscaled gradients, or only once they were changed."""
         trainer = model.trainer
         by_value = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm == "value"
-        return not self._may_skip or (not self._manual and (by_value or self._gradients_are_looked_at(model)))
+        return not self._may_skip or (not self._manual and (by_value or self._hooks_of(model).read_gradients))
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
         """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
@@ -334,47 +322,26 @@ class TrainerPrecision(TrainerCheckpoints):
         self._stepped_after[id(optimizer)] = self._backwards
         if self._manual:
             self._refuse_stray_gradients(optimizer, scaled=scaled)
-        if scaled and self._gradients_are_looked_at(model):
+        if scaled and self._hooks_of(model).read_gradients:
             self._scaler.ensure_unscaled(optimizer)
-
-    def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether code of the user may read gradients around the step, so that they must be unscaled."""
-        if self._looked_at is None:
-            hooks = {
-                **dict.fromkeys(model.trainer.callbacks, _HOOKS_AT_THE_STEP),
-                model: (*_HOOKS_AT_THE_STEP, *_METHODS_AT_THE_STEP),
-            }
-            self._looked_at = self._is_extended("optimizer_step", *_CLIPPING) or any(
-                self._is_overridden(hook, owner) for owner, names in hooks.items() for hook in names
-            )
-        return self._looked_at
-
-    def _is_extended(self, *methods: str) -> bool:
-        """Whether a subclass, or a user for this object, has methods of these names of its own."""
-        own = {*map(id, (*_methods(TrainerPrecision, methods), *_methods(self._plain, methods)))}
-        return any(
-            name in vars(self) or id(method) not in own
-            for name, method in zip(methods, _methods(type(self), methods), strict=True)
-        )
 
     def _nobody_sees_a_clip(self, model: Any) -> bool:
         """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
-        if self._keeps_gradients is None:
-            self._keeps_gradients = self._is_overridden("optimizer_zero_grad", model)
-        return (
-            self._is_clipped_last(model)
-            and not self._keeps_gradients
-            and not self._gradients_are_looked_at(model)
-        )
+        return self._is_clipped_last(model) and not self._hooks_of(model).read_gradients
 
     def _is_clipped_last(self, model: Any) -> bool:
         """Whether the step follows on Lightning's own clipping, without user code in between."""
-        if self._user_clips is None:
-            methods = ("configure_gradient_clipping", "clip_gradients")
-            self._user_clips = self._is_extended(*_CLIPPING) or any(
-                self._is_overridden(method, model) for method in methods
-            )
-        return not (self._manual or self._user_clips) and (model.trainer.gradient_clip_val or 0) > 0
+        clips = (model.trainer.gradient_clip_val or 0) > 0
+        return clips and not (self._manual or self._hooks_of(model).clip)
+
+    def _hooks_of(self, model: Any) -> UserHooks:
+        if self._user_hooks is None:
+            overridden = self.package.utilities.model_helpers.is_overridden
+            self._user_hooks = UserHooks(model, overridden, self._is_extended)
+        return self._user_hooks
+
+    def _is_extended(self, method: str) -> bool:
+        return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
@@ -402,8 +369,8 @@ class TrainerPrecision(TrainerCheckpoints):
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         elif self._scaler.has_scaled:
-            fold = not (self._in_train_step or self._looked_at)
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=fold)
+            seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
+            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
         elif self._sharded_root is not None:
             self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         elif self._scaler.is_enabled():
@@ -437,15 +404,6 @@ class TrainerPrecision(TrainerCheckpoints):
     def _plain(self) -> Any:
         """The framework's plain Precision: its hooks without scaling."""
         return self.package.plugins.Precision
-
-    def _is_overridden(self, hook: str, owner: Any) -> bool:
-        """Say whether a user has written this hook of a module or a callback."""
-        overridden: bool = self.package.utilities.model_helpers.is_overridden(hook, owner)
-        return overridden
-
-
-def _methods(owner: Any, names: tuple[str, ...]) -> list[Any]:
-    return [getattr(owner, name, None) for name in names]
 
 
 def _longest_window(trainer: Any) -> int:
