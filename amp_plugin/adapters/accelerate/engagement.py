@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, PrecisionType
+from accelerate.utils import AutocastKwargs, DistributedType, FullyShardedDataParallelPlugin, PrecisionType
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
@@ -189,20 +189,24 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
     return ModelWeights(weights, casts=precision != "no")
 
 
-def region_options(device: str, precision: str, settings: Settings) -> RegionOptions:
+def region_options(
+    device: str, precision: str, settings: Settings, handler: AutocastKwargs | None
+) -> RegionOptions:
     """Return how prepared models compute, before it is known whether casts are kept.
 
     Args:
         device: type of the accelerator's device.
         precision: its ``mixed_precision``, or the precision of its models in ``eval()`` mode.
         settings: the options.
+        handler: its ``autocast_handler``.
     """
+    handler = handler or AutocastKwargs()
     mixed = precision in {"fp16", "bf16", "fp8"}
     return RegionOptions(
         device_type=device,
         dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
-        enabled=settings.autocast_enabled and mixed,
-        cache_enabled=settings.cache_enabled,
+        enabled=handler.enabled and mixed,
+        cache_enabled=handler.cache_enabled,
         fp32_outputs=settings.adapter().fp32_outputs,
     )
 
