@@ -202,12 +202,8 @@ class GradScaler(TorchInterface):
     ) -> None:
         """Tell the scaler where it trains, once that is known: for adapters that make it earlier.
 
-        Other groups than before make it forget its optimizers; scale and counts stay.
-
-        Args:
-            device: As the constructor's.
-            process_groups: As the constructor's.
-            sharded_groups: As the constructor's.
+        The arguments are the constructor's. Other groups than before make it forget its optimizers; scale and
+        counts stay.
         """
         self._device = str(device)
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
@@ -320,9 +316,6 @@ class GradScaler(TorchInterface):
         One pass: also measures their norm and finds overflows. No host sync. Gradients that a
         later backward adds are unscaled as well. :meth:`ensure_unscaled` may be called again.
 
-        Args:
-            optimizer: The optimizer.
-
         Raises:
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
@@ -334,9 +327,6 @@ class GradScaler(TorchInterface):
 
         A clip that was left to a step, or that the last step has taken without writing gradients, is
         written too.
-
-        Args:
-            optimizer: The optimizer.
 
         Raises:
             RuntimeError: Called before ``scale()``.
@@ -441,9 +431,6 @@ class GradScaler(TorchInterface):
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
 
-        Args:
-            optimizer: The optimizer.
-
         Raises:
             RuntimeError: It has not stepped yet.
         """
@@ -461,11 +448,7 @@ class GradScaler(TorchInterface):
         return None if window is None else window.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps were skipped, of one optimizer or of all: a host sync.
-
-        Args:
-            optimizer: The optimizer; None for all.
-        """
+        """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
             return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
         window = self._registry.find(optimizer)
@@ -595,9 +578,6 @@ class GradScaler(TorchInterface):
 
         An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
         step are converted to the loaded scale.
-
-        Args:
-            state_dict: What :meth:`state_dict` returned.
 
         Raises:
             RuntimeError: A scaled float16 gradient waits for a step.

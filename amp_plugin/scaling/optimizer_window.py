@@ -48,11 +48,6 @@ class Shared:
 class OptimizerWindow:
     """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used.
 
-    Args:
-        optimizer: The optimizer.
-        number: Its number, from 1 on.
-        shared: What it shares with other windows.
-
     Attributes:
         names: The names given to parameters.
         params: Its parameters, in the order of its groups.
