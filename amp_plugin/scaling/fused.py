@@ -60,8 +60,6 @@ def in_one_pass(
     window.obstacle = "step() was given arguments" if args or kwargs else window.one_pass_obstacle()
     if window.obstacle:
         return None
-    for gradients in window.sets:
-        window.assume_scaled(gradients)
     if foldable(window) is None and not _is_clipped(window):
         window.obstacle = "its gradients are unscaled already, shared, or of several scales"
         return None
@@ -97,9 +95,9 @@ def step_in_one_pass(
     if not skipped:
         one_pass.take(divisor, found)
     if loss_scale is not None and divisor is not None:
-        lasting = loss_scale.snapshot() if divisor is loss_scale.value else divisor
+        scale = loss_scale.snapshot()
         for gradients in window.sets:
-            gradients.leave_to_fused_step(loss_scale.snapshot(), found, lasting)
+            gradients.leave_to_fused_step(scale, found, scale if divisor is loss_scale.value else divisor)
     window.close(norm, found, known=skipped)
 
 
@@ -127,8 +125,6 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
 
 def _checked(window: OptimizerWindow) -> tuple[LossScale | None, FoldedClip | None, Tensor, Tensor]:
     """Measure the gradients, and unscale them if the kernel may not; returns what is left for it too."""
-    for gradients in window.sets:
-        window.assume_scaled(gradients)
     loss_scale = foldable(window)
     norm_type = 2.0
     if window.clip is not None:

@@ -419,8 +419,7 @@ class GradScaler(TorchInterface):
         """
         if not (self._enabled or _is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        value = self._steps.step(optimizer, args, kwargs, self)
-        result = self.result_of(optimizer)
+        value, result = self._steps.step(optimizer, args, kwargs, self)
         if result is not None:
             self._explanations.note(
                 optimizer, result, lambda: [param for window in self._registry for param in window.params]

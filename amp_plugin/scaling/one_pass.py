@@ -30,7 +30,7 @@ class NotInOnePassError(Exception):
 
 
 def obstacle(optimizer: Optimizer) -> str:
-    """Say why an optimizer's steps are never taken in one pass, whatever its tensors; empty if they are."""
+    """Say what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
     missing = unavailable(_device_type_of(optimizer))
