@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -154,9 +154,7 @@ class GradScaler(TorchInterface):
     @classmethod
     def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
-        return cls(
-            device, **{field.name: getattr(options, field.name) for field in fields(options)}, **others
-        )
+        return cls(device, **asdict(options), **others)
 
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
@@ -167,10 +165,9 @@ class GradScaler(TorchInterface):
             fp16_gradients=self._fp16_gradients,
             one_pass=self._one_pass,
         )
-        self._shared = shared
-        self._registry = Registry(shared)
-        self._updates = Updates(self._scales, self._registry)
-        self._backwards = Backwards(self._registry)
+        self._registry = registry = Registry(shared)
+        self._updates = Updates(self._scales, registry)
+        self._backwards = Backwards(registry)
         self._guard = Guard(
             ranks=shared.ranks,
             skipped=SkipsByDevice(),
@@ -178,15 +175,13 @@ class GradScaler(TorchInterface):
             checks=self._on_nonfinite != "ignore",
             one_pass=self._one_pass,
         )
+        self._steps: ScaledSteps | GuardedSteps = (
+            ScaledSteps(shared=shared, registry=registry, updates=self._updates, sync_free=self._sync_free)
+            if self._enabled
+            else GuardedSteps(guard=self._guard, registry=registry)
+        )
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
-        self._steps: ScaledSteps | GuardedSteps = (
-            ScaledSteps(
-                shared=shared, registry=self._registry, updates=self._updates, sync_free=self._sync_free
-            )
-            if self._enabled
-            else GuardedSteps(guard=self._guard, registry=self._registry)
-        )
         self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
         self._explanations = SkipExplanations()
         self._made_anew = vars(self).keys() - kept
@@ -535,7 +530,7 @@ class GradScaler(TorchInterface):
             Their norm, float32, 0-dim; None if there are no gradients.
         """
         window = self._registry.window(optimizer)
-        found = window.unscaled.measure(window.params, window.layouts, self._shared.ranks)
+        found = window.unscaled.measure(window.params, window.layouts, self._guard.ranks)
         if found is None:
             return None
         window.unscaled.note_norm(found[1])
