@@ -22,6 +22,7 @@ from rich.markup import escape
 import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.program import program_named
 from amp_plugin.terminal import fail, show
 
@@ -195,6 +196,7 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
     as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
@@ -216,6 +218,7 @@ def casts(
         program = program_named(script, as_module=as_module, command="casts")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    warn_of_misplaced_options(context, script, arguments or [])
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.program import Program, program_named
 from amp_plugin.terminal import fail, show
 
@@ -38,6 +39,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def diagnose(
+    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -64,6 +66,7 @@ def diagnose(
         program = program_named(script, as_module=as_module, command="diagnose")
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    warn_of_misplaced_options(context, script, arguments or [])
     if compare is not None:
         if keep_going or strict or save:
             fail(

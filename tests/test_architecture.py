@@ -67,6 +67,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
+    "amp_plugin.misplaced_options": set(),
     "amp_plugin.program": set(),
     "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
     "amp_plugin.numerics": {
@@ -77,6 +78,7 @@ PARTS: dict[str, set[str]] = {
     },
     "amp_plugin.numerics_commands": {
         "amp_plugin.did_you_mean",
+        "amp_plugin.misplaced_options",
         "amp_plugin.numerics",
         "amp_plugin.program",
         "amp_plugin.terminal",
@@ -103,8 +105,8 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.doctor", "amp_plugin.model_examination", "amp_plugin.numerics_commands"}
-    | {"amp_plugin.program", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
-    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
+    | {"amp_plugin.misplaced_options", "amp_plugin.program", "amp_plugin.rules_commands"}
+    | {"amp_plugin.script_casts", "amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,
