@@ -25,11 +25,15 @@ def warn_of_misplaced_options(context: typer.Context, script: str, arguments: Se
     moved, kept = _split(options, arguments)
     if not moved:
         return
-    names = " and ".join(word for word in moved if word.startswith("--"))
+    names = [word.partition("=")[0] for word in moved if word.startswith("--")]
+    goes, it_is = ("go", "they are") if len(names) > 1 else ("goes", "it is")
     module = ["-m"] if context.params.get("as_module") else []
-    command = context.info_name
-    right = shlex.join(["amp-plugin", str(command), *moved, *module, script, *kept])
-    text = f"{names} after {script} goes to the script; if it is meant for {command}, write: {right}"
+    command = str(context.info_name)
+    right = shlex.join(["amp-plugin", command, *moved, *module, script, *kept])
+    text = (
+        f"{' and '.join(names)} after {script} {goes} to the script; if {it_is} meant for {command}, "
+        f"write: {right}"
+    )
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold yellow]warning:[/] {escape(text)}")
 
 

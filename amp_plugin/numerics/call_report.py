@@ -55,6 +55,11 @@ class CallReport:
         return self.node is not None and not torch.is_grad_enabled()
 
     @property
+    def accumulates(self) -> bool:
+        """Whether autograd adds a gradient to that of a leaf."""
+        return self.is_backward and self.node.name().endswith("AccumulateGrad")
+
+    @property
     def scalars(self) -> dict[str, float]:
         """The Python numbers among the arguments, by name."""
         return scalars_of(self.traits, self._args, self._kwargs)
