@@ -120,7 +120,7 @@ class Finding:
         if self.rank is not None:
             yield "rank", str(self.rank)
         yield "do", self.advice
-        yield from _under("paste", (line for cure in self.cures for line in str(cure).splitlines()))
+        yield from _under("paste", "# or\n".join(f"{cure}\n" for cure in self.cures).splitlines())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""

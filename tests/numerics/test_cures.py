@@ -123,6 +123,7 @@ def test_the_lines_stand_in_the_text_to_be_copied(plain):
   paste   # the module in fp32: after the line that makes the model; model is your Net
           import amp_plugin, torch
           amp_plugin.run_in(torch.float32)(model.get_submodule("blocks.2.norm"))
+          # or
           # aten::mul in fp32, in all modules: once, before the training begins
           import amp_plugin
           amp_plugin.set_default_rules(amp_plugin.OpRules.default("cpu").with_rule("aten::mul", "fp32"))"""
