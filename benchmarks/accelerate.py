@@ -17,7 +17,7 @@ from amp_plugin.adapters.accelerate import AmpAccelerator
 from benchmarks.harness import OURS, Comparison
 from benchmarks.models import launch_bound_gpt
 from benchmarks.setting import Section, Setting
-from benchmarks.training_cases import CASES, STOCK, Case, step_clock
+from benchmarks.training_cases import CASES, NO_SLOWER, STOCK, Case, step_clock
 
 
 class Accelerate(Section):
@@ -36,8 +36,9 @@ class Accelerate(Section):
                     OURS: lambda case=case: step_time(OURS, case, setting),
                     STOCK: lambda case=case: step_time(STOCK, case, setting),
                 },
-                rounds=setting.rounds(5),
+                rounds=setting.rounds(9),
                 warm_up=0,
+                gates=(NO_SLOWER,) if setting.device == "cpu" else (),
             )
 
 
