@@ -6,6 +6,7 @@ run apart by the Makefile.
 
 from __future__ import annotations
 
+import gc
 import warnings
 
 import pytest
@@ -37,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
     if session.items and not session.config.option.collectonly:
+        gc.collect()
+        gc.freeze()  # half a million objects of the frameworks: each later collection, and each copy, passes them over
         keep_copy()
 
 

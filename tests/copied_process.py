@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -128,4 +129,33 @@ def _as_in_a_new_interpreter(target: Callable[..., object], args: tuple[object, 
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 -- as long as the process
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     torch.set_num_threads(1)
+    _copy_what_is_spawned()
     target(*args)
+
+
+def _copy_what_is_spawned() -> None:
+    """Start what ``multiprocessing`` spawns here as copies too; they unpickle their task as a new interpreter does."""
+    start = multiprocessing.util.spawnv_passfds
+
+    def start_or_copy(path: bytes, words: list[str], descriptors: list[int]) -> int:
+        *_, program, purpose = words
+        if purpose != "--multiprocessing-fork":
+            return start(path, words, descriptors)
+        child = os.fork()
+        if child == 0:
+            sys.argv = ["-c", purpose]
+            _end_as(program)
+        return child
+
+    multiprocessing.util.spawnv_passfds = start_or_copy
+
+
+def _end_as(program: str) -> NoReturn:
+    """Run a program and end this process with its exit status."""
+    status = 1
+    try:
+        exec(program, {})
+    except SystemExit as end:
+        status = int(end.code or 0)
+    finally:
+        os._exit(status)

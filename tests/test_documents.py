@@ -37,7 +37,7 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     """A page is read from top to bottom, so its blocks share one program."""
     program = tmp_path / "page.py"
     program.write_text("\n".join(blocks(page, "python")))
-    answer = run_program(program, {"PYTHONPATH": str(ROOT)}, tmp_path)
+    answer = run_program(program, {"PYTHONPATH": str(ROOT)}, tmp_path, frameworks=True)
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -35,6 +36,14 @@ def leave() -> None:
 def stay() -> None:
     print("here", os.getpid(), file=sys.stderr, flush=True)
     time.sleep(600)
+
+
+def spawn() -> None:
+    for task in (speak, leave, fail):
+        process = multiprocessing.get_context("spawn").Process(target=task)
+        process.start()
+        process.join()
+        print("ended with", process.exitcode, flush=True)
 
 
 def sum_of_ranks() -> None:
@@ -72,6 +81,17 @@ def test_nothing_of_pytest_is_left_in_a_copy() -> None:
     assert "UserWarning: of the user" in answer.stderr
     assert "logged" in answer.stderr
     assert "of a library" not in answer.stderr
+
+
+def test_what_is_spawned_in_a_copy_is_a_copy_too(tmp_path: Path) -> None:
+    if not copy_is_kept():
+        pytest.skip("no copies of a process that has a GPU")
+    answer = warm_processes.call(spawn, environment={"SAID": "yes"}, folder=tmp_path, frameworks=True)
+    said, *ended = answer.stdout.splitlines()
+    assert said == f"output yes {tmp_path.name} True True", answer.stderr
+    assert ended == [f"ended with {status}" for status in (0, 1, 1)]
+    assert answer.stderr.startswith("errors\nno more\n")
+    assert answer.stderr.endswith("ValueError: of the test\n")
 
 
 def test_an_error_is_told_with_the_exit_status(frameworks: bool) -> None:

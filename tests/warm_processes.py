@@ -109,10 +109,15 @@ def call(
 
 
 def run_program(
-    program: Path, environment: Mapping[str, str] | None = None, folder: Path = ROOT
+    program: Path,
+    environment: Mapping[str, str] | None = None,
+    folder: Path = ROOT,
+    *,
+    frameworks: bool = False,
 ) -> CompletedProcess[str]:
     """Run a file of Python in a process of its own; return its exit status, output and errors."""
-    return call(runpy.run_path, str(program), None, "__main__", environment=environment, folder=folder)
+    words = (runpy.run_path, str(program), None, "__main__")
+    return call(*words, environment=environment, folder=folder, frameworks=frameworks)
 
 
 def call_on_ranks(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_plugin.scaling.gradient_set import ScaledBy
 from amp_plugin.scaling.loss_scale import ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.units import ScaledBy
 
 
 class Backwards:

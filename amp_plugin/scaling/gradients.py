@@ -63,20 +63,18 @@ class GradientBatch(NamedTuple):
     positions: Sequence[int] | None
     run: Callable[..., Any]
 
-    def norm_check(
-        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Measure the gradients times ``inv_scale``: norm, found_inf and flags, as a measurement's.
+    def norm_check(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
+        """Measure the gradients times ``inv_scale``.
 
         With ``is_scale`` the number is the scale itself, which saves the launch that inverts it.
         """
-        return self.run("norm_check", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor, Tensor] = self.run("norm_check", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
-    def unscale_(
-        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def unscale_(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
         """Multiply in place by ``inv_scale``, or divide by it with ``is_scale``, and measure."""
-        return self.run("unscale_", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor, Tensor] = self.run("unscale_", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
@@ -169,16 +167,18 @@ def make_ledger() -> Any:
     return GradientLedger() if extension is None else extension.GradientLedger()
 
 
-def native_batch(ledger: Any, params: list[Tensor]) -> GradientBatch | None:
-    """Return all gradients of a native ledger as one batch, if they are plain and on one device."""
-    if isinstance(ledger, GradientLedger):
-        return None
-    device, positions = ledger.survey(params)
-    if device is None:
-        return None
-    return GradientBatch(
-        device, None, positions, lambda op, *arguments: getattr(ledger, op)(params, *arguments)
-    )
+def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
+    """Return the present gradients of ``params``; a native ledger runs plain ones on one device itself."""
+    if not isinstance(ledger, GradientLedger):
+        device, positions = ledger.survey(params)
+        if device is not None:
+            own = partial(_run_by_ledger, ledger, params)
+            return [GradientBatch(device, None, positions, own)]
+    return batch_gradients(params) if ledger.count(params) else []
+
+
+def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
+    return getattr(ledger, op)(params, *arguments)
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:

@@ -22,20 +22,7 @@ HysteresisMode = Literal["apex", "megatron", "deepspeed"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScaleOptions:
-    """The options of a loss scale, checked.
-
-    Attributes:
-        init_scale: The first scale.
-        growth_factor: Factor of a growth, more than 1.
-        backoff_factor: Factor of a backoff, between 0 and 1.
-        growth_interval: Good optimizer steps in a row before a growth.
-        min_scale: Floor of the scale; None only keeps it above 0.
-        max_scale: Ceiling of the scale; None means float32's largest number.
-        hysteresis: Overflows tolerated before a backoff, the last included.
-        hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
-            ``"deepspeed"`` (a whole growth interval).
-        on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
+    """The options of a loss scale, checked; :class:`amp_plugin.GradScaler` says what each does.
 
     Raises:
         ValueError: A number is out of range, or an option unknown.

@@ -15,7 +15,7 @@ from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.attribution import Attribution
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.loss_scales import LossScales
@@ -23,6 +23,7 @@ from amp_plugin.scaling.parameter_names import ParameterNames, params_of
 from amp_plugin.scaling.shard_layout import ShardLayout
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.units import ScaledBy
 from amp_plugin.scaling.unscaled_gradients import UnscaledGradients
 from amp_plugin.user_warnings import warn_user
 
@@ -312,7 +313,7 @@ class OptimizerWindow:
         Raises:
             RuntimeError: They did.
         """
-        taken = [param for gradients in self.sets for param in gradients.taken_away]
+        taken = [param for gradients in self.sets for param in gradients.taken_away.seen]
         if taken and not self.has_gradients():
             kind = type(self.optimizer).__name__
             msg = (

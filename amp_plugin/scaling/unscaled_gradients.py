@@ -9,14 +9,7 @@ from torch import Tensor
 
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradients import (
-    GradientBatch,
-    GradientLedger,
-    Measurement,
-    batch_gradients,
-    make_ledger,
-    native_batch,
-)
+from amp_plugin.scaling.gradients import GradientLedger, Measurement, batches_of, make_ledger
 from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.shard_layout import ShardLayout
 
@@ -126,7 +119,7 @@ class UnscaledGradients:
         self.clip, self._found = None, None
 
     def _multiply_(self, params: list[Tensor], factor: Tensor) -> None:
-        for batch in self._batches(params):
+        for batch in batches_of(self._ledger, params):
             batch.multiply_(moved(factor, batch.device))
 
     # -- reading ------------------------------------------------------------------------------
@@ -151,17 +144,12 @@ class UnscaledGradients:
             What was found; None if nobody has gradients.
         """
         measured = [
-            Measurement(*batch.norm_check(self._one(batch.device), norm_type), batch.positions, batch.layout)
-            for batch in self._batches(params)
+            batch.norm_check(self._one(batch.device), norm_type) for batch in batches_of(self._ledger, params)
         ]
         if not (measured or layouts or ranks.groups):
             return None
         device = measured[0].norm.device if measured else params[0].device
         return measured, *ranks.combine(measured, norm_type, device, layouts)
-
-    def _batches(self, params: list[Tensor]) -> list[GradientBatch]:
-        plain = native_batch(self._ledger, params)
-        return batch_gradients(params) if plain is None else [plain]
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:

@@ -14,7 +14,13 @@ SCRIPT = Path(__file__).with_name("lightning_ranks.py")
 pytestmark = pytest.mark.dist
 
 
-RUNS = ("single:fp16", "ddp_spawn:fp16", "ddp:fp16", "fsdp2:fp16", "fsdp2:bf16")
+RUNS = (
+    "ddp_spawn:fp16",
+    "single:fp16",
+    "ddp:fp16",
+    "fsdp2:fp16",
+    "fsdp2:bf16",
+)  # at first without autograd's threads
 
 
 def run_script(words):
@@ -25,7 +31,7 @@ def run_script(words):
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What each rank reports of each run; one start of the script for all: it starts others, which import."""
+    """What each rank reports of each run; one start of the script for all: DDP's starts another, which imports."""
     folder = tmp_path_factory.mktemp("ranks")
     words = [str(SCRIPT), str(folder), *RUNS]
     done = call(run_script, words, environment={"PYTHONPATH": str(ROOT)}, frameworks=True)
