@@ -122,9 +122,11 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
     if base == "_to_copy":
         cause = f"{largest:.5g} is beyond {finding.limit:.5g}, the largest number of {dtype}"
     if finding.direction == "backward" and _is_narrow(finding.dtype):
+        has_ways = finding.in_block and (finding.rule_names or finding.cures)
+        way = _in_fp32(finding) if has_ways else "look at how large the loss is, and whether it grows"
         return (
             f"{cause}. In {dtype} a loss scale does so while it is too large, and GradScaler halves it: if "
-            f"steps are skipped again and again, {_in_fp32(finding)}."
+            f"steps are skipped again and again, {way}."
         )
     if not _is_narrow(finding.dtype):
         return f"{cause}: the numbers grow. Lower the learning rate, clip gradients, normalise what goes in."

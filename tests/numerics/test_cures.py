@@ -163,12 +163,32 @@ def test_a_gradient_that_overflows_is_cured_where_its_forward_op_is(plain):
             (y.float().sum() * 1000.0).backward()
         return diagnosis.findings
 
+    class Half(nn.Module):
+        def forward(self, x):
+            return x.half()
+
     class Steep(nn.Module):
         def forward(self, x):
-            return (x.half() * 100.0).clamp(max=100.0)
+            return (x * 1e-3) * 1e3
 
-    (finding,) = overflow(nn.Sequential(nn.Sequential(Steep())))
+    (finding,) = overflow(nn.Sequential(Half(), nn.Sequential(Steep())))
     assert (finding.direction, finding.forward_op) == ("backward", "aten::mul.Tensor")
+    for cure in finding.cures:
+        model = nn.Sequential(Half(), nn.Sequential(Steep()))
+        exec(cure.code, {"model": model})
+        assert overflow(model) == []
+        amp_plugin.set_default_rules(None)
+    assert len(finding.cures) == 2
+
+
+def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
+    x = torch.ones(2, requires_grad=True)
+    with amp_plugin.diagnose(keep_going=True) as diagnosis:
+        (x.half().float().sum() * 1e6).backward()
+    assert diagnosis.findings[0].op == "aten::_to_copy.default"
+    assert diagnosis.findings[0].advice.endswith(
+        "skipped again and again, look at how large the loss is, and whether it grows."
+    )
 
 
 def test_wrappers_are_no_part_of_the_path(plain):
