@@ -18,6 +18,7 @@ SCALING_LAYERS = (
     {
         "moves",
         "loss_scale",
+        "loss_scale_options",
         "shard_layout",
         "folded_clip",
         "parameter_names",

@@ -60,7 +60,8 @@ class Backwards:
         self._task = task
         self._registry.refresh_joined()
         self._registry.note_backward(reading if reading.change() is None else loss_scale.read())
-        # First who unscales again, before units change; clips before more is added; marks after converting.
+        # In this order: which windows unscale again is known only before units change; clips are written
+        # before gradients are added to; marks are set after converting.
         windows = list(self._registry)
         again = [window for window in windows if _holds_unscaled(window)]
         several_ranks = False

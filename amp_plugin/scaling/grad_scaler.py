@@ -22,7 +22,7 @@ from amp_plugin.scaling.clipping import NormClip, limit, number
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
 from amp_plugin.scaling.guarded_steps import GuardedSteps
-from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
 from amp_plugin.scaling.optimizer_window import Shared
@@ -237,7 +237,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        again = self._explanations.replaying  # its gradients are nobody's
+        again = self._explanations.replaying  # no optimizer steps with its gradients
         if not again:
             self._updates.settle(force=True)
 
@@ -495,7 +495,7 @@ class GradScaler(TorchInterface):
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        For who knows where an iteration ends (adapters). Gradients that are still pending are
+        For callers that know where an iteration ends (adapters). Gradients that are still pending are
         multiplied by new/old; float16 ones are not, the update waits for their step.
 
         Raises:
@@ -539,7 +539,7 @@ class GradScaler(TorchInterface):
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
 
-        The next call then does not read them again. For who knows that no user code has run in between.
+        The next call then does not read them again. For callers that know that no user code has run since.
         """
         self._steps.assume_unchanged(optimizer)
 

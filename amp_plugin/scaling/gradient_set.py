@@ -69,7 +69,7 @@ class GradientSet:
 
     @property
     def scaled_by(self) -> LossScale | None:
-        """The loss scale the gradients are multiplied by; None if they are not, or nobody knows.
+        """The loss scale the gradients are multiplied by; None if they are not, or if only the device knows.
 
         A scale that no loss was multiplied by yet is none.
         """
@@ -128,7 +128,7 @@ class GradientSet:
         return self._measurements or []
 
     def doubt_measurement(self) -> None:
-        """Read the gradients again when they are asked for: somebody may have written to them.
+        """Read the gradients again when they are next measured: user code may have written to them.
 
         No version counter tells of ``.grad.data``, of numpy, or of a collective.
         """
@@ -221,7 +221,7 @@ class GradientSet:
                 history.forget_if_zero(measured)
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
-        """Take the gradients for scaled ones, whose backward nobody has seen."""
+        """Take the gradients for scaled ones, although no backward was seen to make them."""
         self.unit = ScaledBy(loss_scale)
 
     def rescale_(self, factor: Tensor) -> None:
@@ -282,7 +282,7 @@ class GradientSet:
         self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
-        """Note that ``owner`` has had the gradients of the last backward."""
+        """Note that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
         self.awaited_owners = self.awaited_owners - {owner}
 
     def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientSet:
@@ -295,7 +295,7 @@ class GradientSet:
         }
         part._contributions = list(self._contributions)
         joined = owners - self.owners if part.has_gradients() else frozenset()
-        part.awaited_owners = (self.awaited_owners & owners) | joined  # who joins has not used what is there
+        part.awaited_owners = (self.awaited_owners & owners) | joined  # a new owner has used nothing yet
         part._used_by = self._used_by & owners
         part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.shard_layout import ShardLayout, local_gradient
+from amp_plugin.scaling.shard_layout import ShardLayout, is_partial, local_gradient
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -168,13 +168,31 @@ def make_ledger() -> Any:
 
 
 def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
-    """Return the present gradients of ``params``; a native ledger runs plain ones on one device itself."""
-    if not isinstance(ledger, GradientLedger):
-        device, positions = ledger.survey(params)
-        if device is not None:
-            own = partial(_run_by_ledger, ledger, params)
-            return [GradientBatch(device, None, positions, own)]
-    return batch_gradients(params) if ledger.count(params) else []
+    """Return the present gradients of ``params``; a native ledger runs plain ones and shards itself."""
+    native = None if isinstance(ledger, GradientLedger) else _native_batches(ledger, params)
+    return batch_gradients(params) if native is None else native
+
+
+def _native_batches(ledger: Any, params: list[Tensor]) -> list[GradientBatch] | None:
+    """Return the same as :func:`batch_gradients` without a look at each; None if there are other kinds."""
+    device, positions = ledger.survey(params)
+    if device is not None:
+        return [GradientBatch(device, None, positions, partial(_run_by_ledger, ledger, params))]
+    groups = ledger.survey_shards(params)
+    if groups is None or any(spec is not None and is_partial(spec.placements) for spec, _, _ in groups):
+        return None
+    found: dict[tuple[torch.device, ShardLayout | None], list[int]] = {}
+    for spec, on, members in groups:
+        layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
+        found.setdefault((on, layout), []).extend(members)
+    return [
+        GradientBatch(on, layout, sorted(members), _of_ledger(ledger, params, sorted(members)))
+        for (on, layout), members in found.items()
+    ]
+
+
+def _of_ledger(ledger: Any, params: list[Tensor], positions: list[int]) -> Callable[..., Any]:
+    return partial(_run_by_ledger, ledger, [params[position] for position in positions])
 
 
 def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:

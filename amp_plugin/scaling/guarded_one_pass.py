@@ -44,7 +44,7 @@ def fold_clip(guard: Guard, window: OptimizerWindow, clip: NormClip) -> Tensor |
         RuntimeError: Gradients have changed since an earlier clip was left to the step.
     """
     gradients = window.unscaled
-    gradients.forget_clip_of_others(window.params)
+    gradients.forget_dropped_clip(window.params)
     if window.spans_ranks or torch.compiler.is_compiling() or obstacle(guard, window):
         return None
     _refuse_changed(window)

@@ -82,7 +82,7 @@ class ScaledSteps:
         else:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
-            self.updates.note_step(window.result)
+            self.updates.note_step(window, window.result)
         return value
 
     def _step_once(

@@ -18,7 +18,7 @@ class TakenGradients:
 
     Args:
         params: The parameters.
-        ledger: That of their gradients, which knows who has hooks.
+        ledger: That of their gradients, which knows the parameters with hooks.
 
     Attributes:
         seen: Parameters that a scaled backward has reached, and that had no gradient at its end.

@@ -58,10 +58,10 @@ class ScaledBy:
 
 @dataclass(frozen=True, slots=True)
 class LeftByFusedStep:
-    """A kernel that divides gradients had them: which unit they are in depends on whether it stepped.
+    """The gradients after a step whose kernel divides them: only the device knows whether it was taken.
 
-    torch's fused kernels write them unscaled and clipped if they step; a step in one pass writes none.
-    After a skipped step they are scaled in any case. Only the device knows which it was.
+    A taken step of torch's fused kernels has written them unscaled and clipped; one in one pass has written
+    none. After a skipped step they are scaled in either case.
 
     Attributes:
         scale: The scale they had, float32, 0-dim.

@@ -21,10 +21,10 @@ Found = tuple[list[Measurement], Tensor, Tensor]
 
 
 class UnscaledGradients:
-    """The norm that somebody has taken already, and a way to read the gradients as they are.
+    """The norm, clip and measurement of one optimizer's gradients, from one step to the next.
 
     Attributes:
-        norm: Of the gradients before clipping, 0-dim; None if nobody has taken it.
+        norm: Of the gradients before clipping, 0-dim; None if it was not taken.
         clip: A clip left to the next step, which works it in as it reads gradients; None if there is none.
         changes_early: Whether the optimizer changes weights before the last call of its closure; None if no
             step has shown it yet.
@@ -36,7 +36,7 @@ class UnscaledGradients:
         self.changes_early: bool | None = None
         self._clip_norm: Tensor | None = None
         self._trusted = False
-        self._left: FoldedClip | None = None  # a clip that the last step took and did not write
+        self._left: FoldedClip | None = None  # a clip that the last step worked in without writing gradients
         self._found: Found | None = None  # what a folded clip has measured
         self._ledger = make_ledger()
         self._ones: dict[torch.device, Tensor] = {}
@@ -84,8 +84,8 @@ class UnscaledGradients:
         self._found, self._trusted = None, False
         return found
 
-    def forget_clip_of_others(self, params: list[Tensor]) -> None:
-        """Forget a folded clip whose gradients were dropped: those that are there are new ones."""
+    def forget_dropped_clip(self, params: list[Tensor]) -> None:
+        """Forget a folded clip if its gradients were dropped and new ones have come."""
         if self.clip is not None and self._ledger.compare(params, _CLIPPED) == GradientLedger.NEW:
             self._drop_clip()
 
@@ -141,7 +141,7 @@ class UnscaledGradients:
             norm_type: The order of the norm.
 
         Returns:
-            What was found; None if nobody has gradients.
+            What was found; None if there are no gradients, on no rank.
         """
         measured = [
             batch.norm_check(self._one(batch.device), norm_type) for batch in batches_of(self._ledger, params)

@@ -297,7 +297,7 @@ class TrainerPrecision(TrainerCheckpoints):
             self._unscale(optimizer, model)
         elif self.observers and self._norm_is_lost(model):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._nobody_sees_a_clip(model)
+        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._is_clip_unseen(model)
         try:
             self._after_closure(model, optimizer)
         finally:
@@ -317,7 +317,7 @@ class TrainerPrecision(TrainerCheckpoints):
         return not self._may_skip or (not self._manual and (by_value or self._hooks_of(model).read_gradients))
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
-        """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
+        """Refuse gradients of unscaled losses; unscale the others if a hook may read them."""
         scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
         self._stepped_after[id(optimizer)] = self._backwards
         if self._manual:
@@ -325,7 +325,7 @@ class TrainerPrecision(TrainerCheckpoints):
         if scaled and self._hooks_of(model).read_gradients:
             self._scaler.ensure_unscaled(optimizer)
 
-    def _nobody_sees_a_clip(self, model: Any) -> bool:
+    def _is_clip_unseen(self, model: Any) -> bool:
         """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
         return self._is_clipped_last(model) and not self._hooks_of(model).read_gradients
 
@@ -344,7 +344,7 @@ class TrainerPrecision(TrainerCheckpoints):
         return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
+        """Raise if gradients did not come from ``manual_backward``: their loss was not scaled."""
         strays = self._strays.of(optimizer)
         if not scaled and self._scaler.has_new_gradients(optimizer):
             strays = [param for param in params_of(optimizer) if param.grad is not None]
