@@ -165,11 +165,6 @@ def _groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, list[ProcessGrou
 def model_weights(precision: str, settings: Settings, distributed: DistributedType) -> ModelWeights:
     """Return how the weights of prepared models are stored.
 
-    Args:
-        precision: the accelerator's ``mixed_precision``.
-        settings: the options.
-        distributed: its ``distributed_type``.
-
     Raises:
         ValueError: the models would compute in another dtype; the text names what set the option.
         TypeError: FSDP shards them and stores float32 by itself.
@@ -214,10 +209,6 @@ def region_options(
 def rules_of_blocks(device: str, settings: Settings) -> None:
     """Let ``torch.autocast`` blocks of the process follow our rules.
 
-    Args:
-        device: type of the accelerator's device.
-        settings: the options.
-
     Raises:
         ValueError: the rules are refused; the text names what set them.
     """
@@ -229,13 +220,7 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
 
 
 def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
-    """Say whether weights are cast once per accumulation window: where it helps, unless told.
-
-    Args:
-        settings: the options.
-        micro_batches: length of a window.
-        distributed: the accelerator's ``distributed_type``.
-    """
+    """Say whether weights are cast once per accumulation window: where it helps, unless told."""
     wanted = settings.adapter().cast_cache
     if wanted is not None:
         return wanted
