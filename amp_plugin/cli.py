@@ -11,7 +11,6 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
@@ -21,8 +20,7 @@ from rich.markup import escape
 
 import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.program import program_named
+from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.terminal import fail, show
 
 app = typer.Typer(
@@ -34,22 +32,7 @@ app = typer.Typer(
 )
 
 
-def _one_of(*allowed: str, aliases: Mapping[str, str] | None = None) -> Callable[[str | None], str | None]:
-    """Return a callback that accepts some words; an alias is answered with its word."""
-
-    def check(given: str | None) -> str | None:
-        if given is None or given in allowed:
-            return given
-        hint = did_you_mean(given, allowed, aliases=aliases, written=repr)
-        msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
-        raise typer.BadParameter(msg)
-
-    return check
-
-
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -71,18 +54,14 @@ def main(
 def doctor(
     precision: Annotated[
         str,
-        typer.Option(
-            metavar="fp16|bf16|fp32",
-            callback=_one_of("fp16", "bf16", "fp32"),
-            help="Precision to plan for.",
-        ),
+        word_option(("fp16", "bf16", "fp32"), "Precision to plan for."),
     ] = "fp16",
     device: Annotated[
         str | None,
-        typer.Option(
-            metavar="cpu|cuda|xpu|mps",
-            callback=_one_of("cpu", "cuda", "xpu", "mps", aliases={"gpu": "cuda"}),
-            help="Device to plan for; default: the best here.",
+        word_option(
+            ("cpu", "cuda", "xpu", "mps"),
+            "Device to plan for; default: the best here.",
+            aliases={"gpu": "cuda"},
         ),
     ] = None,
     model: Annotated[
@@ -100,11 +79,7 @@ def doctor(
     ] = None,
     reduce: Annotated[
         str,
-        typer.Option(
-            metavar="fp32|bf16",
-            callback=_one_of("fp32", "bf16"),
-            help="With --model: dtype in which gradients are reduced.",
-        ),
+        word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced."),
     ] = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -195,16 +170,12 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
-    script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    script: Script,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
     by: Annotated[
         str,
-        typer.Option(
-            metavar="cast|module|op",
-            callback=_one_of("cast", "module", "op"),
-            help="What a row stands for.",
-        ),
+        word_option(("cast", "module", "op"), "What a row stands for."),
     ] = "cast",
     as_json: AsJson = False,
 ) -> None:
@@ -212,10 +183,7 @@ def casts(
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
     from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
 
-    try:
-        program = program_named(script, as_module=as_module, command="casts")
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    program = program_of(script, as_module=as_module, command="casts")
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:

@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.program import Program, program_named
+from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
+from amp_plugin.program import Program
 from amp_plugin.terminal import fail, show
 
 if TYPE_CHECKING:
@@ -21,20 +21,6 @@ if TYPE_CHECKING:
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
-
-
-def _wide_dtype(given: str | None) -> str | None:
-    if given is None or given in _WIDE:
-        return given
-    hint = did_you_mean(given, tuple(_WIDE), aliases=_NAMES, written=repr)
-    msg = f"{given!r} is not one of 'fp32', 'fp64'{hint}"
-    raise typer.BadParameter(msg)
-
-
-Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
-AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def diagnose(
@@ -49,7 +35,7 @@ def diagnose(
     ] = False,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="fp32|fp64", callback=_wide_dtype, help="Measure each op's error instead."),
+        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
@@ -60,10 +46,7 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
-    try:
-        program = program_named(script, as_module=as_module, command="diagnose")
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    program = program_of(script, as_module=as_module, command="diagnose")
     if compare is not None:
         if keep_going or strict or save:
             fail(

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from amp_plugin.casting.rule_tables import TABLES
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.command_arguments import AsJson, word_option
 from amp_plugin.terminal import fail, show
 
 if TYPE_CHECKING:
@@ -20,25 +20,10 @@ commands = typer.Typer(
 )
 
 _WHAT = "default, a policy such as torch-2.11, or a rules file."
-
-
-def _known_device(given: str | None) -> str | None:
-    if given is None or given in TABLES:
-        return given
-    hint = did_you_mean(given, TABLES, aliases={"gpu": "cuda"}, written=repr)
-    msg = f"{given!r} is not one of {', '.join(map(repr, TABLES))}{hint}"
-    raise typer.BadParameter(msg)
-
-
 Device = Annotated[
     str | None,
-    typer.Option(
-        metavar="|".join(TABLES),
-        callback=_known_device,
-        help="Device; default: the file's, or the best here.",
-    ),
+    word_option(TABLES, "Device; default: the file's, or the best here.", aliases={"gpu": "cuda"}),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @commands.command(name="show")

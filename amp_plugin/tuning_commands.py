@@ -9,31 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.program import program_named
+from amp_plugin.command_arguments import AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.terminal import fail, show
 
 if TYPE_CHECKING:
     from amp_plugin.tuning.tuning import Tuning
 
-_GOALS: Final = ("memory", "casts", "accuracy")
-_REFERENCES: Final = ("fp64", "fp32")
-
-
-def _goal(given: str) -> str:
-    return _word(given, _GOALS, {"speed": "casts", "bytes": "memory", "fp16": "accuracy"})
-
-
-def _reference(given: str) -> str:
-    return _word(given, _REFERENCES, {"float64": "fp64", "double": "fp64", "float32": "fp32"})
-
-
-def _word(given: str, allowed: tuple[str, ...], aliases: dict[str, str]) -> str:
-    if given in allowed:
-        return given
-    hint = did_you_mean(given, allowed, aliases=aliases, written=repr)
-    msg = f"{given!r} is not one of {', '.join(map(repr, allowed))}{hint}"
-    raise typer.BadParameter(msg)
+_GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
+_DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
 
 
 def _share(given: str) -> float:
@@ -46,15 +29,17 @@ def _share(given: str) -> float:
 
 
 def tune(
-    script: Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")],
+    script: Script,
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    as_module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")] = False,
+    as_module: AsModule = False,
     output: Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")] = Path(
         "rules.yaml"
     ),
     goal: Annotated[
         str,
-        typer.Option("--for", metavar="|".join(_GOALS), callback=_goal, help="What is to improve."),
+        word_option(
+            ("memory", "casts", "accuracy"), "What is to improve.", name="--for", aliases=_GOAL_NAMES
+        ),
     ] = "memory",
     budget: Annotated[
         str, typer.Option(help="How much more gradient error is allowed; with --for accuracy: bytes.")
@@ -63,12 +48,10 @@ def tune(
     device: Annotated[str | None, typer.Option(help="Device of the rules; default: the best here.")] = None,
     reference: Annotated[
         str,
-        typer.Option(
-            metavar="|".join(_REFERENCES), callback=_reference, help="What gradients are compared to."
-        ),
+        word_option(("fp64", "fp32"), "What gradients are compared to.", aliases=_DTYPE_NAMES),
     ] = "fp64",
     plot: Annotated[Path | None, typer.Option(help="Draw the sets tried into this file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
 
@@ -81,10 +64,7 @@ def tune(
     from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch
 
     share = _share(budget)
-    try:
-        program = program_named(script, as_module=as_module, command="tune")
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+    program = program_of(script, as_module=as_module, command="tune")
     try:
         require_native("amp-plugin tune")
         tuning = tune_script(
@@ -103,11 +83,10 @@ def tune(
     if as_json:
         print(json.dumps(_as_json(tuning, output)))
         return
+    drawn = f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else ""
     print(tuning.headline)
     show(tuning.table())
-    print(
-        f"{output} holds the rules" + (f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else "")
-    )
+    print(f"{output} holds the rules{drawn}")
 
 
 def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:

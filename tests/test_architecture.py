@@ -18,6 +18,7 @@ SCALING_LAYERS = (
     {
         "moves",
         "loss_scale",
+        "loss_scale_options",
         "shard_layout",
         "folded_clip",
         "parameter_names",
@@ -26,13 +27,14 @@ SCALING_LAYERS = (
         "overflow_report",
         "one_pass",
     },
-    {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"},
+    {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"}
+    | {"taken_gradients", "units"},
     {"collectives", "overflow_history", "attribution", "skip_explanations"},
     {"gradient_set", "unscaled_gradients"},
     {"optimizer_window"},
     {"registry"},
     {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
-    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "guarded_clipping"},
+    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "scaled_steps"},
     {"torch_interface"},
     {"grad_scaler"},
     {"penalty"},
@@ -68,6 +70,7 @@ PARTS: dict[str, set[str]] = {
     },
     "amp_plugin.terminal": set(),
     "amp_plugin.program": set(),
+    "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
     "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
     "amp_plugin.numerics": {
         "amp_plugin.casting",
@@ -76,7 +79,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.scaling",
     },
     "amp_plugin.numerics_commands": {
-        "amp_plugin.did_you_mean",
+        "amp_plugin.command_arguments",
         "amp_plugin.numerics",
         "amp_plugin.program",
         "amp_plugin.terminal",
@@ -90,20 +93,20 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.program_run",
     },
     "amp_plugin.tuning_commands": {
-        "amp_plugin.did_you_mean",
+        "amp_plugin.command_arguments",
         "amp_plugin.doctor",
         "amp_plugin.kernels",
-        "amp_plugin.program",
         "amp_plugin.terminal",
         "amp_plugin.tuning",
     },
-    "amp_plugin.rules_commands": CORE | {"amp_plugin.doctor", "amp_plugin.terminal"},
+    "amp_plugin.rules_commands": CORE
+    | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
-    | {"amp_plugin.doctor", "amp_plugin.model_examination", "amp_plugin.numerics_commands"}
-    | {"amp_plugin.program", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
+    | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.model_examination"}
+    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},

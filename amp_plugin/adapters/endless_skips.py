@@ -14,8 +14,8 @@ class EndlessSkips(SkipsInARow):
     """Counts skipped steps, and raises where too many of one optimizer come in a row.
 
     Args:
-        limit: So many in a row are too many; 0: never.
-        remedies: What else to try, the end of the error's text.
+        limit: skipped steps in a row that end the run; 0: never.
+        remedies: what else to try, the end of the error's text.
     """
 
     def __init__(self, limit: int, remedies: str) -> None:
@@ -48,7 +48,7 @@ class EndlessSkips(SkipsInARow):
 
 
 def explanation(replay: Replay, model: Any) -> str:
-    """Run a skipped step once more under ``diagnose``, and return what was found; empty if nobody noted it.
+    """Run a skipped step once more under ``diagnose``, and return what was found; empty if none was recorded.
 
     Args:
         replay: the step.

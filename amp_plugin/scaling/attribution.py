@@ -22,7 +22,7 @@ class Attribution(NamedTuple):
         params: All parameters the optimizer had.
         measured: Parameters, and a measurement of their gradients.
         names: The names given to parameters.
-        optimizer: The optimizer, which may be gone by then.
+        optimizer: The optimizer, which may no longer exist when the names are asked for.
     """
 
     params: list[Tensor]

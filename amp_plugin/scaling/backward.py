@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_plugin.scaling.gradient_set import ScaledBy
 from amp_plugin.scaling.loss_scale import ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.units import ScaledBy
 
 
 class Backwards:
@@ -60,7 +60,8 @@ class Backwards:
         self._task = task
         self._registry.refresh_joined()
         self._registry.note_backward(reading if reading.change() is None else loss_scale.read())
-        # First who unscales again, before units change; clips before more is added; marks after converting.
+        # In this order: which windows unscale again is known only before units change; clips are written
+        # before gradients are added to; marks are set after converting.
         windows = list(self._registry)
         again = [window for window in windows if _holds_unscaled(window)]
         several_ranks = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,54 +21,63 @@ from amp_plugin.scaling.shard_layout import parameter_layouts
 Target = Optimizer | Tensor | Iterable[Tensor]
 
 
-def clip_norm(
-    registry: Registry,
-    shared: Shared,
-    target: Target,
-    max_norm: float,
-    norm_type: float,
-    error_if_nonfinite: bool,
-    fold: bool,
-) -> Tensor:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` tells; the arguments are checked."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormClip:
+    """A clip by norm that is asked for, its arguments checked.
+
+    Attributes:
+        max_norm: Largest norm.
+        norm_type: The p of the norm.
+        error_if_nonfinite: Raise if the norm is not finite.
+        fold: Leave it to the step, where that can clip.
+    """
+
+    max_norm: float
+    norm_type: float
+    error_if_nonfinite: bool
+    fold: bool
+
+    def refuse_nonfinite(self, norm: Tensor) -> None:
+        """Raise if that is asked for and the norm is not finite: a host sync.
+
+        Raises:
+            RuntimeError: It is not.
+        """
+        if self.error_if_nonfinite and not torch.isfinite(norm).item():
+            msg = (
+                f"The total norm of order {self.norm_type} for gradients is non-finite, so it cannot be "
+                "clipped. With a loss scale this happens at times, the step is skipped: leave "
+                "error_if_nonfinite=False."
+            )
+            raise RuntimeError(msg)
+
+
+def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip) -> Tensor:
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` tells."""
     shared.scales.require("clip_grad_norm_")
     window = registry.window(target) if isinstance(target, Optimizer) else None
     if window is not None:
         window.begin_call()
-        norm, folded = _norm_of_window(window, norm_type, fold=fold)
+        norm, folded = _norm_of_window(window, clip)
         sets = window.sets
     else:
         folded = False
         params = params_in(target)
-        norm, sets = _norm_of_params(registry, shared, params, norm_type)
-    refuse_nonfinite(norm, norm_type, error_if_nonfinite)
+        norm, sets = _norm_of_params(registry, shared, params, clip.norm_type)
+    clip.refuse_nonfinite(norm)
     if window is not None and folded:
-        window.clip = FoldedClip(norm, max_norm, norm_type, window.clip)
+        window.clip = FoldedClip(norm, clip.max_norm, clip.norm_type, window.clip)
         return norm
-    factor = torch.ops.amp_plugin.clip_factor(norm, max_norm)
+    factor = torch.ops.amp_plugin.clip_factor(norm, clip.max_norm)
     for gradients in sets:
-        gradients.clip_(factor, norm_type)
+        gradients.clip_(factor, clip.norm_type)
     for clipped in _windows_of(registry, params) if window is None else [window]:
         clipped.note_clipped()
     return norm
 
 
-def refuse_nonfinite(norm: Tensor, norm_type: float, error_if_nonfinite: bool) -> None:
-    """Raise if it is asked for and a norm is not finite: a host sync.
-
-    Raises:
-        RuntimeError: It is not.
-    """
-    if error_if_nonfinite and not torch.isfinite(norm).item():
-        msg = (
-            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped. "
-            "With a loss scale this happens at times, the step is skipped: leave error_if_nonfinite=False."
-        )
-        raise RuntimeError(msg)
-
-
 def clip_value(registry: Registry, target: Target, limit: float) -> None:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` tells; the arguments are checked."""
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` tells; ``limit`` is checked."""
     params = params_in(target)
     windows = [registry.window(target)] if isinstance(target, Optimizer) else _windows_of(registry, params)
     for window in windows:
@@ -82,10 +92,11 @@ def clip_value_of(params: list[Tensor], limit: float) -> None:
         torch.nn.utils.clip_grad_value_(params, limit)
 
 
-def _norm_of_window(window: OptimizerWindow, norm_type: float, *, fold: bool) -> tuple[Tensor, bool]:
-    if not (fold and foldable(window) is not None):
-        return window.unscale_(norm_type)[0], False
-    norm, _ = window.check(write=False, norm_type=norm_type)
+def _norm_of_window(window: OptimizerWindow, clip: NormClip) -> tuple[Tensor, bool]:
+    """Return the norm of unscaled gradients, and whether they are left scaled for a folded clip."""
+    if not (clip.fold and foldable(window) is not None):
+        return window.unscale_(clip.norm_type)[0], False
+    norm, _ = window.check(write=False, norm_type=clip.norm_type)
     return (norm if window.clip is None else norm * window.clip.factor()), True
 
 

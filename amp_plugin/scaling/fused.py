@@ -17,11 +17,12 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import UNSCALED, GradientSet
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.units import UNSCALED
 from amp_plugin.user_warnings import warn_user
 
 

@@ -16,18 +16,21 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling import clipping, closures, fused, guarded_clipping, guarded_steps, plain
+from amp_plugin.scaling import closures
 from amp_plugin.scaling.backward import Backwards
+from amp_plugin.scaling.clipping import NormClip, limit, number
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.guard import Guard
-from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.guarded_steps import GuardedSteps
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
-from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.optimizer_window import Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.replay import Explainer
+from amp_plugin.scaling.scaled_steps import ScaledSteps
 from amp_plugin.scaling.skip_explanations import SkipExplanations
 from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
@@ -39,9 +42,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_OUR_KEY = "amp_plugin"
 
 
 class GradScaler(TorchInterface):
@@ -180,6 +180,13 @@ class GradScaler(TorchInterface):
         )
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
+        self._steps: ScaledSteps | GuardedSteps = (
+            ScaledSteps(
+                shared=shared, registry=self._registry, updates=self._updates, sync_free=self._sync_free
+            )
+            if self._enabled
+            else GuardedSteps(guard=self._guard, registry=self._registry)
+        )
         self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
         self._explanations = SkipExplanations()
         self._made_anew = vars(self).keys() - kept
@@ -230,7 +237,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        again = self._explanations.replaying  # its gradients are nobody's
+        again = self._explanations.replaying  # no optimizer steps with its gradients
         if not again:
             self._updates.settle(force=True)
 
@@ -320,20 +327,7 @@ class GradScaler(TorchInterface):
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
         """
-        if not self._enabled:
-            return
-        window = self._open_window("unscale_", optimizer)
-        if window.stage is OptState.UNSCALED and not window.is_awaited():
-            msg = (
-                "unscale_() has already been called on this optimizer since the last update(). "
-                "Call it once, or use ensure_unscaled(), which may be repeated."
-            )
-            raise RuntimeError(msg)
-        if window.stage is OptState.STEPPED and not window.is_awaited():
-            msg = "unscale_() is being called after step(). Call it between backward() and step()."
-            raise RuntimeError(msg)
-        window.unscale_()
-        window.note_unscaled()
+        self._steps.unscale_(optimizer)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
@@ -348,20 +342,7 @@ class GradScaler(TorchInterface):
             RuntimeError: Called before ``scale()``.
             ValueError: A gradient is float16.
         """
-        if self._enabled:
-            window = self._open_window("ensure_unscaled", optimizer)
-            window.unscale_()
-            window.note_unscaled()
-        else:
-            window = self._registry.window(optimizer)
-            window.unscaled.write_clip_(window.params)
-
-    def _open_window(self, call: str, optimizer: Optimizer) -> OptimizerWindow:
-        """Return an optimizer's window for a call that follows a backward."""
-        self._scales.require(call)
-        window = self._registry.window(optimizer)
-        window.begin_call()
-        return window
+        self._steps.ensure_unscaled(optimizer)
 
     def clip_grad_norm_(
         self,
@@ -400,15 +381,13 @@ class GradScaler(TorchInterface):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        target = optimizer_or_params
-        max_norm, norm_type = clipping.limit("max_norm", max_norm), clipping.number("norm_type", norm_type)
-        if self._enabled:
-            return clipping.clip_norm(
-                self._registry, self._shared, target, max_norm, norm_type, error_if_nonfinite, fold
-            )
-        return guarded_clipping.clip_norm(
-            self._guard, self._registry, target, max_norm, norm_type, error_if_nonfinite, fold
+        clip = NormClip(
+            max_norm=limit("max_norm", max_norm),
+            norm_type=number("norm_type", norm_type),
+            error_if_nonfinite=error_if_nonfinite,
+            fold=fold,
         )
+        return self._steps.clip_norm(optimizer_or_params, clip)
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
@@ -423,11 +402,7 @@ class GradScaler(TorchInterface):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        limit = clipping.limit("clip_value", clip_value)
-        if self._enabled:
-            clipping.clip_value(self._registry, optimizer_or_params, limit)
-        else:
-            guarded_clipping.clip_value(self._registry, optimizer_or_params, limit)
+        self._steps.clip_value(optimizer_or_params, limit("clip_value", clip_value))
 
     # -- the step -----------------------------------------------------------------------------
 
@@ -452,50 +427,16 @@ class GradScaler(TorchInterface):
             FloatingPointError: With ``on_nonfinite="raise"``: the step was skipped, and no lower loss scale
                 would help; of a fused optimizer on CUDA as soon as the host knows.
         """
-        if not self._enabled:
-            if not _is_optimizer(optimizer):
-                return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-            value = guarded_steps.step(self._guard, self._registry.window(optimizer), optimizer, args, kwargs)
-            self._note_step(optimizer, self.last_step(optimizer))
-            return value
-        closure, args, kwargs = closures.take_closure(args, kwargs)
-        if closure is None:
-            self._scales.require("step")
-        window = self._registry.window(optimizer)
-        if closure is None:
-            value = self._step_once(window, optimizer, args, kwargs)
-        else:
-            value = closures.step(window, optimizer, closure, args, kwargs)
-        if window.result is not None:
-            self._updates.note_step(window.result)
-            self._note_step(optimizer, window.result)
+        if not (self._enabled or _is_optimizer(optimizer)):
+            return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
+        value = self._steps.step(optimizer, args, kwargs, self)
+        result = self.result_of(optimizer)
+        if result is not None:
+            self._explanations.note(
+                optimizer, result, lambda: [param for window in self._registry for param in window.params]
+            )
+            self._nonfinite.note(optimizer, result)
         return value
-
-    def _note_step(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._explanations.note(
-            optimizer, result, lambda: [param for window in self._registry for param in window.params]
-        )
-        self._nonfinite.note(optimizer, result)
-
-    def _step_once(
-        self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        if window.stage is OptState.STEPPED and not window.is_awaited():
-            msg = "step() has already been called since the last update(). Run backward() or update() first."
-            raise RuntimeError(msg)
-        window.begin_call()
-        window.refuse_taken_away()
-        one_pass = fused.in_one_pass(window, optimizer, args, kwargs)
-        if one_pass is not None:
-            waits = not (self._sync_free or fused.is_fused(optimizer))
-            return fused.step_in_one_pass(window, optimizer, one_pass, waits=waits)
-        if not fused.is_fused(optimizer):
-            return plain.step(window, optimizer, args, kwargs, without_sync=self._sync_free)
-        if window.takes_scaler is None:
-            window.takes_scaler = fused.takes_scaler(optimizer)
-        if window.takes_scaler:
-            return fused.step_with_scaler(window, optimizer, args, {**kwargs, "grad_scaler": self})
-        return fused.step(window, optimizer, args, kwargs)
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
@@ -554,7 +495,7 @@ class GradScaler(TorchInterface):
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
-        For who knows where an iteration ends (adapters). Gradients that are still pending are
+        For callers that know where an iteration ends (adapters). Gradients that are still pending are
         multiplied by new/old; float16 ones are not, the update waits for their step.
 
         Raises:
@@ -579,6 +520,10 @@ class GradScaler(TorchInterface):
         """The optimizers it knows."""
         return [window.optimizer for window in self._registry]
 
+    def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
+        """Return the optimizers among them that step these parameters and no others."""
+        return self._registry.optimizers_of_exactly(params)
+
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
         return self._registry.window(optimizer).parameter_names()
@@ -594,13 +539,9 @@ class GradScaler(TorchInterface):
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
 
-        The next call then does not read them again. For who knows that no user code has run in between.
+        The next call then does not read them again. For callers that know that no user code has run since.
         """
-        window = self._registry.window(optimizer)
-        if self._enabled:
-            window.assume_unchanged()
-        else:
-            window.unscaled.assume_unchanged()
+        self._steps.assume_unchanged(optimizer)
 
     def measure(self, optimizer: Optimizer) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
@@ -647,12 +588,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return {}
         self.end_iteration()
-        ours = {
-            "hysteresis_tracker": self.loss_scale.tolerance(),
-            "skipped_steps": self.skipped_steps(),
-            "losses": self._scales.state_dict(),
-        }
-        return {**self.loss_scale.state_dict(), _OUR_KEY: ours}
+        return self._scales.state_dict(self.skipped_steps())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
@@ -666,17 +602,11 @@ class GradScaler(TorchInterface):
         Raises:
             RuntimeError: A scaled float16 gradient waits for a step.
         """
-        if not self._enabled:
-            return
-        if not isinstance(state_dict, dict) or "scale" not in state_dict:
-            warn_user(_foreign_text(state_dict))
+        if not (self._enabled and is_state(state_dict)):
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        ours = state_dict.get(_OUR_KEY, {})
-        self.loss_scale.load_state_dict(state_dict, ours.get("hysteresis_tracker"))
-        self._scales.load_state_dict(ours.get("losses", {}))
-        self._skipped_before = int(ours.get("skipped_steps", 0))
+        self._skipped_before = self._scales.load_state_dict(state_dict)
         self._updates.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -733,16 +663,3 @@ def _usable(device: str) -> bool:
         )
         return False
     return True
-
-
-def _foreign_text(state: Any) -> str:
-    if not state:
-        return (
-            "The source state dict is empty, possibly because it was saved from a disabled instance of "
-            "GradScaler; the scaler keeps its present scale."
-        )
-    keys = ", ".join(map(repr, state)) if isinstance(state, dict) else type(state).__name__
-    return (
-        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
-        "the scaler keeps its present scale. Set one with update(new_scale)."
-    )

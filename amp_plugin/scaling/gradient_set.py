@@ -16,106 +16,22 @@ What is asked of a set, always for one of its owners:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.scaling.gradients import (
-    GradientBatch,
-    GradientLedger,
-    Measurement,
-    batch_gradients,
-    make_ledger,
-    native_batch,
-)
+from amp_plugin.scaling.gradients import GradientBatch, GradientLedger, Measurement, batches_of, make_ledger
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.overflow_history import OverflowHistory
+from amp_plugin.scaling.taken_gradients import TakenGradients
+from amp_plugin.scaling.units import UNSCALED, LeftByFusedStep, ScaledBy, Unit
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
-
-
-class Inverse(NamedTuple):
-    """What kernels multiply gradients by, as they take it.
-
-    Attributes:
-        number: float32, 0-dim.
-        is_scale: Whether 1/number is meant: the kernels invert a scale themselves, without a launch.
-    """
-
-    number: Tensor
-    is_scale: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Unscaled:
-    """The gradients are what the loss's own backward would give."""
-
-    def factor(self) -> Tensor | None:
-        """Return what the gradients are multiplied by, float32, 0-dim; None means 1."""
-        return None
-
-    def inverse(self, device: torch.device) -> Inverse:
-        """Return 1/factor on ``device``."""
-        return Inverse(torch.ones((), dtype=torch.float32, device=device))
-
-
-@dataclass(frozen=True, slots=True)
-class ScaledBy:
-    """The gradients are multiplied by a loss scale, and follow its changes."""
-
-    loss_scale: LossScale
-
-    def factor(self) -> Tensor | None:
-        """As :meth:`Unscaled.factor`."""
-        return self.loss_scale.value  # None before the first loss: nothing is scaled yet
-
-    def inverse(self, device: torch.device) -> Inverse:
-        """As :meth:`Unscaled.inverse`."""
-        scale = self.loss_scale.value
-        if scale is None:
-            return UNSCALED.inverse(device)
-        here = scale.device == device
-        return Inverse(scale, is_scale=True) if here else Inverse(self.loss_scale.inverse(device))
-
-
-@dataclass(frozen=True, slots=True)
-class LeftByFusedStep:
-    """A kernel that divides gradients had them: which unit they are in depends on whether it stepped.
-
-    torch's fused kernels write them unscaled and clipped if they step; a step in one pass writes none.
-    After a skipped step they are scaled in any case. Only the device knows which it was.
-
-    Attributes:
-        scale: The scale they had, float32, 0-dim.
-        skipped: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
-        divisor: What unscales and clips them if the step was taken, float32, 0-dim; None for 1.
-    """
-
-    scale: Tensor
-    skipped: Tensor
-    divisor: Tensor | None = None
-
-    def factor(self) -> Tensor | None:
-        """As :meth:`Unscaled.factor`; worked out only where gradients live on."""
-        carried = torch.ones_like(self.scale) if self.divisor is None else self.divisor
-        return torch.where(self.skipped > 0, self.scale, carried)
-
-    def inverse(self, device: torch.device) -> Inverse:
-        """As :meth:`Unscaled.inverse`."""
-        return Inverse(moved(self.factor(), device), is_scale=True)  # type: ignore[arg-type]
-
-
-UNSCALED = Unscaled()
-Unit = Unscaled | ScaledBy | LeftByFusedStep
 
 
 class GradientSet:
@@ -129,7 +45,7 @@ class GradientSet:
     Attributes:
         unit: As given; changed by the methods below only.
         awaited_owners: Owners for whom the gradients are awaited.
-        taken_away: Parameters that a scaled backward has reached, and that had no gradient at its end.
+        taken_away: Gradients that hooks have taken away.
         updates_at_last_use: How many updates had been requested when an owner last unscaled or stepped.
     """
 
@@ -146,15 +62,14 @@ class GradientSet:
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
-        self.taken_away: list[Tensor] = []
-        self._hooks: list[RemovableHandle] = []
         self._ledger = make_ledger()
+        self.taken_away = TakenGradients(params, self._ledger)
 
     # -- looking ------------------------------------------------------------------------------
 
     @property
     def scaled_by(self) -> LossScale | None:
-        """The loss scale the gradients are multiplied by; None if they are not, or nobody knows.
+        """The loss scale the gradients are multiplied by; None if they are not, or if only the device knows.
 
         A scale that no loss was multiplied by yet is none.
         """
@@ -193,10 +108,7 @@ class GradientSet:
 
     def batches(self) -> list[GradientBatch]:
         """Return the present gradients, ready for the kernels."""
-        plain = native_batch(self._ledger, self.params)
-        if plain is not None:
-            return [plain]
-        return batch_gradients(self.params) if self.has_gradients() else []
+        return batches_of(self._ledger, self.params)
 
     def earlier_overflow(self, owner: int) -> Tensor | None:
         """Return what was found since the last step of ``owner`` and before the last measurement."""
@@ -216,7 +128,7 @@ class GradientSet:
         return self._measurements or []
 
     def doubt_measurement(self) -> None:
-        """Read the gradients again when they are asked for: somebody may have written to them.
+        """Read the gradients again when they are next measured: user code may have written to them.
 
         No version counter tells of ``.grad.data``, of numpy, or of a collective.
         """
@@ -228,8 +140,7 @@ class GradientSet:
     def _measured(self, batch: GradientBatch, norm_type: float, *, write: bool = False) -> Measurement:
         kernel = batch.unscale_ if write else batch.norm_check
         inverse = self.unit.inverse(batch.device)
-        found = kernel(inverse.number, norm_type, inverse.is_scale)
-        return Measurement(*found, batch.positions, batch.layout)
+        return kernel(inverse.number, norm_type, inverse.is_scale)
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type
@@ -265,7 +176,7 @@ class GradientSet:
             self.doubt_measurement()
             for history in self._histories.values():
                 history.clear()
-            self._watch_hooks()
+            self.taken_away.watch()
             if not several_ranks:
                 self._contributions.clear()
         else:
@@ -290,7 +201,7 @@ class GradientSet:
 
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
-        return [batch.unscale_(moved(factor, batch.device), math.inf)[1] for batch in self.batches()]
+        return [batch.unscale_(moved(factor, batch.device), math.inf).found_inf for batch in self.batches()]
 
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
@@ -310,7 +221,7 @@ class GradientSet:
                 history.forget_if_zero(measured)
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
-        """Take the gradients for scaled ones, whose backward nobody has seen."""
+        """Take the gradients for scaled ones, although no backward was seen to make them."""
         self.unit = ScaledBy(loss_scale)
 
     def rescale_(self, factor: Tensor) -> None:
@@ -366,12 +277,12 @@ class GradientSet:
         if len(self.owners) > 1:
             self.doubt_measurement()  # the others are to know what it has found
         self._measurements = None
-        self.taken_away.clear()
+        self.taken_away.seen.clear()
         self._contributions.clear()
         self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
-        """Note that ``owner`` has had the gradients of the last backward."""
+        """Note that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
         self.awaited_owners = self.awaited_owners - {owner}
 
     def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientSet:
@@ -383,52 +294,11 @@ class GradientSet:
             owner: self._histories.get(owner, any_history).split(positions) for owner in owners or (0,)
         }
         part._contributions = list(self._contributions)
-        part.taken_away = [param for param in self.taken_away if any(param is own for own in part.params)]
-        self._unwatch_hooks()
         joined = owners - self.owners if part.has_gradients() else frozenset()
-        part.awaited_owners = (self.awaited_owners & owners) | joined  # who joins has not used what is there
+        part.awaited_owners = (self.awaited_owners & owners) | joined  # a new owner has used nothing yet
         part._used_by = self._used_by & owners
         part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
+        part.taken_away = self.taken_away.split(part.params, part._ledger)
         return part
-
-    # -- gradients that hooks take away -------------------------------------------------------
-
-    def _watch_hooks(self) -> None:
-        """Learn which parameters a backward reaches whose hooks may take the gradient away.
-
-        Optimizers that are offloaded to the CPU do so. No other parameter is watched.
-        """
-        if self._hooks:
-            self._unwatch_hooks()
-        for param in self._with_taking_hooks():
-            note = partial(_note_reached, self.taken_away, param)
-            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
-
-    def _unwatch_hooks(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def _with_taking_hooks(self) -> Iterator[Tensor]:
-        for position in self._ledger.hooked(self.params):
-            param = self.params[position]
-            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            keep = all(getattr(hook, "keeps_gradients", False) for hook in hooks.values())
-            if param.requires_grad and not keep:
-                yield param
-
-    def assume_reached(self) -> None:
-        """Assume that a backward before the optimizer was met has reached all parameters with such hooks."""
-        self.taken_away += [param for param in self._with_taking_hooks() if param.grad is None]
-
-
-def _note_reached(taken: list[Tensor], param: Tensor, _: Tensor) -> None:
-    """At the end of the backward that has reached it, note a parameter that has no gradient then."""
-
-    def look() -> None:
-        if param.grad is None:
-            taken.append(param)
-
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(look)

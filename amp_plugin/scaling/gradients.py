@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.shard_layout import ShardLayout, local_gradient
+from amp_plugin.scaling.shard_layout import ShardLayout, is_partial, local_gradient
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 
@@ -63,20 +63,18 @@ class GradientBatch(NamedTuple):
     positions: Sequence[int] | None
     run: Callable[..., Any]
 
-    def norm_check(
-        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Measure the gradients times ``inv_scale``: norm, found_inf and flags, as a measurement's.
+    def norm_check(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
+        """Measure the gradients times ``inv_scale``.
 
         With ``is_scale`` the number is the scale itself, which saves the launch that inverts it.
         """
-        return self.run("norm_check", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor, Tensor] = self.run("norm_check", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
-    def unscale_(
-        self, inv_scale: Tensor, norm_type: float, is_scale: bool = False
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def unscale_(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
         """Multiply in place by ``inv_scale``, or divide by it with ``is_scale``, and measure."""
-        return self.run("unscale_", inv_scale, norm_type, is_scale)  # type: ignore[no-any-return]
+        found: tuple[Tensor, Tensor, Tensor] = self.run("unscale_", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
@@ -169,16 +167,36 @@ def make_ledger() -> Any:
     return GradientLedger() if extension is None else extension.GradientLedger()
 
 
-def native_batch(ledger: Any, params: list[Tensor]) -> GradientBatch | None:
-    """Return all gradients of a native ledger as one batch, if they are plain and on one device."""
-    if isinstance(ledger, GradientLedger):
-        return None
+def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
+    """Return the present gradients of ``params``; a native ledger runs plain ones and shards itself."""
+    native = None if isinstance(ledger, GradientLedger) else _native_batches(ledger, params)
+    return batch_gradients(params) if native is None else native
+
+
+def _native_batches(ledger: Any, params: list[Tensor]) -> list[GradientBatch] | None:
+    """Return the same as :func:`batch_gradients` without a look at each; None if there are other kinds."""
     device, positions = ledger.survey(params)
-    if device is None:
+    if device is not None:
+        return [GradientBatch(device, None, positions, partial(_run_by_ledger, ledger, params))]
+    groups = ledger.survey_shards(params)
+    if groups is None or any(spec is not None and is_partial(spec.placements) for spec, _, _ in groups):
         return None
-    return GradientBatch(
-        device, None, positions, lambda op, *arguments: getattr(ledger, op)(params, *arguments)
-    )
+    found: dict[tuple[torch.device, ShardLayout | None], list[int]] = {}
+    for spec, on, members in groups:
+        layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
+        found.setdefault((on, layout), []).extend(members)
+    return [
+        GradientBatch(on, layout, sorted(members), _of_ledger(ledger, params, sorted(members)))
+        for (on, layout), members in found.items()
+    ]
+
+
+def _of_ledger(ledger: Any, params: list[Tensor], positions: list[int]) -> Callable[..., Any]:
+    return partial(_run_by_ledger, ledger, [params[position] for position in positions])
+
+
+def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
+    return getattr(ledger, op)(params, *arguments)
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:

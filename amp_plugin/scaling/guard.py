@@ -66,7 +66,7 @@ class Guard:
         if clipped is not None and not (window.spans_ranks or _was_skipped(window.result)):
             if clipped.device.type != "cpu":
                 return Check(clipped, clipped.isfinite().logical_not().float())
-            if clipped.isfinite().item():  # else which they are is read; a norm may overflow by itself, too
+            if clipped.isfinite().item():  # if not, read which they are: a norm may overflow by itself
                 return Check(clipped, torch.zeros(()))
         found = gradients.measure(window.params, window.layouts, self.ranks)
         if found is None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling import one_pass
+from amp_plugin.scaling.clipping import NormClip
 from amp_plugin.scaling.guard import Check, Guard
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
@@ -33,7 +34,7 @@ def obstacle(guard: Guard, window: OptimizerWindow) -> str:
     return one_pass.obstacle(window.optimizer)
 
 
-def fold_clip(guard: Guard, window: OptimizerWindow, max_norm: float, norm_type: float) -> Tensor | None:
+def fold_clip(guard: Guard, window: OptimizerWindow, clip: NormClip) -> Tensor | None:
     """Leave a clip by norm to the step, if it can be.
 
     Returns:
@@ -43,14 +44,14 @@ def fold_clip(guard: Guard, window: OptimizerWindow, max_norm: float, norm_type:
         RuntimeError: Gradients have changed since an earlier clip was left to the step.
     """
     gradients = window.unscaled
-    gradients.forget_clip_of_others(window.params)
+    gradients.forget_dropped_clip(window.params)
     if window.spans_ranks or torch.compiler.is_compiling() or obstacle(guard, window):
         return None
     _refuse_changed(window)
-    found = gradients.measure(window.params, window.layouts, guard.ranks, norm_type)
+    found = gradients.measure(window.params, window.layouts, guard.ranks, clip.norm_type)
     if found is None or _norm_is_too_large(found):
         return None
-    return gradients.fold_clip(found, max_norm, norm_type, window.params)
+    return gradients.fold_clip(found, clip.max_norm, clip.norm_type, window.params)
 
 
 def check(guard: Guard, window: OptimizerWindow) -> Check:
@@ -85,11 +86,11 @@ def collect(
         return None
 
 
-def step(window: OptimizerWindow, one: OnePassStep, *, skipped: bool) -> None:
+def step(window: OptimizerWindow, one_pass_step: OnePassStep, *, skipped: bool) -> None:
     """Step, or do nothing if the step is skipped; gradients are as they were in either case."""
     clip = window.unscaled.clip
     if not skipped:
-        one.take(None if clip is None else clip.divisor(torch.ones(())), None)
+        one_pass_step.take(None if clip is None else clip.divisor(torch.ones(())), None)
     window.unscaled.leave_unwritten(window.params, skipped=skipped)
 
 

@@ -1,4 +1,4 @@
-"""Steps under the guard: taken unless a gradient is not finite.
+"""Clips and steps where nothing is scaled: a step is taken unless a gradient is not finite.
 
 ::
 
@@ -14,43 +14,83 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling import guarded_closures, guarded_one_pass, sync_free
+from amp_plugin.scaling import clipping, guarded_closures, guarded_one_pass, sync_free
+from amp_plugin.scaling.clipping import NormClip, Target
 from amp_plugin.scaling.closures import Closure, take_closure
 from amp_plugin.scaling.guard import Check, Guard, given_found_inf, skips_by_itself
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.registry import Registry
 from amp_plugin.user_warnings import warn_user
 
 
-def step(
-    guard: Guard, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Step unless a gradient is not finite.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GuardedSteps:
+    """What a GradScaler does between backward and update; ``ScaledSteps`` does it with a loss scale.
 
-    Args:
+    Attributes:
         guard: Looks at the gradients.
-        window: The optimizer's.
-        optimizer: To call ``step`` of.
-        args: For ``optimizer.step``; a callable first one is a closure.
-        kwargs: For ``optimizer.step``.
-
-    Returns:
-        What ``optimizer.step`` returns; if the host knows that it was skipped, the closure's loss or None.
+        registry: The windows of the optimizers.
     """
-    call = _GuardedStep(guard=guard, window=window, optimizer=optimizer)
-    if not guard.checks or torch.compiler.is_compiling():
-        return call.unchecked(args, kwargs)
-    closure, others, named = take_closure(args, kwargs)
-    if closure is None:
-        return call.once(args, kwargs)
-    if others or named or guarded_one_pass.obstacle(guard, window):
-        return call.with_closure(closure, others, named)
-    with torch.enable_grad():
-        loss = closure()  # what torch's own steps of these optimizers begin with
-    call.once((), {})
-    return loss
+
+    guard: Guard
+    registry: Registry
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Do nothing: no gradient carries a scale."""
+
+    def ensure_unscaled(self, optimizer: Optimizer) -> None:
+        """Write a clip that was left to a step, as :meth:`amp_plugin.GradScaler.ensure_unscaled` tells."""
+        window = self.registry.window(optimizer)
+        window.unscaled.write_clip_(window.params)
+
+    def clip_norm(self, target: Target, clip: NormClip) -> Tensor:
+        """Clip by torch's function, or leave the clip to a step in one pass."""
+        if clip.fold and isinstance(target, Optimizer):
+            folded = guarded_one_pass.fold_clip(self.guard, self.registry.window(target), clip)
+            if folded is not None:
+                clip.refuse_nonfinite(folded)
+                return folded
+        params = clipping.params_in(target)
+        self._write_folded_clips()
+        norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
+        known = [target] if isinstance(target, Optimizer) else self.registry.optimizers_of_exactly(params)
+        for optimizer in known:
+            self.registry.window(optimizer).unscaled.note_clip(norm, clip.norm_type)
+        return norm
+
+    def clip_value(self, target: Target, limit: float) -> None:
+        """Clip by torch's function."""
+        self._write_folded_clips()
+        clipping.clip_value_of(clipping.params_in(target), limit)
+
+    def _write_folded_clips(self) -> None:
+        for window in self.registry:
+            if window.unscaled.clip is not None:
+                window.unscaled.write_clip_(window.params)
+
+    def assume_unchanged(self, optimizer: Optimizer) -> None:
+        """Trust the last clip: the step follows on it."""
+        self.registry.window(optimizer).unscaled.assume_unchanged()
+
+    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], _scaler: object) -> Any:
+        """Step as :meth:`amp_plugin.GradScaler.step` tells; of a skipped step, return the closure's loss."""
+        window = self.registry.window(optimizer)
+        call = _GuardedStep(guard=self.guard, window=window, optimizer=optimizer)
+        if not self.guard.checks or torch.compiler.is_compiling():
+            return call.unchecked(args, kwargs)
+        closure, others, named = take_closure(args, kwargs)
+        if closure is None:
+            return call.once(args, kwargs)
+        if others or named or guarded_one_pass.obstacle(self.guard, window):
+            return call.with_closure(closure, others, named)
+        with torch.enable_grad():
+            loss = closure()  # what torch's own steps of these optimizers begin with
+        call.once((), {})
+        return loss
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,84 +7,14 @@ changed there by one op, so that no step waits for the host. The rule is in
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from amp_plugin.scaling.moves import moved, stream_number
-
-HysteresisMode = Literal["apex", "megatron", "deepspeed"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LossScaleOptions:
-    """The options of a loss scale, checked.
-
-    Attributes:
-        init_scale: The first scale.
-        growth_factor: Factor of a growth, more than 1.
-        backoff_factor: Factor of a backoff, between 0 and 1.
-        growth_interval: Good optimizer steps in a row before a growth.
-        min_scale: Floor of the scale; None only keeps it above 0.
-        max_scale: Ceiling of the scale; None means float32's largest number.
-        hysteresis: Overflows tolerated before a backoff, the last included.
-        hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
-            ``"deepspeed"`` (a whole growth interval).
-        on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
-
-    Raises:
-        ValueError: A number is out of range, or an option unknown.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    min_scale: float | None = None
-    max_scale: float | None = None
-    hysteresis: int = 1
-    hysteresis_mode: HysteresisMode = "apex"
-    on_min_scale: Literal["hold", "raise"] = "hold"
-    dynamic: bool = True
-
-    def __post_init__(self) -> None:
-        positive("init_scale", self.init_scale)
-        checked_growth_factor(self.growth_factor)
-        checked_backoff_factor(self.backoff_factor)
-        whole("growth_interval", self.growth_interval)
-        whole("hysteresis", self.hysteresis)
-        if self.hysteresis_mode not in ops.HYSTERESIS_MODES:
-            known = ", ".join(ops.HYSTERESIS_MODES)
-            msg = f"hysteresis_mode={self.hysteresis_mode!r} is not known; use one of {known}"
-            raise ValueError(msg)
-        if self.on_min_scale not in {"hold", "raise"}:
-            msg = f"on_min_scale={self.on_min_scale!r} is not known; use 'hold' or 'raise'"
-            raise ValueError(msg)
-        if not self.floor <= self.init_scale <= self.ceiling:
-            msg = (
-                f"init_scale={self.init_scale} is not between min_scale={self.floor} and "
-                f"max_scale={self.ceiling}; change one of the three"
-            )
-            raise ValueError(msg)
-
-    @property
-    def floor(self) -> float:
-        """The smallest scale."""
-        if self.min_scale is None:
-            return min(float(torch.finfo(torch.float32).tiny), float(self.init_scale))
-        return positive("min_scale", self.min_scale)
-
-    @property
-    def ceiling(self) -> float:
-        """The largest scale."""
-        if self.max_scale is None:
-            return float(torch.finfo(torch.float32).max)
-        return positive("max_scale", self.max_scale)
 
 
 class ScaleReading(NamedTuple):
@@ -111,7 +41,7 @@ class ScaleReading(NamedTuple):
 
 
 class LaterScale:
-    """What a loss scale becomes by its next update, for those who wait to know.
+    """The value that a loss scale gets by its next update, for results that show it later.
 
     Attributes:
         value: float32, 0-dim; None before the update.
@@ -285,7 +215,7 @@ class LossScale:
         return at_floor
 
     def tell(self) -> None:
-        """Let those who wait know the present value: an update was applied."""
+        """Give the present value to results of earlier steps: an update was applied."""
         self.later.value = self.snapshot()
         self.later = LaterScale()
 
@@ -362,35 +292,3 @@ class LossScale:
 def capturing(device: torch.device) -> bool:
     """Whether work on ``device`` is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
-def positive(name: str, value: float) -> float:
-    """Return ``value`` as a float, or raise ValueError if it is no finite number above 0."""
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        msg = f"{name}={value!r} is not allowed; give a finite number greater than 0"
-        raise ValueError(msg)
-    return float(value)
-
-
-def whole(name: str, value: int) -> int:
-    """Return ``value`` as an int, or raise ValueError if it is no whole number above 0."""
-    if isinstance(value, bool) or int(value) != value or value < 1:
-        msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
-        raise ValueError(msg)
-    return int(value)
-
-
-def checked_growth_factor(value: float) -> float:
-    """Return the growth factor, or raise ValueError if it would not grow the scale."""
-    if not (math.isfinite(value) and value > 1.0):
-        msg = f"The growth factor must be > 1.0. Got growth_factor={value!r}; the default is 2.0"
-        raise ValueError(msg)
-    return float(value)
-
-
-def checked_backoff_factor(value: float) -> float:
-    """Return the backoff factor, or raise ValueError if it would not lower the scale."""
-    if not 0.0 < value < 1.0:
-        msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; the default is 0.5"
-        raise ValueError(msg)
-    return float(value)

@@ -7,7 +7,12 @@ from typing import Any
 
 import torch
 
-from amp_plugin.scaling.loss_scale import LossScale, LossScaleOptions
+from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions
+from amp_plugin.user_warnings import warn_user
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OUR_KEY = "amp_plugin"
 
 
 class LossScales:
@@ -84,15 +89,42 @@ class LossScales:
             raise RuntimeError(msg)
         return used[0]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the named scales: a host sync."""
-        return {
-            name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
-            for name, loss_scale in self.named.items()
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the state of a scaler, torch's keys and ours: a host sync."""
+        ours = {
+            "hysteresis_tracker": self.default.tolerance(),
+            "skipped_steps": skipped_steps,
+            "losses": {
+                name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
+                for name, loss_scale in self.named.items()
+            },
         }
+        return {**self.default.state_dict(), _OUR_KEY: ours}
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Take over the states of those named scales that it holds."""
+    def load_state_dict(self, saved: dict[str, Any]) -> int:
+        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
+        ours = saved.get(_OUR_KEY, {})
+        self.default.load_state_dict(saved, ours.get("hysteresis_tracker"))
         for name, loss_scale in self.named.items():
-            if name in saved:
-                loss_scale.load_state_dict(saved[name], saved[name].get("hysteresis_tracker"))
+            state = ours.get("losses", {}).get(name)
+            if state is not None:
+                loss_scale.load_state_dict(state, state.get("hysteresis_tracker"))
+        return int(ours.get("skipped_steps", 0))
+
+
+def is_state(given: Any) -> bool:
+    """Whether something is the state of a scaler; warns if it is not."""
+    if isinstance(given, dict) and "scale" in given:
+        return True
+    if not given:
+        warn_user(
+            "The source state dict is empty, possibly because it was saved from a disabled instance of "
+            "GradScaler; the scaler keeps its present scale."
+        )
+        return False
+    keys = ", ".join(map(repr, given)) if isinstance(given, dict) else type(given).__name__
+    warn_user(
+        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
+        "the scaler keeps its present scale. Set one with update(new_scale)."
+    )
+    return False

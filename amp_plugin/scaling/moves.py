@@ -9,8 +9,8 @@ from torch import Tensor
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``, ready for whatever is put on that device next.
 
-    To an accelerator no one waits: what reads the tensor there comes later in the same stream. The host has
-    no stream and reads at once, so a copy to the host waits until it has arrived.
+    A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
+    The host has no stream and reads at once, so a copy to the host waits until it has arrived.
 
     Args:
         tensor: On any device.

@@ -15,7 +15,7 @@ from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.attribution import Attribution
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.loss_scales import LossScales
@@ -23,11 +23,9 @@ from amp_plugin.scaling.parameter_names import ParameterNames, params_of
 from amp_plugin.scaling.shard_layout import ShardLayout
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.units import ScaledBy
 from amp_plugin.scaling.unscaled_gradients import UnscaledGradients
 from amp_plugin.user_warnings import warn_user
-
-# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
-_STEPS_WITHOUT_UPDATE = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,7 +92,6 @@ class OptimizerWindow:
         self.skipped = SkippedSteps()
         self.unscaled = UnscaledGradients()
         self._stage = (OptState.READY, 0)
-        self._steps_since_update = (0, 0)
         self._unchanged = False
         self._trusted = False
         self._open()
@@ -312,7 +309,7 @@ class OptimizerWindow:
         Raises:
             RuntimeError: They did.
         """
-        taken = [param for gradients in self.sets for param in gradients.taken_away]
+        taken = [param for gradients in self.sets for param in gradients.taken_away.seen]
         if taken and not self.has_gradients():
             kind = type(self.optimizer).__name__
             msg = (
@@ -380,22 +377,8 @@ class OptimizerWindow:
             gradients.note_step(self.number)
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
-        self._warn_without_update(loss_scale)
         if self.skipped.all_in_a_row():
             warn_user(self._all_skipped_text())
-
-    def _warn_without_update(self, loss_scale: LossScale) -> None:
-        updates = self._shared.scales.updates_requested
-        steps, counted_since = self._steps_since_update
-        steps = steps + 1 if counted_since == updates else 1
-        self._steps_since_update = (steps, updates)
-        if steps == _STEPS_WITHOUT_UPDATE and loss_scale.options.dynamic:
-            msg = (
-                f"{steps} steps of {type(self.optimizer).__name__} without scaler.update(): the loss "
-                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
-                "per iteration, or make the scaler with dynamic=False."
-            )
-            warn_user(msg)
 
     def _all_skipped_text(self) -> str:
         report = "" if self.result is None else f" ({self.result.overflow_report().summary()})"

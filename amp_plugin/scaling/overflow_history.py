@@ -1,6 +1,6 @@
 """Overflows that were seen in gradients since their optimizer last stepped.
 
-A step with a gradient that was not finite is skipped, also if somebody has since written over it:
+A step with a gradient that was not finite is skipped, also if user code has since written over it:
 clipping by value turns an infinity into a number, and the step would be as wrong.
 """
 
@@ -55,7 +55,7 @@ class OverflowHistory:
         return list(self._measurements)
 
     def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
-        """Forget all if the gradients are zero now: who sets them to zero has dropped the batch.
+        """Forget all if the gradients are zero now: setting them to zero drops the batch.
 
         Args:
             measurements: Of the present gradients; no host sync.

@@ -10,11 +10,12 @@ from operator import is_
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.gradient_set import GradientSet, ScaledBy
+from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import ScaleReading
 from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.scaling.units import ScaledBy
 
 
 class Registry:
@@ -183,7 +184,7 @@ class Registry:
         if reading is None:
             return GradientSet(params, owners, ScaledBy(self._shared.scales.default))
         gradients = GradientSet(params, owners, ScaledBy(reading.loss_scale))
-        gradients.assume_reached()
+        gradients.taken_away.assume_reached()
         if gradients.has_gradients():
             gradients.awaited_owners = owners
             change = reading.change()

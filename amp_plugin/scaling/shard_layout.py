@@ -24,6 +24,11 @@ class ShardLayout(NamedTuple):
     mesh: DeviceMesh
     sharded: tuple[bool, ...]
 
+    @classmethod
+    def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
+        """Read a DTensor's; FSDP2 over tensor parallelism has kinds of placements of its own."""
+        return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
+
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
     """Return this rank's part of ``param.grad``, and the layout of the whole.
@@ -34,7 +39,7 @@ def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
     grad: Any = param.grad
     if not _is_dtensor(grad):
         return grad, None
-    if any(placement.is_partial() for placement in grad.placements):
+    if is_partial(grad.placements):
         from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- only DTensor users pay for it
 
         whole = [Replicate() if p.is_partial() else p for p in grad.placements]
@@ -42,12 +47,12 @@ def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
     local = grad._local_tensor
     if type(local).__name__ == "AsyncCollectiveTensor":
         local = local.wait()
-    return local, ShardLayout(grad.device_mesh, _sharded(grad.placements))
+    return local, ShardLayout.of(grad.device_mesh, grad.placements)
 
 
-def _sharded(placements: Sequence[Any]) -> tuple[bool, ...]:
-    """Along which mesh dimensions elements differ; FSDP2 over tensor parallelism has kinds of its own."""
-    return tuple(not (placement.is_replicate() or placement.is_partial()) for placement in placements)
+def is_partial(placements: Sequence[Any]) -> bool:
+    """Whether ranks hold summands of a DTensor's elements."""
+    return any(placement.is_partial() for placement in placements)
 
 
 def _is_dtensor(grad: Tensor) -> bool:
@@ -72,5 +77,5 @@ def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
     for param in params:
         if _is_dtensor(param):
             tensor: Any = param
-            found[ShardLayout(tensor.device_mesh, _sharded(tensor.placements))] = None
+            found[ShardLayout.of(tensor.device_mesh, tensor.placements)] = None
     return tuple(found)

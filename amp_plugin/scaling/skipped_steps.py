@@ -9,7 +9,7 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.step_result import HostFlag
 
 RUN = 50
-"""So many skipped steps in a row are worth a warning."""
+"""Skipped steps in a row that are worth a warning."""
 
 
 class SkippedSteps:

@@ -88,7 +88,7 @@ class StepResult:
 
     @classmethod
     def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
-        """Return the result of a step without a loss scale: taken, its norm if somebody has measured it."""
+        """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
         never = torch.zeros((), device="cpu")
         return cls(
             norm=norm,

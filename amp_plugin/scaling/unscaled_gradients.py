@@ -9,14 +9,7 @@ from torch import Tensor
 
 from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradients import (
-    GradientBatch,
-    GradientLedger,
-    Measurement,
-    batch_gradients,
-    make_ledger,
-    native_batch,
-)
+from amp_plugin.scaling.gradients import GradientLedger, Measurement, batches_of, make_ledger
 from amp_plugin.scaling.moves import moved
 from amp_plugin.scaling.shard_layout import ShardLayout
 
@@ -28,10 +21,10 @@ Found = tuple[list[Measurement], Tensor, Tensor]
 
 
 class UnscaledGradients:
-    """The norm that somebody has taken already, and a way to read the gradients as they are.
+    """The norm, clip and measurement of one optimizer's gradients, from one step to the next.
 
     Attributes:
-        norm: Of the gradients before clipping, 0-dim; None if nobody has taken it.
+        norm: Of the gradients before clipping, 0-dim; None if it was not taken.
         clip: A clip left to the next step, which works it in as it reads gradients; None if there is none.
         changes_early: Whether the optimizer changes weights before the last call of its closure; None if no
             step has shown it yet.
@@ -43,7 +36,7 @@ class UnscaledGradients:
         self.changes_early: bool | None = None
         self._clip_norm: Tensor | None = None
         self._trusted = False
-        self._left: FoldedClip | None = None  # a clip that the last step took and did not write
+        self._left: FoldedClip | None = None  # a clip that the last step worked in without writing gradients
         self._found: Found | None = None  # what a folded clip has measured
         self._ledger = make_ledger()
         self._ones: dict[torch.device, Tensor] = {}
@@ -91,8 +84,8 @@ class UnscaledGradients:
         self._found, self._trusted = None, False
         return found
 
-    def forget_clip_of_others(self, params: list[Tensor]) -> None:
-        """Forget a folded clip whose gradients were dropped: those that are there are new ones."""
+    def forget_dropped_clip(self, params: list[Tensor]) -> None:
+        """Forget a folded clip if its gradients were dropped and new ones have come."""
         if self.clip is not None and self._ledger.compare(params, _CLIPPED) == GradientLedger.NEW:
             self._drop_clip()
 
@@ -126,7 +119,7 @@ class UnscaledGradients:
         self.clip, self._found = None, None
 
     def _multiply_(self, params: list[Tensor], factor: Tensor) -> None:
-        for batch in self._batches(params):
+        for batch in batches_of(self._ledger, params):
             batch.multiply_(moved(factor, batch.device))
 
     # -- reading ------------------------------------------------------------------------------
@@ -148,20 +141,15 @@ class UnscaledGradients:
             norm_type: The order of the norm.
 
         Returns:
-            What was found; None if nobody has gradients.
+            What was found; None if there are no gradients, on no rank.
         """
         measured = [
-            Measurement(*batch.norm_check(self._one(batch.device), norm_type), batch.positions, batch.layout)
-            for batch in self._batches(params)
+            batch.norm_check(self._one(batch.device), norm_type) for batch in batches_of(self._ledger, params)
         ]
         if not (measured or layouts or ranks.groups):
             return None
         device = measured[0].norm.device if measured else params[0].device
         return measured, *ranks.combine(measured, norm_type, device, layouts)
-
-    def _batches(self, params: list[Tensor]) -> list[GradientBatch]:
-        plain = native_batch(self._ledger, params)
-        return batch_gradients(params) if plain is None else [plain]
 
     def _one(self, device: torch.device) -> Tensor:
         if device not in self._ones:

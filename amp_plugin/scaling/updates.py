@@ -8,6 +8,7 @@ from torch import Tensor
 
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.loss_scales import LossScales
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.skipped_steps import SkippedSteps
 from amp_plugin.scaling.step_result import HostFlag, StepResult
@@ -23,6 +24,10 @@ _AT_FLOOR = (
     "gradients overflowed although the loss scale is at min_scale: lowering it further does not help. Look "
     "at last_step(optimizer).overflow_report(), lower min_scale, or use bfloat16."
 )
+
+
+# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
+_STEPS_WITHOUT_UPDATE = 200
 
 
 class Updates:
@@ -42,11 +47,23 @@ class Updates:
         self._requested = False
         self._at_floor: list[HostFlag] = []
         self._told_of_floor = False
+        self._steps_since_update: dict[int, int] = {}  # of each window, by its number
         self.skipped = SkippedSteps()
 
-    def note_step(self, result: StepResult) -> None:
-        """Count a step that was taken or skipped."""
+    def note_step(self, window: OptimizerWindow, result: StepResult) -> None:
+        """Count a step that was taken or skipped; warn once if no update ever follows."""
         self.skipped.add(result.found_inf)
+        steps = self._steps_since_update[window.number] = self._steps_since_update.get(window.number, 0) + 1
+        if steps == _STEPS_WITHOUT_UPDATE and window.result_scale.options.dynamic:
+            warn_user(
+                f"{steps} steps of {type(window.optimizer).__name__} without scaler.update(): the loss "
+                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
+                "per iteration, or make the scaler with dynamic=False."
+            )
+
+    def _count_update(self) -> None:
+        self._scales.updates_requested += 1
+        self._steps_since_update.clear()
 
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits.
@@ -55,7 +72,7 @@ class Updates:
             FloatingPointError: An overflow at the floor is known of, with ``on_min_scale="raise"``.
         """
         self._tell_of_floor()
-        self._scales.updates_requested += 1
+        self._count_update()
         if self.skipped.count is None and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
@@ -71,7 +88,7 @@ class Updates:
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
         self._tell_of_floor()
-        self._scales.updates_requested += 1
+        self._count_update()
         self._requested = False
         for loss_scale in self._scales.materialized():
             loss_scale.found_inf = None
@@ -130,7 +147,7 @@ class Updates:
         """Raise if float16 gradients wait that a new scale would have to be written into.
 
         Args:
-            call: Who asks, for the error.
+            call: The call that asks, for the error.
         """
         for window in self._registry:
             for gradients in window.sets:

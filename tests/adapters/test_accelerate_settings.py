@@ -9,7 +9,7 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate.settings import OPTIONS, AdapterOptions, resolve
-from amp_plugin.scaling.loss_scale import LossScaleOptions
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from tests.adapters.accelerate_pair import reset
 
 

@@ -23,7 +23,7 @@ from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPre
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
 from amp_plugin.scaling.gradient_set import GradientSet
-from amp_plugin.scaling.loss_scale import LossScaleOptions
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
     Linear,

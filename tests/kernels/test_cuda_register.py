@@ -121,8 +121,6 @@ def test_a_machine_without_cuda_says_so():
 def test_defining_the_ops_neither_starts_cuda_nor_loads_the_compiler():
     code = (
         "import sys, torch, amp_plugin.kernels.ops; "
-        "assert not torch.cuda.is_initialized(); "
-        "assert 'amp_plugin.kernels.cuda.compile' not in sys.modules; "
-        "assert 'cuda.core' not in sys.modules"
+        "print(torch.cuda.is_initialized(), {'amp_plugin.kernels.cuda.compile', 'cuda.core'} & {*sys.modules})"
     )
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+    assert subprocess.check_output([sys.executable, "-W", "error", "-c", code], text=True) == "False set()\n"

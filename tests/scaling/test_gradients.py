@@ -129,9 +129,9 @@ def test_batches_by_device_and_kind():
     params[4].grad = torch.sparse_coo_tensor([[0, 0]], [3.0, 4.0], (4,), check_invariants=True)
     (batch,) = batch_gradients(params)
     assert batch.positions == [0, 2, 3, 4]
-    norm, found, flags = batch.norm_check(torch.tensor(1.0), 2.0)
-    assert norm.item() == pytest.approx(math.sqrt(4 + 4 + 4 + 49))
-    assert (found.item(), flags.tolist()) == (0.0, [0] * 4)
+    measured = batch.norm_check(torch.tensor(1.0), 2.0)
+    assert measured.norm.item() == pytest.approx(math.sqrt(4 + 4 + 4 + 49))
+    assert (measured.found_inf.item(), measured.flags.tolist()) == (0.0, [0] * 4)
     assert params[4].grad.is_coalesced()
 
 

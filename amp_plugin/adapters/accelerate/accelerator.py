@@ -24,6 +24,7 @@ from amp_plugin.adapters.accelerate.forward import MixedForward
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
+from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
 from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation
 from amp_plugin.adapters.float8 import leave_out, refuse_device
@@ -105,7 +106,7 @@ class AmpAccelerator(Accelerator):
             explain=self._explain,
         )
         self._recorder = Recorder()
-        self._logged: dict[int, StepResult | None] = {}
+        self._metrics = StepMetrics()
         ask_in_transformers()
         self._wanted_in_fp32: Sequence[str] = self._options.fp32_modules
         self._found_in_fp32: set[str] = set()
@@ -433,10 +434,7 @@ class AmpAccelerator(Accelerator):
 
         1.0 and 0 where nothing is scaled; empty where another engine steps (DeepSpeed, ...).
         """
-        if not self._engaged:
-            return {}
-        scaler = self._grad_scaler
-        return {"loss_scale": scaler.get_scale(), "skipped_steps": scaler.skipped_steps()}
+        return scale_and_skips(self._grad_scaler) if self._engaged else {}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Log to all trackers as Accelerator does, after optimizer steps the loss scale, skips and norms too.
@@ -456,16 +454,8 @@ class AmpAccelerator(Accelerator):
         """
         if not self._engaged:
             return {}
-        results = [self._grad_scaler.result_of(torch_optimizer(optimizer)) for optimizer in self._optimizers]
-        stepped = {i: result for i, result in enumerate(results) if result is not self._logged.get(i)}
-        self._logged = dict(enumerate(results))
-        names = ["grad_norm"] if len(results) == 1 else [f"grad_norm/{i}" for i in range(len(results))]
-        norms = {
-            names[i]: result.norm.item()
-            for i, result in stepped.items()
-            if result is not None and result.norm is not None
-        }
-        return {**self.amp_metrics(), **norms} if stepped else {}
+        optimizers = map(torch_optimizer, self._optimizers)
+        return self._metrics.since_last_time(self._grad_scaler, optimizers)
 
     # -- checkpoints and the end -----------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.refusals import naming_unprepared, refuse_before_backward
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.parameter_names import params_of
 
 Parameters = Optimizer | Tensor | Iterable[Tensor]
 
@@ -17,7 +18,7 @@ Parameters = Optimizer | Tensor | Iterable[Tensor]
 def parameters_of(given: Parameters) -> list[Tensor]:
     """Return the parameters of an optimizer, or those given as such."""
     if isinstance(given, Optimizer):
-        return [param for group in given.param_groups for param in group["params"]]
+        return list(params_of(given))
     return [given] if isinstance(given, Tensor) else list(given)
 
 
@@ -37,7 +38,7 @@ def clip_norm(
         RuntimeError: no loss has been scaled yet, or parameters belong to no prepared optimizer.
     """
     refuse_before_backward(scaler, "clip_grad_norm_()")
-    owners = list(_optimizers_of(scaler, params)) if fold else []
+    owners = scaler.optimizers_of(params) if fold else []
     target = owners[0] if len(owners) == 1 else params
     with naming_unprepared(scaler, params, "clip_grad_norm_()"):
         return scaler.clip_grad_norm_(target, max_norm, norm_type, fold=fold)
@@ -63,14 +64,6 @@ def norm_so_far(scaler: GradScaler, params: list[Tensor], norm_type: float) -> T
 
 def note_norm(scaler: GradScaler, params: list[Tensor], norm: Tensor | None) -> None:
     """Keep a norm that Accelerate has measured for the optimizer that has these parameters."""
-    for optimizer in _optimizers_of(scaler, params):
-        if norm is not None:
+    if norm is not None:
+        for optimizer in scaler.optimizers_of(params):
             scaler.note_norm(optimizer, norm)
-
-
-def _optimizers_of(scaler: GradScaler, params: list[Tensor]) -> Iterator[Optimizer]:
-    """Yield the optimizers that have exactly these parameters."""
-    given = set(map(id, params))
-    for optimizer in scaler.optimizers:
-        if given == set(map(id, parameters_of(optimizer))):
-            yield optimizer

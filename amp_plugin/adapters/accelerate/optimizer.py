@@ -73,7 +73,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         """Whether this optimizer's step was skipped in the present iteration.
 
         Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``. As in
-        Accelerate, who sets ``_is_overflow`` says of a step that was taken elsewhere that it was skipped.
+        Accelerate, code that steps elsewhere sets ``_is_overflow`` to say that its step was skipped.
         """
         return self._skips.skipped(id(self)) or bool(self._is_overflow)
 

@@ -23,7 +23,7 @@ from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown
 from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
-from amp_plugin.scaling.loss_scale import HysteresisMode, LossScaleOptions
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.sharding.dtype_plan import ReduceName
 from amp_plugin.weights.forms import WeightsName
@@ -160,7 +160,7 @@ class Settings:
     """The options in force.
 
     Attributes:
-        values: option -> value; options nobody set are absent.
+        values: option -> value; options that are not set are absent.
         sources: option -> what set it.
         enabled: ``GradScalerKwargs(enabled=...)``.
         cache_enabled: ``AutocastKwargs(cache_enabled=...)``.
@@ -174,7 +174,7 @@ class Settings:
     autocast_enabled: bool = True
 
     def get(self, option: str, default: Any = None) -> Any:
-        """Return an option's value, or ``default`` if nobody set it."""
+        """Return an option's value, or ``default`` if it is not set."""
         return self.values.get(option, default)
 
     def loss_scale(self) -> LossScaleOptions:

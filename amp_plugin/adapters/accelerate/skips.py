@@ -22,7 +22,7 @@ class SkipLedger:
 
     Args:
         exact: wait for the device instead, at each step.
-        max_in_a_row: so many skipped steps of one optimizer in a row end the run; 0: never.
+        max_in_a_row: skipped steps of one optimizer in a row that end the run; 0: never.
         explain: returns what running the last of them again has shown.
     """
 

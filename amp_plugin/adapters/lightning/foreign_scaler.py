@@ -37,7 +37,7 @@ class ForeignScaler(GradScaler):
 
     A plugin asks it whatever it asks a scaler of ours. One step is::
 
-        theirs.unscale_(optimizer)    unless a fused optimizer does it, and nobody clips
+        theirs.unscale_(optimizer)    unless a fused optimizer does it, and nothing is clipped
         theirs.step(optimizer)
         theirs.update()               nothing of all this where no gradient is
 

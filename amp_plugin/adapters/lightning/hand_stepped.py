@@ -13,7 +13,7 @@ from amp_plugin.scaling.step_result import StepResult
 class HandSteppedSchedulers:
     """Whether an optimizer's schedulers sit out its last step; LateSkips says when.
 
-    Costs nothing for optimizers that nobody has asked about.
+    Costs nothing for optimizers that were never asked about.
 
     Args:
         exact: wait for the device after each step, so that every skip is known at once.

@@ -39,7 +39,7 @@ from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.loss_scale import HysteresisMode
+from amp_plugin.scaling.loss_scale_options import HysteresisMode
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
@@ -328,7 +328,7 @@ class PrecisionCore:
         """Return what became of an optimizer's last step, in any precision.
 
         Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
-        ``on_nonfinite="ignore"`` unless somebody has measured it: AmpMonitor, or a clip.
+        ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
 
         Args:
             optimizer: the framework's or torch's.

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.scaling.parameter_names import params_of
+
 
 class StrayGradients:
     """The gradients that came from another backward, whose loss was not scaled.
@@ -66,11 +68,6 @@ class StrayGradients:
             for param, stray in found
             if stray is not None and param.grad is not None and stray() is param.grad
         ]
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters of an optimizer."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def stray_text(optimizer: Optimizer, strays: list[Tensor], names: list[str]) -> str:

@@ -31,9 +31,11 @@ from amp_plugin.adapters.lightning.strategies import (
     refuse_unsupported,
     scaler_options,
 )
-from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, params_of, stray_text
+from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
+from amp_plugin.adapters.lightning.user_hooks import UserHooks
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.scaling.parameter_names import params_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -107,9 +109,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._strays = StrayGradients()
         self._averages = Averages()
         self._manual = False
-        self._looked_at: bool | None = None
-        self._user_clips: bool | None = None
-        self._keeps_gradients: bool | None = None
+        self._user_hooks: UserHooks | None = None
         self._leaves_clip_to_step = False
         self._window = 1
         self._sharded_root: Any = None
@@ -146,7 +146,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
-        self._looked_at = self._user_clips = self._keeps_gradients = None
+        self._user_hooks = None
         self._holds.clear()
         self._weights.add([model], optimizers)
         if self._fitting:
@@ -164,6 +164,7 @@ class TrainerPrecision(TrainerCheckpoints):
         """End the run."""
         self._strays.release()
         self._averages.release()
+        self._user_hooks = None  # it holds the module
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
@@ -293,7 +294,7 @@ class TrainerPrecision(TrainerCheckpoints):
             self._unscale(optimizer, model)
         elif self.observers and self._norm_is_lost(model):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._nobody_sees_a_clip(model)
+        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._is_clip_unseen(model)
         try:
             self._plain._after_closure(self, model, optimizer)
         finally:
@@ -310,46 +311,34 @@ class TrainerPrecision(TrainerCheckpoints):
         """Whether nothing else takes the norm of unscaled gradients, or only once they were changed."""
         trainer = model.trainer
         by_value = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm == "value"
-        return not self._may_skip or (not self._manual and (by_value or self._gradients_are_looked_at(model)))
+        return not self._may_skip or (not self._manual and (by_value or self._hooks_of(model).read_gradients))
 
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
-        """Refuse gradients that nobody scaled; unscale the others if a hook may read them."""
+        """Refuse gradients of unscaled losses; unscale the others if a hook may read them."""
         scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
         self._stepped_after[id(optimizer)] = self._backwards
         if self._manual:
             self._refuse_stray_gradients(optimizer, scaled=scaled)
-        if scaled and self._gradients_are_looked_at(model):
+        if scaled and self._hooks_of(model).read_gradients:
             self._scaler.ensure_unscaled(optimizer)
 
-    def _gradients_are_looked_at(self, model: Any) -> bool:
-        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
-        if self._looked_at is None:
-            self._looked_at = self._is_overridden("configure_gradient_clipping", model) or any(
-                self._is_overridden(hook, owner)
-                for owner in (model, *model.trainer.callbacks)
-                for hook in ("on_before_optimizer_step", "on_before_zero_grad")
-            )
-        return self._looked_at
-
-    def _nobody_sees_a_clip(self, model: Any) -> bool:
+    def _is_clip_unseen(self, model: Any) -> bool:
         """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
-        if self._keeps_gradients is None:
-            self._keeps_gradients = self._is_overridden("optimizer_zero_grad", model)
-        return (
-            self._is_clipped_last(model)
-            and not self._keeps_gradients
-            and not self._gradients_are_looked_at(model)
-        )
+        hooks = self._hooks_of(model)
+        return self._is_clipped_last(model) and not (hooks.keep_gradients or hooks.read_gradients)
 
     def _is_clipped_last(self, model: Any) -> bool:
         """Whether the step follows on Lightning's own clipping, without user code in between."""
-        if self._user_clips is None:
-            methods = ("configure_gradient_clipping", "clip_gradients")
-            self._user_clips = any(self._is_overridden(method, model) for method in methods)
-        return not (self._manual or self._user_clips) and (model.trainer.gradient_clip_val or 0) > 0
+        clips = (model.trainer.gradient_clip_val or 0) > 0
+        return clips and not (self._manual or self._hooks_of(model).clip)
+
+    def _hooks_of(self, model: Any) -> UserHooks:
+        if self._user_hooks is None:
+            self._user_hooks = UserHooks(model, self.package.utilities.model_helpers.is_overridden)
+        return self._user_hooks
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """Raise if gradients did not come from ``manual_backward``: nobody scaled their loss."""
+        """Raise if gradients did not come from ``manual_backward``: their loss was not scaled."""
         strays = self._strays.of(optimizer)
         if not scaled and self._scaler.has_new_gradients(optimizer):
             strays = [param for param in params_of(optimizer) if param.grad is not None]
@@ -396,11 +385,6 @@ class TrainerPrecision(TrainerCheckpoints):
     def _plain(self) -> Any:
         """The framework's plain Precision: its hooks without scaling."""
         return self.package.plugins.Precision
-
-    def _is_overridden(self, hook: str, owner: Any) -> bool:
-        """Say whether a user has written this hook of a module or a callback."""
-        overridden: bool = self.package.utilities.model_helpers.is_overridden(hook, owner)
-        return overridden
 
 
 def _longest_window(trainer: Any) -> int:

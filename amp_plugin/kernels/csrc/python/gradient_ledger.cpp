@@ -21,6 +21,7 @@
 #include "../cuda_gradients.h"
 #include "binding.h"
 #include "direct_call.h"
+#include "local_gradient.h"
 
 namespace amp_plugin {
 namespace {
@@ -91,7 +92,7 @@ std::vector<at::Tensor> gradients(List params) {
   grads.reserve(params.size());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor& grad = grad_of(param_at(params, i));
-    if (grad.defined()) grads.push_back(grad);
+    if (grad.defined()) grads.push_back(local_part(grad));
   }
   return grads;
 }
@@ -106,7 +107,8 @@ class BorrowedGradients {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& grad = grad_of(param_at(params, i));
       if (!grad.defined()) continue;
-      new (next++) at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+      new (next++)
+          at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(local_part(grad)));  // never destroyed
       ++count_;
     }
   }
@@ -198,6 +200,26 @@ class GradientLedger {
     return {python::owned(THPDevice_New(first->device())), has_all ? python::none() : to_python(present)};
   }
 
+  // All gradients by device and by how they are sharded: (DTensor spec or None, device, positions) for each
+  // kind, in the order of the first of each. None if one is neither plain nor a DTensor around plain memory.
+  Owned survey_shards(List params) const {
+    std::vector<ShardGroup> groups;
+    for (size_t i = 0; i < params.size(); ++i) {
+      const at::Tensor& grad = grad_of(param_at(params, i));
+      if (!grad.defined()) continue;
+      Sharding sharding;
+      if (!is_plain(grad)) {
+        std::optional<Sharding> found = sharding_of(grad);
+        if (!found) return python::none();
+        sharding = std::move(*found);
+      }
+      const at::Tensor& part = local_part(grad);
+      if (!is_plain(part) || !is_supported(part.scalar_type())) return python::none();
+      group_of(groups, std::move(sharding), part.device()).positions.push_back(static_cast<int64_t>(i));
+    }
+    return to_python(groups);
+  }
+
   int64_t first_half(List params) const {
     for (size_t i = 0; i < params.size(); ++i) {
       const at::Tensor& grad = grad_of(param_at(params, i));
@@ -260,6 +282,7 @@ bool add_gradient_ledger(PyObject* module) {
       method<Ledger, &Ledger::compare>("compare"),
       method<Ledger, &Ledger::split>("split"),
       method<Ledger, &Ledger::survey>("survey"),
+      method<Ledger, &Ledger::survey_shards>("survey_shards"),
       method<Ledger, &Ledger::first_half>("first_half"),
       method<Ledger, &Ledger::hooked>("hooked"),
       method<Ledger, &Ledger::norm_check>("norm_check"),
