@@ -21,6 +21,7 @@ from rich.markup import escape
 import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
+from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.terminal import fail, show
 
 app = typer.Typer(
@@ -170,6 +171,7 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
+    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -184,6 +186,7 @@ def casts(
     from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
 
     program = program_of(script, as_module=as_module, command="casts")
+    warn_of_misplaced_options(context, script, arguments or [])
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:

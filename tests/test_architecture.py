@@ -69,6 +69,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.weights",
     },
     "amp_plugin.terminal": set(),
+    "amp_plugin.misplaced_options": set(),
     "amp_plugin.program": set(),
     "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
     "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
@@ -80,6 +81,7 @@ PARTS: dict[str, set[str]] = {
     },
     "amp_plugin.numerics_commands": {
         "amp_plugin.command_arguments",
+        "amp_plugin.misplaced_options",
         "amp_plugin.numerics",
         "amp_plugin.program",
         "amp_plugin.terminal",
@@ -106,6 +108,7 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.model_examination"}
+    | {"amp_plugin.misplaced_options"}
     | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},

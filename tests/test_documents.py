@@ -14,6 +14,7 @@ from urllib.parse import unquote
 import pytest
 
 import amp_plugin
+from docs.api_tables import with_tables
 from tests.warm_processes import run_program
 
 ROOT = Path(__file__).parent.parent
@@ -72,6 +73,20 @@ def test_every_name_that_users_import_has_a_section_in_the_reference() -> None:
     public = {name for name in dir(amp_plugin) if not name.startswith("_")}
     assert "diagnose_skip" in public & used
     assert (public | used) - set(described) == set()
+
+
+def test_the_tables_of_the_reference_are_those_of_the_docstrings() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    assert page == with_tables(page), "run: python -m docs.api_tables"
+    rows = re.findall(r"^\| `([\w.]+)` \| (.+) \|$", page, re.MULTILINE)
+    sections = re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE)
+    assert [name.rpartition(".")[2] for name, _ in rows] == [name.rpartition(".")[2] for name in sections]
+    assert {f"amp_plugin.{name}" for name in dir(amp_plugin) if not name.startswith("_")} <= dict(rows).keys()
+    assert with_tables("# A\n\n## B\n\nold\n\n::: amp_plugin.casting.region.autocast\n") == (
+        "# A\n\n## B\n\n| name | what it is |\n|---|---|\n"
+        "| `amp_plugin.autocast` | Run a region of a program in mixed precision. |\n"
+        "\nold\n\n::: amp_plugin.casting.region.autocast\n"
+    )
 
 
 def test_the_readme_names_commands_that_exist() -> None:

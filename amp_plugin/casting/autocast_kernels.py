@@ -50,6 +50,7 @@ class AutocastKernels:
         self.are_native = False
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
+        self._followed: dict[str, int] = {}  # device type -> rule set of torch's own blocks
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
@@ -134,6 +135,12 @@ class AutocastKernels:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
         if self.are_native:
             torch.ops.amp_plugin._set_default_rules(device_type, number)
+            self._followed[device_type] = number
+            self.checked.clear()  # regions made from now on ask again
+
+    def followed(self, device_type: str) -> int:
+        """Return the number of the rule set that blocks outside our regions follow."""
+        return self._followed.get(device_type, NO_RULES)
 
     def innermost_regions(self) -> list[tuple[int, int, bool]]:
         """Return this thread's innermost regions: device number, rule set, cache flag."""

@@ -47,12 +47,15 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
 def number_by_default(device_type: str) -> int:
     """Return the number of the rules that regions without rules of their own follow on a device.
 
-    Where the environment names a rules file, ``torch.autocast`` blocks follow it from now on, too.
+    Those of ``set_default_rules`` come first, then the file that the environment names: ``torch.autocast``
+    blocks follow it from now on, too.
 
     Raises:
         ValueError: the file is missing or holds no rules.
         RuntimeError: it holds other rules than the default ones, and there is no native core.
     """
+    if (followed := KERNELS.followed(device_type)) not in {NO_RULES, DEFAULT}:
+        return followed
     rules = environment_rules(device_type)
     if rules is None:
         return DEFAULT
@@ -78,6 +81,7 @@ def rules_of(number: int) -> OpRules | None:
 def set_default_rules(rules: OpRules | None) -> None:
     """Make every autocast block of the process follow our rules, torch's own blocks included.
 
+    A region of ours that was given rules keeps them, and so does one that was made before this call.
     Adapters call it for the length of a run: so the rules reach checkpoint's recomputation,
     DataParallel's threads and ``torch.autocast`` blocks inside models. Call it before threads
     compile with ``torch.compile``: only the calling thread's guards see rules unlike torch's.

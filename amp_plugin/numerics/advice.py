@@ -8,7 +8,6 @@ import torch
 
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.finding import Finding
-from amp_plugin.numerics.op_call import is_low_precision
 from amp_plugin.numerics.tensor_summary import TensorSummary
 
 _PRODUCTS = frozenset(
@@ -43,6 +42,19 @@ def advice_for(finding: Finding, base: str, exponent: float | None = None) -> st
     if base in _DIVISIONS and _divides_by_zero(finding):
         return f"{base} by 0: add an eps to the divisor or mask it before the division." + _of_a_root(finding)
     return _about_overflow(finding, base, exponent)
+
+
+def is_cured_by_fp32(finding: Finding, base: str) -> bool:
+    """Say whether an op overflowed a dtype whose range is smaller than fp32's.
+
+    Args:
+        finding: without advice.
+        base: the op's plain name.
+    """
+    at_a_pole = (base in _LOGS and _touches_zero(finding, base)) or (
+        base in _DIVISIONS and _divides_by_zero(finding)
+    )
+    return finding.kind == "made" and not finding.values.nan and _is_narrow(finding.dtype) and not at_a_pole
 
 
 def _about_what_came_in(finding: Finding) -> str:
@@ -109,12 +121,14 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
     )
     if base == "_to_copy":
         cause = f"{largest:.5g} is beyond {finding.limit:.5g}, the largest number of {dtype}"
-    if finding.direction == "backward" and is_low_precision(finding.dtype):
+    if finding.direction == "backward" and _is_narrow(finding.dtype):
+        has_ways = finding.in_block and (finding.rule_names or finding.cures)
+        way = _in_fp32(finding) if has_ways else "look at how large the loss is, and whether it grows"
         return (
             f"{cause}. In {dtype} a loss scale does so while it is too large, and GradScaler halves it: if "
-            f"steps are skipped again and again, {_in_fp32(finding)}."
+            f"steps are skipped again and again, {way}."
         )
-    if not is_low_precision(finding.dtype):
+    if not _is_narrow(finding.dtype):
         return f"{cause}: the numbers grow. Lower the learning rate, clip gradients, normalise what goes in."
     if base in _PRODUCTS:
         return (
@@ -123,17 +137,26 @@ def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:
     if base in _SUMS:
         return f"{cause}: divide before the sum, or {_in_fp32(finding)}."
     if base == "_to_copy":
-        return f"{cause}: keep it in fp32, or {_in_fp32(finding, rule=False)}."
+        return f"{cause}: keep it in fp32, or {_in_fp32(finding)}."
     return f"{cause}; {_in_fp32(finding)}."
 
 
-def _in_fp32(finding: Finding, *, rule: bool = True) -> str:
+def _in_fp32(finding: Finding) -> str:
     """Say how the op comes to run in fp32."""
-    names = finding.rule_names
-    listed, given = " and ".join(names), f'"{names[0]}"' if len(names) == 1 else "name"
-    give = f'give {listed} the rule fp32 (rules.with_rule({given}, "fp32"))' if rule else ""
-    module = finding.module or "module"
-    return " or ".join(filter(None, (give, f"run_in(torch.float32)({module})")))
+    ways = []
+    if finding.rule_names:
+        ways.append(f"give {' and '.join(finding.rule_names)} the rule fp32")
+    if not finding.in_block:
+        inside = [f"{way} in an autocast block, of which none is open here" for way in ways]
+        return " or ".join([*inside, "call float() on its input"])
+    if any("the module" in cure.place for cure in finding.cures):
+        ways.append(f"run {finding.module} in fp32")
+    return " or ".join(ways) or "call float() on its input in a block with autocast disabled"
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    """Whether fp32 has numbers far beyond the dtype's largest; beyond that of bf16 it has hardly any."""
+    return torch.finfo(dtype).max < 0.5 * torch.finfo(torch.float32).max
 
 
 def input_limit(base: str, largest: float, exponent: float | None = None) -> float | None:

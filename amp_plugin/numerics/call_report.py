@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.advice import advice_for
+from amp_plugin.numerics.advice import advice_for, is_cured_by_fp32
+from amp_plugin.numerics.cures import cures_of
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.forward_sites import ForwardSites, Site
+from amp_plugin.numerics.forward_sites import ForwardSites, Site, in_autocast_block
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, arguments_of, scalars_of
 from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.places import called_from
+from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.rank import rank_of_process
 from amp_plugin.numerics.region_rules import rule_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary, summarise
@@ -29,6 +31,7 @@ class CallReport:
         args, kwargs: what it was given.
         modules: knows which module runs.
         sites: know the forward ops of a backward pass.
+        progress: knows which pass runs.
     """
 
     def __init__(
@@ -38,17 +41,23 @@ class CallReport:
         kwargs: Mapping[str, Any],
         modules: ModulePaths,
         sites: ForwardSites,
+        progress: Progress,
     ) -> None:
         self.traits = traits
         self.arguments = arguments_of(traits, args, kwargs)
         self.node = torch._C._current_autograd_node()
         self._args, self._kwargs = args, kwargs
-        self._modules, self._sites = modules, sites
+        self._modules, self._sites, self._progress = modules, sites, progress
 
     @property
     def is_backward(self) -> bool:
         """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
         return self.node is not None and not torch.is_grad_enabled()
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether autograd adds a gradient to that of a leaf."""
+        return self.is_backward and self.node.name().endswith("AccumulateGrad")
 
     @property
     def scalars(self) -> dict[str, float]:
@@ -58,7 +67,7 @@ class CallReport:
     def site(self) -> Site:
         """Return where the op was called; in a backward pass, where its forward op was."""
         forward = self._sites.of(self.node) if self.node is not None else None
-        return forward or Site(self.traits.name, self._modules.current(), called_from())
+        return forward or Site(self.traits.name, self._modules.current(), called_from(), in_autocast_block())
 
     def finding(
         self,
@@ -96,7 +105,13 @@ class CallReport:
             inputs=tuple(self._summary(argument) for argument in shown),
             numbers=tuple(self.scalars.items()),
             rank=rank_of_process(),
+            moment=self._progress.now(in_backward=self.is_backward),
+            device_type=result.device.type,
+            in_block=site.in_block,
         )
+        if site.in_block and is_cured_by_fp32(finding, self.traits.base):
+            module = self._modules.address(finding.module)
+            finding = replace(finding, cures=cures_of(module, finding.rule_names, finding.device_type))
         return replace(finding, advice=advice_for(finding, self.traits.base, self._exponent()))
 
     def here(self) -> str:

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.watch import Watch
 
 
@@ -39,8 +40,9 @@ class Diagnosis:
         self.findings: list[Finding] = []
         self._on_finding = on_finding or _ignore
         self._raises = not keep_going
-        self._modules = ModulePaths(model)
-        self._watch = Watch(self._modules, self._found, strict=strict)
+        self._progress = Progress()
+        self._modules = ModulePaths(model, self._progress.called)
+        self._watch = Watch(self._modules, self._progress, self._found, self._amended, strict=strict)
         self._stance = torch.compiler.set_stance("default")
 
     def __enter__(self) -> Self:
@@ -48,6 +50,7 @@ class Diagnosis:
         KERNELS.install()
         self._stance = torch.compiler.set_stance("force_eager")
         self._stance.__enter__()
+        self._progress.open()
         self._modules.open()
         self._watch.__enter__()
         return self
@@ -62,6 +65,7 @@ class Diagnosis:
         """
         self._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
         self._modules.close()
+        self._progress.close()
         self._stance.__exit__(kind, error, traceback)
         if error is None or isinstance(error, SystemExit):
             self._raises = self._raises and error is None
@@ -70,6 +74,10 @@ class Diagnosis:
     def report(self) -> str:
         """Return all findings as text; says so if there is none."""
         return "\n\n".join(map(str, self.findings)) or "every number that mattered was finite"
+
+    def _amended(self, before: Finding, after: Finding) -> None:
+        """Take a finding with its consequences in place of what was found first."""
+        self.findings[:] = [after if finding is before else finding for finding in self.findings]
 
     def _found(self, finding: Finding) -> None:
         self.findings.append(finding)

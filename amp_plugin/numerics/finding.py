@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
 
 from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.numerics.cures import Cure
 from amp_plugin.numerics.places import Place
+from amp_plugin.numerics.progress import Moment
 from amp_plugin.numerics.region_rules import callers_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
 
@@ -39,7 +41,12 @@ class Finding:
         numbers: the Python numbers among them, by name.
         rank: of this process; None where there is one process.
         reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
+        consequences: headlines of what the op's backward pass made of the same numbers.
         advice: what to do.
+        cures: lines to paste into the program, where computing in fp32 is a way out.
+        moment: when it happened.
+        device_type: of the tensors the op made, ``"cpu"``.
+        in_block: whether an autocast block was open; for a backward op around its forward op.
     """
 
     kind: Kind
@@ -58,7 +65,12 @@ class Finding:
     numbers: tuple[tuple[str, float], ...]
     rank: int | None
     reached: str = ""
+    consequences: tuple[str, ...] = ()
     advice: str = ""
+    cures: tuple[Cure, ...] = ()
+    moment: Moment = Moment()  # noqa: RUF009 - frozen
+    device_type: str = "cpu"
+    in_block: bool = False
 
     @property
     def headline(self) -> str:
@@ -88,14 +100,14 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
+        yield "when", str(self.moment)
         if self.module:
             yield "module", self.module
         if self.place:
             yield "line", f"{self.place}{': ' if self.place.text else ''}{self.place.text}"
         if self.caller:
             yield "called from", f"{self.caller}{': ' if self.caller.text else ''}{self.caller.text}"
-        for number, given in enumerate(self.inputs):
-            yield "" if number else "inputs", str(given)
+        yield from _under("inputs", map(str, self.inputs))
         if self.numbers:
             yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
         if self.kind == "made":
@@ -104,15 +116,15 @@ class Finding:
             "ran in",
             f"{short_name(self.dtype)}, largest number {self.limit:.5g}; autocast rule {self.rule}",
         )
-        if self.reached:
-            yield "then", self.reached
+        yield from _under("then", filter(None, (self.reached, *self.consequences)))
         if self.rank is not None:
             yield "rank", str(self.rank)
         yield "do", self.advice
+        yield from _under("paste", "# or\n".join(f"{cure}\n" for cure in self.cures).splitlines())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, **_plain(asdict(self))}
+        return {"headline": self.headline, "when": str(self.moment), **_plain(asdict(self))}
 
     def __str__(self) -> str:
         rows = list(self.rows())
@@ -133,6 +145,12 @@ class NonFiniteError(FloatingPointError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.finding,)
+
+
+def _under(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield texts below each other, the name beside the first."""
+    for number, text in enumerate(texts):
+        yield "" if number else name, text
 
 
 def _first(output: TensorSummary) -> str:

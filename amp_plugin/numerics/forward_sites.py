@@ -21,11 +21,20 @@ class Site:
         op: full name.
         module: path of the module; empty outside of modules.
         where: the line that called it.
+        in_block: whether an autocast block was open around it.
     """
 
     op: str
     module: str
     where: CalledFrom
+    in_block: bool = False
+
+
+def in_autocast_block() -> bool:
+    """Say whether this thread is in an autocast block; inside an op autocast's own flag is off."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
 
 
 class ForwardSites:
@@ -48,10 +57,19 @@ class ForwardSites:
         key = (threading.get_ident(), number)
         if key in self._sites or number <= self._before.setdefault(key[0], number):
             return
-        self._sites[key] = Site(op, module, called_from())
+        self._sites[key] = Site(op, module, called_from(), in_autocast_block())
         if len(self._sites) > _MOST:
             for old in list(self._sites)[: _MOST // 2]:
                 del self._sites[old]
+
+    def latest(self, site: Site) -> Site | None:
+        """Return what was noted of the op that runs; None if autograd has made no node for it.
+
+        Args:
+            site: where it runs.
+        """
+        noted = self._sites.get((threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1))
+        return noted if noted == site else None
 
     def of(self, node: Any) -> Site | None:
         """Return where the forward op of a node ran; None if that is not known.

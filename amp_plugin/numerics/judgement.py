@@ -17,9 +17,9 @@ from amp_plugin.numerics.tensor_summary import FINITE, NonFinite, non_finite, re
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
-_MASKING = (
-    0.25  # of a dtype's largest number: nobody computes with numbers that large, masks are made of them
-)
+# Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
+# activations and scaled gradients do get near 65504, so there it is the end of the range alone.
+_MASKING, _MASKING_IN_FP16 = 0.25, 0.999
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,7 +167,8 @@ def _is_masked(result: Tensor, given: Sequence[GivenTensor], where: Tensor | Non
     for tensor in given:
         if tensor.was_written or (values := real_values(tensor.argument.tensor)) is None:
             continue
-        huge = values <= -_MASKING * torch.finfo(tensor.argument.tensor.dtype).max
+        largest = torch.finfo(tensor.argument.tensor.dtype).max
+        huge = values <= -(_MASKING if largest > 1e38 else _MASKING_IN_FP16) * largest
         try:
             if bool((huge.broadcast_to(infinite.shape) | ~infinite).all()):
                 return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,16 +14,47 @@ from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.numerics.storages import storage_address
 
+# Modules around a model that are made after it -> the attribute that holds it.
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleAddress:
+    """Where a module is found in its model.
+
+    Attributes:
+        model: class of the model; wrappers such as DistributedDataParallel are not counted.
+        path: as ``model.get_submodule`` takes it; empty for the model itself.
+        is_of_lightning: the model is a LightningModule.
+    """
+
+    model: str = ""
+    path: str = ""
+    is_of_lightning: bool = False
+
+
+_UNKNOWN = ModuleAddress()
+
 
 class ModulePaths:
     """Follow the modules that are called, by hooks that are there only between open and close.
 
     Args:
         model: gives the names; default: whatever outermost module is called, its class in front.
+        on_model: called with each outermost module that is called.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(
+        self, model: nn.Module | None = None, on_model: Callable[[nn.Module], object] | None = None
+    ) -> None:
         self._model = model
+        self._on_model = on_model or _ignore
+        self._addresses: dict[str, ModuleAddress] = {}
         self._hooks: list[RemovableHandle] = []
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
@@ -46,6 +79,10 @@ class ModulePaths:
         modules = self._modules()
         return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
 
+    def address(self, path: str) -> ModuleAddress:
+        """Return where the module of a path, as ``current`` returned it, is found in its model."""
+        return self._addresses.get(path, _UNKNOWN)
+
     def depth(self) -> int:
         """Return how many modules run in this thread, one in another."""
         return len(self._modules())
@@ -68,6 +105,7 @@ class ModulePaths:
         if not modules:
             known = module in self._names
             self._name_tree(module, prefix=self._names[module] if known else type(module).__name__)
+            self._on_model(module)
         modules.append(module)
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
@@ -77,11 +115,31 @@ class ModulePaths:
                 pass
 
     def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
+        model, skipped = _unwrapped(root)
+        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
         for name, module in root.named_modules():
-            self._names.setdefault(module, _joined(prefix, name))
+            path = self._names.setdefault(module, _joined(prefix, name))
+            if path not in self._addresses:
+                self._addresses[path] = ModuleAddress(
+                    model=type(model).__name__,
+                    path=name.removeprefix(skipped).removeprefix("."),
+                    is_of_lightning=is_of_lightning,
+                )
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if (address := storage_address(tensor)) and not self.weight(tensor):
                 self._weights[address] = (weakref.ref(tensor), _joined(prefix, name))
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model inside of wrappers, and its path in them."""
+    skipped = ""
+    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+        module, skipped = getattr(module, attribute), _joined(skipped, attribute)
+    return module, skipped
+
+
+def _ignore(module: nn.Module) -> None:
+    """Leave a call of a module to those who follow it."""
 
 
 def _joined(prefix: str, name: str) -> str:

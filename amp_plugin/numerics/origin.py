@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.forward_sites import Site
 
 OriginKind = Literal["made", "weight", "input", "unwritten", "collective", "on purpose"]
 
@@ -18,11 +19,13 @@ class Origin:
         kind: as in ``Finding``; ``"on purpose"`` needs no finding.
         finding: what to report.
         is_reported: it was reported, so what comes of it is no news.
+        site: of the op that made it, the same object for the op's backward pass; None if that is not known.
     """
 
-    def __init__(self, kind: OriginKind, finding: Finding | None = None) -> None:
+    def __init__(self, kind: OriginKind, finding: Finding | None = None, site: Site | None = None) -> None:
         self.kind = kind
         self.finding = finding
+        self.site = site
         self.is_reported = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.op_names import names_an_op
 from amp_plugin.casting.rule_sets import rules_of
 from amp_plugin.casting.rule_tables import TABLES
 from amp_plugin.casting.rules import OpRules
@@ -13,7 +14,10 @@ _CALLED_AS = {
     "baddbmm": ("baddbmm",),
     "bmm": ("matmul", "bmm"),
     "convolution": ("conv1d", "conv2d", "conv3d"),
+    "dot": ("matmul", "dot"),
+    "linalg_vector_norm": ("norm", "linalg_vector_norm"),
     "mm": ("linear", "matmul", "mm"),
+    "mv": ("matmul", "mv"),
 }
 
 # The same where there is one other name.
@@ -54,11 +58,15 @@ def callers_of(op: str) -> tuple[str, ...]:
         op: full name of what ran, ``"aten::bmm.default"``.
 
     Returns:
-        ``("aten::matmul", "aten::bmm")``; the op's own name without overload for most.
+        ``("aten::matmul", "aten::bmm")``; the op's own name without overload for most. None for casts, for
+        in-place forms, which keep the dtype of what they write into, and for autograd functions.
     """
     namespace, _, rest = op.partition("::")
-    names = _CALLED_AS.get(rest.split(".")[0].rstrip("_"))
-    return tuple(f"{namespace}::{name}" for name in names) if names else (autocast_name(op),)
+    packet = rest.split(".")[0]
+    if packet.endswith("_") or packet == "_to_copy":
+        return ()
+    names = tuple(f"{namespace}::{name}" for name in _CALLED_AS.get(packet, ())) or (autocast_name(op),)
+    return tuple(name for name in names if names_an_op(name))
 
 
 def rule_of(op: str, device_type: str) -> str:

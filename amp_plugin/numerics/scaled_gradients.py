@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from amp_plugin.numerics.origin import Origin
 
 PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
@@ -15,20 +17,33 @@ class ScaledGradients:
         self._first: Origin | None = None  # of the passes in a row
         self._in_a_row = 0
         self._overflowed = False
+        self._suspect: Origin | None = None  # made in this pass; what comes of it is not known yet
 
-    def enter(self, task: int) -> None:
+    def enter(self, task: int, alive: Callable[[], Sequence[Origin]]) -> None:
         """Note that an op runs in a backward pass.
 
         Args:
             task: the number of the pass.
+            alive: returns the origins of numbers that are not finite and still there.
         """
         if task != self._task:
+            self.close(alive)
             if not self._overflowed:
                 self._first, self._in_a_row = None, 0
             self._task, self._overflowed = task, False
 
+    def suspect(self, origin: Origin) -> None:
+        """Note numbers that may vanish again before they reach a gradient, as a divisor does."""
+        self._suspect = self._suspect or origin
+
+    def close(self, alive: Callable[[], Sequence[Origin]]) -> None:
+        """End the present pass: what is still there then is a gradient that autograd.grad returned."""
+        suspect, self._suspect = self._suspect, None
+        if suspect is not None and not self._overflowed and suspect in alive():
+            self.overflow(suspect)
+
     def overflow(self, origin: Origin) -> Origin | None:
-        """Note an overflow in the present pass; return the first of the row once it is too long."""
+        """Note that an overflow reached a gradient; return the first of the row once it is too long."""
         if not self._overflowed:
             self._overflowed, self._in_a_row = True, self._in_a_row + 1
             self._first = self._first or origin

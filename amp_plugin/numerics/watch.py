@@ -23,6 +23,7 @@ from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, results_of
 from amp_plugin.numerics.op_traits import traits_of
 from amp_plugin.numerics.origin import ON_PURPOSE, Origin
+from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.scaled_gradients import ScaledGradients
 from amp_plugin.numerics.storages import Storages
 from amp_plugin.numerics.tensor_summary import is_finite, non_finite
@@ -42,18 +43,31 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         modules: knows which module runs; open.
+        progress: counts passes and optimizer steps; open.
         found: called with each finding that matters; may raise to end the program there.
+        amended: called with a finding that was found before, and the same with one consequence more.
         strict: an infinity matters at once, too.
     """
 
-    def __init__(self, modules: ModulePaths, found: Callable[[Finding], None], *, strict: bool) -> None:
+    def __init__(
+        self,
+        modules: ModulePaths,
+        progress: Progress,
+        found: Callable[[Finding], None],
+        amended: Callable[[Finding, Finding], None],
+        *,
+        strict: bool,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._modules = modules
+        self._progress = progress
         self._found = found
+        self._amended = amended
         self._strict = strict
         self._sites = ForwardSites()
         self._scaled = ScaledGradients()
         self._origins: Storages[Origin] = Storages()
+        self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
         self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
 
     def __enter__(self) -> Self:
@@ -73,9 +87,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         traits = traits_of(func)
         if torch.is_grad_enabled():
             self._sites.note(traits.name, self._modules.current())
-        report = CallReport(traits, args, kwargs, self._modules, self._sites)
+        report = CallReport(traits, args, kwargs, self._modules, self._sites, self._progress)
         if report.is_backward:
-            self._scaled.enter(torch._C._current_graph_task_id())
+            self._scaled.enter(torch._C._current_graph_task_id(), self._origins.alive)
+            self._progress.in_backward(torch._C._current_graph_task_id())
         with unwatched():
             self._arrive(report)
             before = given_before(report.arguments, traits) if traits.written else []
@@ -92,6 +107,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def left_over(self) -> None:
         """Report the infinities that nothing has come of, but that are still there, and not on purpose."""
+        self._scaled.close(self._origins.alive)
         if (overflow := self._scaled.last) is not None:
             self._report(
                 overflow, f"gradients that are not finite, in the last {self._scaled.passes} backward passes"
@@ -104,13 +120,18 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Report what has reached a loss, a gradient or a Python number by this op."""
         for argument in report.arguments:
             origin = self._origins.get(argument.tensor)
-            if origin is None or origin is ON_PURPOSE or origin.is_reported or self._is_waiting(origin):
+            if origin is None or origin is ON_PURPOSE or origin.is_reported:
                 continue
-            if report.traits.name == _TO_PYTHON:
+            if self._is_waiting(origin):
+                if report.accumulates and (first := self._scaled.overflow(origin)) is not None:
+                    self._report(
+                        first, f"gradients that are not finite, in {self._scaled.passes} backward passes"
+                    )
+            elif report.traits.name == _TO_PYTHON:
                 self._report(origin, "a number in Python (item, float, print)")
             elif report.traits.name == _LOSS and _is_called_by_autograd(sys._getframe()):
                 self._report(origin, "the loss, of which a backward pass begins")
-            elif report.is_backward and report.node.name().endswith("AccumulateGrad"):
+            elif report.accumulates:
                 leaf = report.node.variable  # type: ignore[attr-defined]
                 self._report(origin, f"the gradient of {report.weight(leaf) or 'a leaf'}")
 
@@ -176,10 +197,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written and report.traits.written:
             what = what or f"the weight {written}, written by {report.here()}"
         elif self._is_waiting(origin):
-            if report.is_backward and (first := self._scaled.overflow(origin)) is not None:
-                self._report(
-                    first, f"gradients that are not finite, in {self._scaled.passes} backward passes"
-                )
+            if report.is_backward:
+                self._scaled.suspect(origin)
             return
         elif report.is_backward:
             what = what or f"the gradients, by {report.here()}"
@@ -197,7 +216,24 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if origin is not None and origin.is_accident:
                 return origin, f"{judged.values} in {report.here()}"
         finding = report.finding("made", result.tensor, judged.values)
-        return Origin("made", finding), self._beside(finding) if report.is_backward else ""
+        if not report.is_backward:
+            return Origin("made", finding, self._sites.latest(report.site())), ""
+        site = self._sites.of(report.node)
+        first = self._first_at.get(id(site))
+        if first is not None and first.is_reported:
+            self._add_consequence(first, finding.headline)
+            return first, ""
+        origin = Origin("made", finding, site)
+        if site is not None:
+            self._first_at.setdefault(id(site), origin)
+        return origin, self._beside(finding)
+
+    def _add_consequence(self, origin: Origin, headline: str) -> None:
+        """Tell of a derivative at the point where the op itself was not finite as part of that finding."""
+        before = origin.finding
+        if before is not None and headline not in before.consequences:
+            origin.finding = replace(before, consequences=(*before.consequences, headline))
+            self._amended(before, origin.finding)
 
     def _beside(self, finding: Finding) -> str:
         """Say what a gradient's fault reaches, and what was infinite before it."""
@@ -237,7 +273,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _report(self, origin: Origin, reached: str) -> None:
         if not origin.is_reported and origin.finding is not None:
             origin.is_reported = True
-            self._found(replace(origin.finding, reached=reached))
+            origin.finding = replace(origin.finding, reached=reached, consequences=self._beside_it(origin))
+            self._found(origin.finding)
+
+    def _beside_it(self, origin: Origin) -> tuple[str, ...]:
+        """Return what the backward pass of the same op has made before: it is no finding of its own then."""
+        if origin.site is None:
+            return ()
+        first = self._first_at.get(id(origin.site), origin)
+        self._first_at[id(origin.site)] = origin
+        if first.is_reported or first.finding is None:
+            return ()
+        first.is_reported = True
+        return (first.finding.headline,)
 
 
 def _constants(report: CallReport) -> list[float]:

@@ -209,6 +209,23 @@ class TestOwnRules:
             assert torch.softmax(self.x, 0).dtype is torch.float32
             assert (self.x.float() @ self.x.float()).dtype is torch.float16
 
+    def test_a_region_without_rules_follows_those_of_the_process(self):
+        before = amp_plugin.autocast("cpu")
+        amp_plugin.set_default_rules(OpRules.default("cpu").with_rule("aten::softmax.int", "fp32"))
+        try:
+            for region, dtype in (
+                (torch.autocast("cpu"), torch.float32),
+                (amp_plugin.autocast("cpu"), torch.float32),
+                (amp_plugin.autocast("cpu", rules=OpRules.default("cpu")), torch.bfloat16),
+                (before, torch.bfloat16),
+            ):
+                with region:
+                    assert torch.softmax(self.x, 0).dtype is dtype
+        finally:
+            amp_plugin.set_default_rules(None)
+        with amp_plugin.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+
     def test_every_rule(self):
         x = self.x
         default = OpRules.default("cpu")

@@ -309,6 +309,34 @@ def test_a_constant_of_one_sign_explains_none_of_the_other():
     assert verdicts == {-math.inf: "on purpose", math.inf: "made"}
 
 
+def test_a_large_negative_activation_in_fp16_is_no_mask():
+    x = torch.tensor([[-60_000.0, 30_000.0, 30_000.0, 30_000.0]], requires_grad=True)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            centred = x.half() - x.half().mean(-1, keepdim=True)
+            (centred @ torch.zeros(4, 2, dtype=torch.float16)).sum().item()
+
+    finding = found(program)
+    assert (finding.op, finding.reached.partition(" at ")[0]) == (
+        "aten::sub.Tensor",
+        "nan in aten::mm.default",
+    )
+
+
+def test_a_scaled_gradient_that_overflows_downwards_is_no_mask():
+    x = torch.tensor([[-1.0, 1.0]], requires_grad=True)
+    weight = torch.zeros(2, 2, dtype=torch.float16)
+
+    def program():
+        y = (x.half() @ weight + 1.0) * 3.0
+        (-30_000.0 * y.float().sum()).backward()
+
+    finding = found(program, strict=True)
+    assert (finding.op, finding.forward_op) == ("aten::mul.Tensor", "aten::mul.Tensor")
+    assert str(finding.values) == "-inf"
+
+
 # -- what is left alone ------------------------------------------------------------------------------------
 
 
@@ -352,7 +380,23 @@ def norm_of_order_inf():
     torch.linalg.vector_norm(torch.ones(3, requires_grad=True), ord=math.inf).backward()
 
 
-@pytest.mark.parametrize("program", [masks, absorbed, labels_with_holes, memory, norm_of_order_inf])
+def a_divisor_that_overflows_in_the_backward_pass():
+    x = torch.tensor([300.0], dtype=torch.float16, requires_grad=True)
+    x.atan().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        masks,
+        absorbed,
+        labels_with_holes,
+        memory,
+        norm_of_order_inf,
+        a_divisor_that_overflows_in_the_backward_pass,
+    ],
+)
 def test_no_alarm(program):
     assert found(program) is None
 
@@ -395,6 +439,116 @@ def test_keep_going_lists_each_origin_once():
         ((torch.zeros(2) / 0.0) + 1).sum().item()
     assert [finding.op for finding in diagnosis.findings] == ["aten::log.default"] * 2 + ["aten::div.Tensor"]
     assert diagnosis.report().count("\n\n") == 2
+
+
+def test_what_the_derivative_makes_at_the_same_point_is_part_of_the_finding():
+    x = torch.zeros(2, requires_grad=True)
+    with diagnose(keep_going=True) as diagnosis:
+        x.log().sum().backward()
+    (finding,) = diagnosis.findings
+    assert finding.direction == "forward"
+    (consequence,) = finding.consequences
+    assert re.fullmatch(r"aten::\w+\.\w+ made inf in the backward pass of aten::\S+, in fp32", consequence)
+    assert f"then    the loss, of which a backward pass begins\n          {consequence}" in str(finding)
+    assert finding.to_dict()["consequences"] == [consequence]
+
+
+def test_two_gradients_of_one_op_are_one_finding():
+    x = torch.tensor([3.0, 4.0], dtype=torch.float16, requires_grad=True)
+    with diagnose(keep_going=True) as diagnosis:
+        (x / (x - x)).tanh().float().sum().backward()
+    (finding,) = diagnosis.findings
+    assert (finding.direction, finding.values.nan, finding.forward_op) == (
+        "backward",
+        True,
+        "aten::div.Tensor",
+    )
+
+
+def test_the_gradients_that_autograd_grad_returns_are_judged_by_what_is_left():
+    x = torch.ones(2, dtype=torch.float16, requires_grad=True)
+
+    def gradients():
+        return torch.autograd.grad((x * 3.0).float().sum() * 60_000.0, x)
+
+    kept = []
+    assert found(lambda: kept.append(gradients())).reached.startswith("gradients that are not finite")
+    kept.clear()
+    assert found(lambda: torch.nan_to_num(gradients()[0], posinf=0.0).sum().item()) is None
+
+
+# -- when ----------------------------------------------------------------------------------------------
+
+
+def test_the_moment_is_told_in_passes_and_steps():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with diagnose(keep_going=True) as diagnosis:
+        for batch in range(7):
+            loss = model(torch.ones(1, 2)).sum()
+            if batch == 5:
+                loss = loss + torch.zeros(1).log().sum()
+            loss.backward()
+            if batch % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        torch.zeros(1, requires_grad=True).sqrt().sum().backward()
+    forward, backward = diagnosis.findings
+    assert str(forward.moment) == "forward pass 6 of Sequential (3 since optimizer step 1)"
+    assert (
+        str(backward.moment)
+        == "backward pass 8, after forward pass 7 of Sequential (1 since optimizer step 2)"
+    )
+    assert "\n  when    forward pass 6 of Sequential (3 since optimizer step 1)\n" in str(forward)
+    told = forward.to_dict()
+    assert told["when"] == str(forward.moment)
+    assert told["moment"] == {
+        "model": "Sequential",
+        "forward_pass": 6,
+        "backward_pass": 5,
+        "optimizer_steps": 1,
+        "since_step": 3,
+        "in_backward": False,
+    }
+
+
+def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
+    class Root(nn.Module):
+        def forward(self, x):
+            return x.sqrt()
+
+    root, x = Root(), torch.ones(1, requires_grad=True)
+    with diagnose(keep_going=True) as diagnosis:
+        for _ in range(3):
+            checkpoint(root, x, use_reentrant=False).sum().backward()
+        root(x - 1).sum().backward()
+    assert str(diagnosis.findings[0].moment).startswith(
+        "backward pass 4, after forward pass 4 of Root, before"
+    )
+
+
+def test_without_a_model_the_backward_passes_count():
+    x = torch.ones(1, requires_grad=True)
+    with diagnose(keep_going=True) as diagnosis:
+        torch.zeros(1).log().item()
+        x.sum().backward()
+        torch.zeros(1).log().item()
+    assert [str(finding.moment) for finding in diagnosis.findings] == [
+        "before the first forward pass of a module, before the end of the first optimizer step",
+        "after backward pass 1, before the end of the first optimizer step",
+    ]
+
+
+def test_counting_leaves_steps_in_one_pass():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scaler = GradScaler("cpu", init_scale=16.0)
+    with diagnose():
+        for _ in range(2):  # the first makes the state
+            scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.last_step(optimizer).one_pass
 
 
 def test_names_are_those_of_the_model_that_is_given():

@@ -1,0 +1,49 @@
+"""Write into docs/api.md what each section describes, one line a name, for readers of the file itself.
+
+The signatures and the whole docstrings are put in when the site is built. Run it after a
+change of a docstring's first line: ``python -m docs.api_tables``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import amp_plugin
+
+PAGE = Path(__file__).parent / "api.md"
+_SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
+_ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+_IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
+
+
+def with_tables(page: str) -> str:
+    """Return the page with a table of names under each heading, in place of the one that is there."""
+    first, *parts = _SECTION.split(page)
+    sections = zip(parts[::2], parts[1::2], strict=True)
+    return first + "".join(f"{heading}\n\n{_table(text)}\n\n{text}" for heading, text in sections)
+
+
+def _table(section: str) -> str:
+    rows = [f"| `{_imported_as(entry)}` | {_meaning(entry)} |" for entry in _ENTRY.findall(section)]
+    return "\n".join(["| name | what it is |", "|---|---|", *rows])
+
+
+def _imported_as(entry: str) -> str:
+    """Return the shortest name by which users reach an entry."""
+    name = entry.rpartition(".")[2]
+    return f"amp_plugin.{name}" if name in dir(amp_plugin) else entry
+
+
+def _meaning(entry: str) -> str:
+    """Return the first sentence of an entry's docstring, as Markdown in a table."""
+    module, _, name = entry.rpartition(".")
+    paragraph = (inspect.getdoc(getattr(importlib.import_module(module), name)) or "").partition("\n\n")[0]
+    sentence = " ".join(paragraph.split()).replace("``", "`").replace("|", "\\|")
+    return _IS_MARKUP.sub(r"`\1`", sentence)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,233 @@
+"""The cures that a finding prints: each is pasted as it is, and the overflow is gone."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_plugin
+from amp_plugin.numerics.cures import cures_of
+from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.module_paths import ModuleAddress, ModulePaths
+from tests.warm_processes import call
+
+OPS = {
+    "add": lambda x: x + x,
+    "baddbmm": lambda x: torch.baddbmm(x.unsqueeze(1), x.unsqueeze(2), x.unsqueeze(1)),
+    "conv": lambda x: functional.conv1d(x.unsqueeze(1), x[:, :3].unsqueeze(1)),
+    "cosh": lambda x: (x / 1e3).cosh(),
+    "cumsum": lambda x: x.cumsum(-1),
+    "dot": lambda x: x[0] @ x[1],
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+    "exp": lambda x: (x / 1e3).exp(),
+    "linear": lambda x: functional.linear(x, x),
+    "linear with bias": lambda x: functional.linear(x, x, x[:, 0]),
+    "matmul": lambda x: x @ x.mT,
+    "matmul of batches": lambda x: x.unsqueeze(0) @ x.mT.unsqueeze(0),
+    "mul": lambda x: x * x,
+    "mv": lambda x: x @ x[0],
+    "norm": lambda x: x.norm(dim=-1),
+    "square": lambda x: x.square(),
+    "sub": lambda x: x - (-x),
+    "sum": lambda x: x.sum(-1),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+}
+
+
+class Scaled(nn.Module):
+    """What an op makes, divided by its largest element: nan where that is infinite."""
+
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        y = self.op(x)
+        return y / y.abs().amax()
+
+
+class Block(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.norm = Scaled(op)
+
+    def forward(self, x):
+        return self.norm(x.half())
+
+
+class Net(nn.Module):
+    def __init__(self, op) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Identity(), nn.Identity(), Block(op)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def finding_in(model: nn.Module, x: torch.Tensor) -> Finding | None:
+    """Run a model in a block of torch's and in one of ours; they agree."""
+    found = []
+    for block in (torch.autocast, amp_plugin.autocast):
+        with amp_plugin.diagnose(keep_going=True) as diagnosis, block("cpu", dtype=torch.float16):
+            model(x)
+        found.append(diagnosis.findings)
+    assert len(found[0]) == len(found[1]) <= 1
+    return found[0][0] if found[0] else None
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """A program that has loaded no adapter; its default rules are forgotten afterwards."""
+    for name in ("accelerate", "lightning"):
+        monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
+    yield
+    amp_plugin.set_default_rules(None)
+
+
+def try_cures() -> None:
+    """Paste every cure for every op; print those that do not cure, in a process that knows no other rules."""
+    for name in ("accelerate", "lightning"):
+        sys.modules.pop(f"amp_plugin.adapters.{name}", None)
+    x = torch.linspace(30_000, 40_000, 32).reshape(4, 8)
+    for name, op in OPS.items():
+        finding = finding_in(Net(op), x)
+        assert (finding.module, finding.dtype) == ("Net.blocks.2.norm", torch.float16), name
+        assert len(finding.cures) == 2, name
+        for cure in finding.cures:
+            model = Net(op)
+            exec(cure.code, {"model": model})
+            assert finding_in(model, x) is None, f"{name}: {cure}"
+            amp_plugin.set_default_rules(None)
+        print("cured", name)
+
+
+@pytest.mark.native
+def test_each_cure_runs_as_it_is_and_cures():
+    answer = call(try_cures, frameworks=True)
+    assert answer.stdout.splitlines() == [f"cured {name}" for name in OPS], answer.stderr
+
+
+def test_the_lines_stand_in_the_text_to_be_copied(plain):
+    text = str(finding_in(Net(OPS["mul"]), torch.full((4, 8), 300.0)))
+    assert (
+        """\
+  do      mul goes beyond 65504; give aten::mul the rule fp32 or run Net.blocks.2.norm in fp32.
+  paste   # the module in fp32: after the line that makes the model; model is your Net
+          import amp_plugin, torch
+          amp_plugin.run_in(torch.float32)(model.get_submodule("blocks.2.norm"))
+          # or
+          # aten::mul in fp32, in all modules: once, before the training begins
+          import amp_plugin
+          amp_plugin.set_default_rules(amp_plugin.OpRules.default("cpu").with_rule("aten::mul", "fp32"))"""
+        in text
+    )
+
+
+def test_what_is_no_matter_of_range_has_no_cure_in_fp32(plain):
+    for op in (lambda x: (x - x).log(), lambda x: 1 / (x - x)):
+        assert finding_in(Net(op), torch.full((4, 8), 300.0)).cures == ()
+    with amp_plugin.diagnose(keep_going=True) as diagnosis, torch.autocast("cpu", dtype=torch.bfloat16):
+        Net(lambda x: x.bfloat16().float().mul(1e38).bfloat16().mul(2.0))(torch.full((4, 8), 3.0))
+    assert diagnosis.findings[0].cures == ()
+    assert "the numbers grow" in diagnosis.findings[0].advice
+
+
+def test_an_op_in_place_keeps_its_dtype_whatever_the_rules_say(plain):
+    finding = finding_in(Net(lambda x: x.clone().mul_(x)), torch.full((4, 8), 300.0))
+    assert finding.rule_names == ()
+    assert "run Net.blocks.2.norm in fp32" in finding.advice
+    assert len(finding.cures) == 1
+
+
+def test_outside_of_an_autocast_block_no_rule_helps(plain):
+    with amp_plugin.diagnose(keep_going=True) as diagnosis:
+        Net(OPS["mul"])(torch.full((4, 8), 300.0))
+    assert diagnosis.findings[0].cures == ()
+    assert "in an autocast block, of which none is open here or call float()" in diagnosis.findings[0].advice
+
+
+def test_a_gradient_that_overflows_is_cured_where_its_forward_op_is(plain):
+    def overflow(model: nn.Module) -> list[Finding]:
+        x = torch.full((4, 8), 0.125, requires_grad=True)
+        with amp_plugin.diagnose(keep_going=True) as diagnosis:
+            with torch.autocast("cpu", dtype=torch.float16):
+                y = model(x)
+            (y.float().sum() * 1000.0).backward()
+        return diagnosis.findings
+
+    class Half(nn.Module):
+        def forward(self, x):
+            return x.half()
+
+    class Steep(nn.Module):
+        def forward(self, x):
+            return (x * 1e-3) * 1e3
+
+    (finding,) = overflow(nn.Sequential(Half(), nn.Sequential(Steep())))
+    assert (finding.direction, finding.forward_op) == ("backward", "aten::mul.Tensor")
+    for cure in finding.cures:
+        model = nn.Sequential(Half(), nn.Sequential(Steep()))
+        exec(cure.code, {"model": model})
+        assert overflow(model) == []
+        amp_plugin.set_default_rules(None)
+    assert len(finding.cures) == 2
+
+
+def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
+    x = torch.ones(2, requires_grad=True)
+    with amp_plugin.diagnose(keep_going=True) as diagnosis:
+        (x.half().float().sum() * 1e6).backward()
+    assert diagnosis.findings[0].op == "aten::_to_copy.default"
+    assert diagnosis.findings[0].advice.endswith(
+        "skipped again and again, look at how large the loss is, and whether it grows."
+    )
+
+
+def test_wrappers_are_no_part_of_the_path(plain):
+    model = nn.DataParallel(Net(OPS["mul"]))
+    paths = ModulePaths(model)
+    paths.open()
+    paths.close()
+    assert paths.address("module.blocks.2.norm") == ModuleAddress(model="Net", path="blocks.2.norm")
+    assert paths.address("module") == ModuleAddress(model="Net")
+
+
+def value_of(code: str) -> Any:
+    """Run lines of which the last is an expression, and return its value."""
+    *statements, last = ast.parse(code).body
+    defined: dict[str, Any] = {}
+    exec(compile(ast.Module(statements, []), "<cure>", "exec"), defined)
+    return eval(compile(ast.Expression(last.value), "<cure>", "eval"), defined)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_cure_under_accelerate(number):
+    pytest.importorskip("accelerate")
+    x = torch.full((4, 8), 300.0)
+    cures = cures_of(
+        ModuleAddress(model="Net", path="blocks.2.norm"),
+        ("aten::mul",),
+        "cpu",
+        loaded={"amp_plugin.adapters.accelerate"},
+    )
+    assert [cure.place.partition(": ")[2] for cure in cures] == 2 * [
+        "Accelerate, an option in kwargs_handlers"
+    ]
+    findings = []
+    for handlers in ([], [value_of(cures[number].code)]):
+        accelerator = amp_plugin.AmpAccelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+        model = accelerator.prepare(Net(OPS["mul"]))
+        with amp_plugin.diagnose(keep_going=True) as diagnosis:
+            model(x)
+        findings.append(len(diagnosis.findings))
+        accelerator.end_training()
+    assert findings == [1, 0]
