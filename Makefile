@@ -27,7 +27,8 @@ BIN := .venv/bin
 READY := .venv/.ready-torch-$(TORCH)
 # A test that hangs shows its stacks after 900 s, and the others go on.
 # One thread of inductor's compiles in the process itself; a second would be a process that imports torch.
-PYTEST := OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
+# Four processes collect the tests, so what one has compiled of them is kept, whatever the user's setting.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/python -m pytest -q --durations=10 --durations-min=5 --timeout 900 --timeout-method thread
 NATIVE_SOURCES = $(shell git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 PARALLEL := -n $(JOBS) --dist worksteal
 

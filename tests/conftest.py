@@ -15,6 +15,8 @@ import torch
 from amp_plugin.kernels.build import native_core
 from tests.copied_process import keep_copy
 
+gc.disable()  # until the first test: what tests import makes half a million objects, and hardly garbage
+
 
 def pytest_report_header() -> str:
     core = _native_core()
@@ -37,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
+    gc.enable()
     if session.items and not session.config.option.collectonly:
         gc.collect()
         gc.freeze()  # half a million objects of the frameworks: each later collection, and each copy, passes them over
