@@ -46,14 +46,7 @@ def train(config: Config) -> TrainingRecord:
     Raises:
         ConfigError: this machine has no CUDA device, or the config names another.
     """
-    if config.device != "cuda" or not torch.cuda.is_available():
-        found = "finds a CUDA device" if torch.cuda.is_available() else "finds no CUDA device"
-        msg = (
-            f"a CUDA graph needs device=cuda and a CUDA device; given is device={config.device}, "
-            f"and torch {torch.__version__} {found} here. "
-            "Without one, run the same training without a graph: python -m recipes run typical_training"
-        )
-        raise ConfigError(msg)
+    _require_cuda(config)
     config.start()
     record = TrainingRecord(title=f"CUDA graph, {config.precision.value}")
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed, drop_last=True)
@@ -100,6 +93,17 @@ def train(config: Config) -> TrainingRecord:
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     return record
+
+
+def _require_cuda(config: Config) -> None:
+    if config.device != "cuda" or not torch.cuda.is_available():
+        found = "finds a CUDA device" if torch.cuda.is_available() else "finds no CUDA device"
+        msg = (
+            f"a CUDA graph needs device=cuda and a CUDA device; given is device={config.device}, "
+            f"and torch {torch.__version__} {found} here. "
+            "Without one, run the same training without a graph: python -m recipes run typical_training"
+        )
+        raise ConfigError(msg)
 
 
 if __name__ == "__main__":

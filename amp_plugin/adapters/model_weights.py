@@ -101,12 +101,7 @@ class ModelWeights:
         reduce_in_fp32(model)
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step masters, or load what was saved of some; any number of times.
-
-        Args:
-            models: All that were set up.
-            optimizers: torch's.
-        """
+        """Let optimizers step masters, and load state dicts exactly; may be called again."""
         models, optimizers = list(models), list(optimizers)
         for model in models:
             self.wrap(model)

@@ -53,7 +53,8 @@ def adam_(
 ) -> None:
     """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
 
-    As torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
+    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. As
+    torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
 
         grad = +-grad / grad_scale
         grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
@@ -61,26 +62,6 @@ def adam_(
         exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
         root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
         param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
-
-    Args:
-        params: See the module.
-        grads: See the module.
-        exp_avgs: First moments; written.
-        exp_avg_sqs: Second moments; written.
-        max_exp_avg_sqs: Largest second moments, written; empty without amsgrad.
-        steps: Counters of steps; written.
-        remainders: See the module.
-        copies: See the module.
-        lr: Learning rate.
-        beta1: Decay of the first moments.
-        beta2: Decay of the second moments.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        decoupled_weight_decay: AdamW's.
-        maximize: Step uphill.
-        lr_tensor: See the module.
-        grad_scale: See the module.
-        found_inf: See the module.
     """
     taken = _taken(found_inf)
     rate = lr if lr_tensor is None else _wide(lr_tensor).reshape(())
@@ -123,28 +104,12 @@ def sgd_(
 ) -> None:
     """Take a step of :class:`torch.optim.SGD`.
 
+    ``momentum_buffers``, empty where ``momentum`` is 0, are written; they hold nothing yet at ``first_step``.
     As torch writes it::
 
         grad = +-grad / grad_scale + weight_decay * param
         buffer = momentum * buffer + (1 - dampening) * grad          (grad at the first step)
         param -= lr * (grad + momentum * buffer if nesterov else buffer)
-
-    Args:
-        params: See the module.
-        grads: See the module.
-        momentum_buffers: Written; empty where ``momentum`` is 0.
-        remainders: See the module.
-        copies: See the module.
-        lr: Learning rate.
-        momentum: Momentum.
-        dampening: Dampening of the momentum.
-        weight_decay: Weight decay.
-        nesterov: Nesterov momentum.
-        maximize: Step uphill.
-        first_step: The buffers hold nothing yet.
-        lr_tensor: See the module.
-        grad_scale: See the module.
-        found_inf: See the module.
     """
     taken = _taken(found_inf)
     rate = lr if lr_tensor is None else _wide(lr_tensor).reshape(())

@@ -22,11 +22,7 @@ from amp_plugin.scaling.units import ScaledBy
 
 
 class Backwards:
-    """The backward passes from scaled losses.
-
-    Args:
-        registry: Whose gradients they bring.
-    """
+    """The backward passes from scaled losses."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

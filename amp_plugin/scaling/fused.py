@@ -17,7 +17,6 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import LossScale
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
@@ -61,8 +60,6 @@ def in_one_pass(
     window.obstacle = "step() was given arguments" if args or kwargs else window.one_pass_obstacle()
     if window.obstacle:
         return None
-    for gradients in window.sets:
-        window.assume_scaled(gradients)
     if foldable(window) is None and not _is_clipped(window):
         window.obstacle = "its gradients are unscaled already, shared, or of several scales"
         return None
@@ -89,11 +86,7 @@ def step_in_one_pass(
 ) -> None:
     """Step in one pass over gradients, weights and state.
 
-    Args:
-        window: The optimizer's.
-        optimizer: Whose step it is.
-        one_pass: The step.
-        waits: Learn first whether it is skipped, and then run no hooks, as an optimizer's own step would.
+    With ``waits`` learn first whether it is skipped, and then run no hooks, as an optimizer's own step would.
     """
     loss_scale, clip, norm, found = _checked(window)
     skipped = bool(found.item() > 0) if waits else None
@@ -102,9 +95,9 @@ def step_in_one_pass(
     if not skipped:
         one_pass.take(divisor, found)
     if loss_scale is not None and divisor is not None:
-        lasting = loss_scale.snapshot() if divisor is loss_scale.value else divisor
+        scale = loss_scale.snapshot()
         for gradients in window.sets:
-            gradients.leave_to_fused_step(loss_scale.snapshot(), found, lasting)
+            gradients.leave_to_fused_step(scale, found, scale if divisor is loss_scale.value else divisor)
     window.close(norm, found, known=skipped)
 
 
@@ -115,7 +108,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
         without = without_momentum(optimizer)
         window.has_momentum = not without
         if any(param.grad is not None for param in without) and found.item() > 0:
-            _leave(window, loss_scale, found)
+            _leave(window, found)
             window.close(norm, found, known=True)
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
@@ -125,15 +118,13 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
         value = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
-    _leave(window, loss_scale, found)
+    _leave(window, found)
     window.close(norm, found, known=None)
     return value
 
 
 def _checked(window: OptimizerWindow) -> tuple[LossScale | None, FoldedClip | None, Tensor, Tensor]:
     """Measure the gradients, and unscale them if the kernel may not; returns what is left for it too."""
-    for gradients in window.sets:
-        window.assume_scaled(gradients)
     loss_scale = foldable(window)
     norm_type = 2.0
     if window.clip is not None:
@@ -155,8 +146,7 @@ def step_with_scaler(window: OptimizerWindow, optimizer: Optimizer, args: Any, k
     )
     norm, found = window.check(write=False)
     value = optimizer.step(*args, **kwargs)
-    for gradients in window.sets:
-        _leave_set(gradients, gradients.scaled_by, found)
+    _leave(window, found)
     window.close(norm, found, known=None)
     return value
 
@@ -170,15 +160,12 @@ def _refuse_changed_after_clip(window: OptimizerWindow) -> None:
         raise RuntimeError(msg)
 
 
-def _leave(window: OptimizerWindow, loss_scale: LossScale | None, found: Tensor) -> None:
-    """Note what the gradients carry after a folded step: nothing if it was taken, the scale if not."""
+def _leave(window: OptimizerWindow, found: Tensor) -> None:
+    """Note what scaled gradients carry after the step: nothing if it was taken, the scale if not."""
     for gradients in window.sets:
-        _leave_set(gradients, loss_scale, found)
-
-
-def _leave_set(gradients: GradientSet, loss_scale: LossScale | None, found: Tensor) -> None:
-    if loss_scale is not None:
-        gradients.leave_to_fused_step(loss_scale.snapshot(), found)
+        loss_scale = gradients.scaled_by
+        if loss_scale is not None:
+            gradients.leave_to_fused_step(loss_scale.snapshot(), found)
 
 
 def _divisor(loss_scale: LossScale, clip: FoldedClip | None, given: Tensor | None) -> Tensor:

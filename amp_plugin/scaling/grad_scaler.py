@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
@@ -154,9 +154,7 @@ class GradScaler(TorchInterface):
     @classmethod
     def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
-        return cls(
-            device, **{field.name: getattr(options, field.name) for field in fields(options)}, **others
-        )
+        return cls(device, **asdict(options), **others)
 
     def _start(self) -> None:
         """Make what a copy or a pickled scaler starts without."""
@@ -167,10 +165,9 @@ class GradScaler(TorchInterface):
             fp16_gradients=self._fp16_gradients,
             one_pass=self._one_pass,
         )
-        self._shared = shared
-        self._registry = Registry(shared)
-        self._updates = Updates(self._scales, self._registry)
-        self._backwards = Backwards(self._registry)
+        self._registry = registry = Registry(shared)
+        self._updates = Updates(self._scales, registry)
+        self._backwards = Backwards(registry)
         self._guard = Guard(
             ranks=shared.ranks,
             skipped=SkipsByDevice(),
@@ -178,15 +175,13 @@ class GradScaler(TorchInterface):
             checks=self._on_nonfinite != "ignore",
             one_pass=self._one_pass,
         )
+        self._steps: ScaledSteps | GuardedSteps = (
+            ScaledSteps(shared=shared, registry=registry, updates=self._updates, sync_free=self._sync_free)
+            if self._enabled
+            else GuardedSteps(guard=self._guard, registry=registry)
+        )
         options = self._scales.default.options
         blameless = max(1.0, options.floor) if options.dynamic else math.inf
-        self._steps: ScaledSteps | GuardedSteps = (
-            ScaledSteps(
-                shared=shared, registry=self._registry, updates=self._updates, sync_free=self._sync_free
-            )
-            if self._enabled
-            else GuardedSteps(guard=self._guard, registry=self._registry)
-        )
         self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
         self._explanations = SkipExplanations()
         self._made_anew = vars(self).keys() - kept
@@ -202,12 +197,8 @@ class GradScaler(TorchInterface):
     ) -> None:
         """Tell the scaler where it trains, once that is known: for adapters that make it earlier.
 
-        Other groups than before make it forget its optimizers; scale and counts stay.
-
-        Args:
-            device: As the constructor's.
-            process_groups: As the constructor's.
-            sharded_groups: As the constructor's.
+        The arguments are the constructor's. Other groups than before make it forget its optimizers; scale and
+        counts stay.
         """
         self._device = str(device)
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
@@ -320,9 +311,6 @@ class GradScaler(TorchInterface):
         One pass: also measures their norm and finds overflows. No host sync. Gradients that a
         later backward adds are unscaled as well. :meth:`ensure_unscaled` may be called again.
 
-        Args:
-            optimizer: The optimizer.
-
         Raises:
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
@@ -334,9 +322,6 @@ class GradScaler(TorchInterface):
 
         A clip that was left to a step, or that the last step has taken without writing gradients, is
         written too.
-
-        Args:
-            optimizer: The optimizer.
 
         Raises:
             RuntimeError: Called before ``scale()``.
@@ -429,8 +414,7 @@ class GradScaler(TorchInterface):
         """
         if not (self._enabled or _is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        value = self._steps.step(optimizer, args, kwargs, self)
-        result = self.result_of(optimizer)
+        value, result = self._steps.step(optimizer, args, kwargs, self)
         if result is not None:
             self._explanations.note(
                 optimizer, result, lambda: [param for window in self._registry for param in window.params]
@@ -440,9 +424,6 @@ class GradScaler(TorchInterface):
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
-
-        Args:
-            optimizer: The optimizer.
 
         Raises:
             RuntimeError: It has not stepped yet.
@@ -461,11 +442,7 @@ class GradScaler(TorchInterface):
         return None if window is None else window.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
-        """Return how many steps were skipped, of one optimizer or of all: a host sync.
-
-        Args:
-            optimizer: The optimizer; None for all.
-        """
+        """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
             return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
         window = self._registry.find(optimizer)
@@ -553,7 +530,7 @@ class GradScaler(TorchInterface):
             Their norm, float32, 0-dim; None if there are no gradients.
         """
         window = self._registry.window(optimizer)
-        found = window.unscaled.measure(window.params, window.layouts, self._shared.ranks)
+        found = window.unscaled.measure(window.params, window.layouts, self._guard.ranks)
         if found is None:
             return None
         window.unscaled.note_norm(found[1])
@@ -595,9 +572,6 @@ class GradScaler(TorchInterface):
 
         An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
         step are converted to the loaded scale.
-
-        Args:
-            state_dict: What :meth:`state_dict` returned.
 
         Raises:
             RuntimeError: A scaled float16 gradient waits for a step.

@@ -24,6 +24,7 @@ from amp_plugin.scaling.guard import Check, Guard, given_found_inf, skips_by_its
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.user_warnings import warn_user
 
 
@@ -76,21 +77,13 @@ class GuardedSteps:
         """Trust the last clip: the step follows on it."""
         self.registry.window(optimizer).unscaled.assume_unchanged()
 
-    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], _scaler: object) -> Any:
+    def step(
+        self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], _scaler: object
+    ) -> tuple[Any, StepResult | None]:
         """Step as :meth:`amp_plugin.GradScaler.step` tells; of a skipped step, return the closure's loss."""
         window = self.registry.window(optimizer)
-        call = _GuardedStep(guard=self.guard, window=window, optimizer=optimizer)
-        if not self.guard.checks or torch.compiler.is_compiling():
-            return call.unchecked(args, kwargs)
-        closure, others, named = take_closure(args, kwargs)
-        if closure is None:
-            return call.once(args, kwargs)
-        if others or named or guarded_one_pass.obstacle(self.guard, window):
-            return call.with_closure(closure, others, named)
-        with torch.enable_grad():
-            loss = closure()  # what torch's own steps of these optimizers begin with
-        call.once((), {})
-        return loss
+        value = _GuardedStep(guard=self.guard, window=window, optimizer=optimizer).take(args, kwargs)
+        return value, window.result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +93,20 @@ class _GuardedStep:
     guard: Guard
     window: OptimizerWindow
     optimizer: Optimizer
+
+    def take(self, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Choose the way to step, and return what ``optimizer.step`` or the closure does."""
+        if not self.guard.checks or torch.compiler.is_compiling():
+            return self.unchecked(args, kwargs)
+        closure, others, named = take_closure(args, kwargs)
+        if closure is None:
+            return self.once(args, kwargs)
+        if others or named or guarded_one_pass.obstacle(self.guard, self.window):
+            return self.with_closure(closure, others, named)
+        with torch.enable_grad():
+            loss = closure()  # what torch's own steps of these optimizers begin with
+        self.once((), {})
+        return loss
 
     def unchecked(self, args: Any, kwargs: dict[str, Any]) -> Any:
         """Step whatever the gradients are."""

@@ -12,10 +12,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
     The host has no stream and reads at once, so a copy to the host waits until it has arrived.
 
-    Args:
-        tensor: On any device.
-        device: Where it is wanted.
-
     Returns:
         The tensor itself if it is there already, else a copy.
     """

@@ -30,11 +30,7 @@ class NotInOnePassError(Exception):
 
 
 def obstacle(optimizer: Optimizer) -> str:
-    """Say why an optimizer's steps are never taken in one pass, whatever its tensors; empty if they may be.
-
-    Args:
-        optimizer: Any.
-    """
+    """Say what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
     missing = unavailable(_device_type_of(optimizer))
@@ -48,11 +44,7 @@ def obstacle(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Say why no step is taken in one pass on devices of a type; empty if there the ops run.
-
-    Args:
-        device_type: ``"cpu"``, ``"cuda"``, ...
-    """
+    """Say why no step is taken in one pass on devices of a type; empty if there the ops run."""
     if native_core().region is None:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -63,9 +55,6 @@ def unavailable(device_type: str) -> str:
 
 def collect(optimizer: Optimizer) -> OnePassStep:
     """Look up all that a step needs.
-
-    Args:
-        optimizer: One without an :func:`obstacle`.
 
     Raises:
         NotInOnePassError: A tensor is not for the op; the text says which and why.

@@ -48,11 +48,6 @@ class Shared:
 class OptimizerWindow:
     """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used.
 
-    Args:
-        optimizer: The optimizer.
-        number: Its number, from 1 on.
-        shared: What it shares with other windows.
-
     Attributes:
         names: The names given to parameters.
         params: Its parameters, in the order of its groups.
@@ -237,8 +232,8 @@ class OptimizerWindow:
         """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
         measurements: list[Measurement] = []
         earlier: list[Tensor] = []
+        self.assume_scaled()
         for gradients in self.sets:
-            self.assume_scaled(gradients)
             loss_scale = gradients.scaled_by
             if loss_scale is not None:
                 if write:
@@ -253,20 +248,21 @@ class OptimizerWindow:
         norm, found = self._shared.ranks.combine(measurements, norm_type, device, self.layouts, earlier)
         return bool(measurements), norm, found
 
-    def assume_scaled(self, gradients: GradientSet) -> None:
+    def assume_scaled(self) -> None:
         """Follow torch where no scaled backward was seen: after update(), new gradients are scaled ones.
 
         So it is under torch.compile, or when a loss was multiplied by get_scale() by hand.
         """
         scales = self._shared.scales
-        unseen = (
-            not isinstance(gradients.unit, ScaledBy)
-            and self.number not in gradients.awaited_owners
-            and gradients.updates_at_last_use != scales.updates_requested
-            and scales.default.value is not None
-        )
-        if unseen and gradients.is_renewed(self.number):
-            gradients.assume_scaled(scales.default)
+        for gradients in self.sets:
+            unseen = (
+                not isinstance(gradients.unit, ScaledBy)
+                and self.number not in gradients.awaited_owners
+                and gradients.updates_at_last_use != scales.updates_requested
+                and scales.default.value is not None
+            )
+            if unseen and gradients.is_renewed(self.number):
+                gradients.assume_scaled(scales.default)
 
     def _refuse_half(self, gradients: GradientSet) -> None:
         param = None if self._shared.fp16_gradients else gradients.first_half()

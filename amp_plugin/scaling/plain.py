@@ -18,17 +18,9 @@ def step(
     *,
     without_sync: bool = False,
 ) -> Any:
-    """Step unless a gradient is not finite.
+    """Step unless a gradient is not finite; return what ``optimizer.step`` does, None if it was skipped.
 
-    Args:
-        window: The optimizer's.
-        optimizer: To call ``step`` of.
-        args: For ``optimizer.step``.
-        kwargs: For ``optimizer.step``.
-        without_sync: Undo the step on the device, where that is possible, instead of waiting for it.
-
-    Returns:
-        What ``optimizer.step`` returns, None if it was skipped.
+    With ``without_sync`` the step is undone on the device, where that is possible, instead of waiting for it.
     """
     window.clip_again()
     norm, found = window.check(write=True)

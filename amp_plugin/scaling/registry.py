@@ -21,9 +21,6 @@ from amp_plugin.scaling.units import ScaledBy
 class Registry:
     """The windows of all optimizers a scaler has met, and their gradient sets.
 
-    Args:
-        shared: What the windows share.
-
     Attributes:
         last_backward: The loss scale of the last scaled backward, as it was when that began; None before the
             first.

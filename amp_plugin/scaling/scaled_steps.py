@@ -13,6 +13,7 @@ from amp_plugin.scaling import clipping, closures, fused, plain
 from amp_plugin.scaling.clipping import NormClip, Target
 from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.updates import Updates
 
 
@@ -71,7 +72,9 @@ class ScaledSteps:
         """Trust what was measured for one more call."""
         self.registry.window(optimizer).assume_unchanged()
 
-    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
+    def step(
+        self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object
+    ) -> tuple[Any, StepResult | None]:
         """Step as :meth:`amp_plugin.GradScaler.step` tells; ``scaler`` is for optimizers that take it."""
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is None:
@@ -83,7 +86,7 @@ class ScaledSteps:
             value = closures.step(window, optimizer, closure, args, kwargs)
         if window.result is not None:
             self.updates.note_step(window, window.result)
-        return value
+        return value, window.result
 
     def _step_once(
         self, window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object
@@ -93,6 +96,7 @@ class ScaledSteps:
             raise RuntimeError(msg)
         window.begin_call()
         window.refuse_taken_away()
+        window.assume_scaled()
         one_pass = fused.in_one_pass(window, optimizer, args, kwargs)
         if one_pass is not None:
             waits = not (self.sync_free or fused.is_fused(optimizer))

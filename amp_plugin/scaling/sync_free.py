@@ -60,12 +60,6 @@ def _not_selectable_text(optimizer: Optimizer, name: str, value: Any, device: to
 def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
     """Step, and undo it on the device where ``found_inf`` is 1.
 
-    Args:
-        optimizer: One for which :func:`possible` is true.
-        found_inf: float32, 0-dim.
-        args: For ``optimizer.step``.
-        kwargs: For ``optimizer.step``.
-
     Returns:
         What ``optimizer.step`` returns, whether the step was undone or not.
 

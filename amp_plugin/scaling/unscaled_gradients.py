@@ -65,11 +65,7 @@ class UnscaledGradients:
     def fold_clip(self, found: Found, max_norm: float, norm_type: float, params: list[Tensor]) -> Tensor:
         """Leave a clip to the step, and return the norm before it (0-dim).
 
-        Args:
-            found: What :meth:`measure` has found for a norm of this order.
-            max_norm: Largest norm.
-            norm_type: The order.
-            params: The optimizer's.
+        ``found`` is what :meth:`measure` has found for a norm of this order.
         """
         norm = found[1] if self.clip is None else found[1] * self.clip.factor()
         self.clip = FoldedClip(norm, max_norm, norm_type, self.clip)
@@ -132,13 +128,7 @@ class UnscaledGradients:
     def measure(
         self, params: list[Tensor], layouts: Sequence[ShardLayout], ranks: Ranks, norm_type: float = 2.0
     ) -> Found | None:
-        """Read the gradients once; no host sync.
-
-        Args:
-            params: The optimizer's.
-            layouts: The shard layouts among them.
-            ranks: The processes that decide together.
-            norm_type: The order of the norm.
+        """Read the gradients once, for a norm of order ``norm_type``; no host sync.
 
         Returns:
             What was found; None if there are no gradients, on no rank.

@@ -288,6 +288,16 @@ def test_gradients_that_a_hook_has_taken_away_are_refused(weights):
     assert one.value == 0.0
 
 
+def test_gradients_taken_away_are_known_after_parameters_got_another_owner(weights):
+    one = weights(count=2, optimizer=Offloaded)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(1.0)).backward()
+    scaler.register(torch.optim.SGD(one.params[1:], lr=1.0))
+    with pytest.raises(RuntimeError, match=r"a hook took the gradient of 'group 0\[0\]' away"):
+        scaler.step(one.optimizer)
+
+
 def test_hooks_that_leave_gradients_alone_are_no_error(weights):
     one, other = weights(), weights()
     for param in one.params:

@@ -496,3 +496,22 @@ def test_a_scaler_pickled_before_the_option_loads():
     other.__setstate__(state)
     run = Run("sgd", scaler=other)
     assert run.step().one_pass
+
+
+def test_a_loss_scaled_by_hand_is_stepped_in_one_pass():
+    """No backward of a scaled loss was seen: after an update, new gradients are taken for scaled ones."""
+    run, theirs = Run("adamw"), Run("adamw")
+    for seed in range(3):
+        assert theirs.step(seed).one_pass is (seed > 0)
+        if seed == 0:
+            run.step(seed)
+            continue
+        run.optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(seed)
+        wanted = [torch.randn(p.shape, generator=generator) for p in run.params]
+        loss = sum((p * w).sum() for p, w in zip(run.params, wanted, strict=True))
+        (loss * run.scaler.get_scale()).backward()
+        run.scaler.step(run.optimizer)
+        run.scaler.update()
+        assert run.scaler.last_step(run.optimizer).one_pass
+    assert all(map(torch.equal, run.values(), theirs.values()))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement, sharding
 from amp_plugin.adapters.accelerate.clipping import Parameters
-from amp_plugin.adapters.accelerate.forward import MixedForward
+from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
@@ -28,6 +28,7 @@ from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_s
 from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation
 from amp_plugin.adapters.float8 import leave_out, refuse_device
+from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of_ours
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
@@ -63,7 +64,8 @@ class AmpAccelerator(Accelerator):
         **kwargs: Accelerator's; ``kwargs_handlers`` may hold AmpKwargs.
 
     Attributes:
-        scaler: the ``amp_plugin.GradScaler``; None unless fp16.
+        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another GradScaler may be put in its place,
+            torch's own or None too; what is not ours is driven as Accelerate drives it.
 
     Raises:
         TypeError: an argument is unknown.
@@ -84,7 +86,6 @@ class AmpAccelerator(Accelerator):
     """
 
     native_amp: bool
-    scaler: GradScaler | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         refuse_misplaced(type(self).__name__, kwargs)
@@ -100,6 +101,7 @@ class AmpAccelerator(Accelerator):
         given.pop("self")
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
+        self._scaler_shown: Any = None
         self._skips = SkipLedger(
             exact=self._options.exact_schedulers,
             max_in_a_row=self._options.max_skips_in_a_row,
@@ -128,9 +130,8 @@ class AmpAccelerator(Accelerator):
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         device, precision = self.device.type, self.mixed_precision
-        fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
-        self._grad_scaler = engagement.grad_scaler(device, precision, self._settings, fsdp1)
-        self.scaler = self._grad_scaler if precision == "fp16" else None
+        self._grad_scaler = self._own_scaler(precision)
+        self._scaler_shown = self._grad_scaler if precision == "fp16" else None
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
             engagement.warn_of_missing_processes(self.num_processes, os.environ)
@@ -141,7 +142,6 @@ class AmpAccelerator(Accelerator):
             refuse_device(
                 f"{type(self).__name__}(mixed_precision='fp8')", device, self.ao_recipe_handler.config
             )
-        self._region = engagement.region_options(device, precision, self._settings)
         if self._changes_forward:
             engagement.rules_of_blocks(device, self._settings)
         self._plan = sharding.plan_of(precision, self._settings)
@@ -153,6 +153,35 @@ class AmpAccelerator(Accelerator):
                 version=2 if self.is_fsdp2 else 1,
                 fp32_outputs=self._options.fp32_outputs,
             )
+
+    def _own_scaler(self, precision: str) -> GradScaler:
+        fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
+        return engagement.grad_scaler(self.device.type, precision, self._settings, fsdp1)
+
+    @property
+    def scaler(self) -> Any:
+        """The scaler as its user knows it; None where nothing is scaled.
+
+        Raises:
+            TypeError: what replaces it is no scaler.
+        """
+        return self._scaler_shown
+
+    @scaler.setter
+    def scaler(self, given: Any) -> None:
+        if not self._engaged:
+            self._scaler_shown = given
+            return
+        self._grad_scaler = (
+            self._own_scaler("no")
+            if given is None
+            else scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+        )
+        self._scaler_shown = given
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, AmpOptimizer):
+                optimizer.follow(self._grad_scaler, scaler=given)
+        self._register_names()
 
     @property
     def _changes_forward(self) -> bool:
@@ -227,9 +256,12 @@ class AmpAccelerator(Accelerator):
                 leave_out(self.ao_recipe_handler, model, names)
 
     def _mix(self, module: nn.Module) -> None:
-        precision = self._options.eval_precision
-        in_eval = precision and engagement.region_options(self.device.type, precision, self._settings)
-        MixedForward.put_on(module, replace(self._region, cast_cache=self._window_cache()), in_eval or None)
+        training = replace(self._region(self.mixed_precision), cast_cache=self._window_cache())
+        in_eval = self._options.eval_precision
+        MixedForward.put_on(module, training, self._region(in_eval) if in_eval else None)
+
+    def _region(self, precision: str) -> RegionOptions:
+        return engagement.region_options(self.device.type, precision, self._settings, self.autocast_handler)
 
     def _window_cache(self) -> CastCache | None:
         wanted = engagement.casts_once_a_window(
@@ -243,11 +275,11 @@ class AmpAccelerator(Accelerator):
         """Prepare an optimizer: it steps through the scaler."""
         if not self._engaged:
             return super().prepare_optimizer(optimizer, *args, **kwargs)
-        with self._shown_to_accelerate(scaler=None):
+        with self._shown_to_accelerate(_scaler_shown=None):
             prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self.scaler)
+        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self._scaler_shown)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
             self._weights.add(self._models, [ours.optimizer])
@@ -287,7 +319,7 @@ class AmpAccelerator(Accelerator):
             if not self._engaged:
                 stack.enter_context(super().autocast(autocast_handler))
             elif self.native_amp:
-                stack.enter_context(self._region.with_kwargs(autocast_handler).region())
+                stack.enter_context(self._region(self.mixed_precision).with_kwargs(autocast_handler).region())
             yield
 
     @contextmanager
@@ -363,8 +395,9 @@ class AmpAccelerator(Accelerator):
             if self.distributed_type == DistributedType.FSDP:
                 return torch.full((), torch.nan)
             return clipping.norm_so_far(self._grad_scaler, params, norm_type)
-        fold = self._options.fold_clip and not self._is_fsdp1
-        if fold or (self._grad_scaler.is_enabled() and not self._is_fsdp1):
+        scales_itself = self._is_fsdp1 or isinstance(self._grad_scaler, ForeignScaler)
+        fold = self._options.fold_clip and not scales_itself
+        if fold or (self._grad_scaler.is_enabled() and not scales_itself):
             return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type, fold=fold)
         norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
         clipping.note_norm(self._grad_scaler, params, norm)
@@ -380,7 +413,11 @@ class AmpAccelerator(Accelerator):
         params = clipping.parameters_of(parameters)
         if self._engaged and not self.sync_gradients:
             return
-        if not self._engaged or self.distributed_type == DistributedType.FSDP:
+        if (
+            not self._engaged
+            or self.distributed_type == DistributedType.FSDP
+            or isinstance(self._grad_scaler, ForeignScaler)
+        ):
             super().clip_grad_value_(params, clip_value)
         else:
             clipping.clip_value(self._grad_scaler, params, clip_value)
@@ -469,7 +506,7 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             super().load_state(*args, **kwargs)
             return
-        with checkpoints.optimizers_unscaled(self._optimizers), self._shown_to_accelerate(scaler=None):
+        with checkpoints.optimizers_unscaled(self._optimizers), self._shown_to_accelerate(_scaler_shown=None):
             super().load_state(*args, **kwargs)
         invalidate()
         if self._loaded_folder is not None:

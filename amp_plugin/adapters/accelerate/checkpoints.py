@@ -57,12 +57,7 @@ def warn_of_lost_states(
 
 
 def load_loss_scale(scaler: GradScaler, folder: Path) -> None:
-    """Load the loss scale of a checkpoint; warn if it has none and keep the present one.
-
-    Args:
-        scaler: nothing happens if it is disabled.
-        folder: the checkpoint.
-    """
+    """Load the loss scale of a checkpoint; warn if it has none and keep the present one."""
     if not scaler.is_enabled():
         return
     file = folder / SCALER_NAME

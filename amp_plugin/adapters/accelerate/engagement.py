@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, PrecisionType
+from accelerate.utils import AutocastKwargs, DistributedType, FullyShardedDataParallelPlugin, PrecisionType
 
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
@@ -165,11 +165,6 @@ def _groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, list[ProcessGrou
 def model_weights(precision: str, settings: Settings, distributed: DistributedType) -> ModelWeights:
     """Return how the weights of prepared models are stored.
 
-    Args:
-        precision: the accelerator's ``mixed_precision``.
-        settings: the options.
-        distributed: its ``distributed_type``.
-
     Raises:
         ValueError: the models would compute in another dtype; the text names what set the option.
         TypeError: FSDP shards them and stores float32 by itself.
@@ -189,30 +184,30 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
     return ModelWeights(weights, casts=precision != "no")
 
 
-def region_options(device: str, precision: str, settings: Settings) -> RegionOptions:
+def region_options(
+    device: str, precision: str, settings: Settings, handler: AutocastKwargs | None
+) -> RegionOptions:
     """Return how prepared models compute, before it is known whether casts are kept.
 
     Args:
         device: type of the accelerator's device.
         precision: its ``mixed_precision``, or the precision of its models in ``eval()`` mode.
         settings: the options.
+        handler: its ``autocast_handler``.
     """
+    handler = handler or AutocastKwargs()
     mixed = precision in {"fp16", "bf16", "fp8"}
     return RegionOptions(
         device_type=device,
         dtype=TRAINING_DTYPES[precision] if mixed else torch.bfloat16,
-        enabled=settings.autocast_enabled and mixed,
-        cache_enabled=settings.cache_enabled,
+        enabled=handler.enabled and mixed,
+        cache_enabled=handler.cache_enabled,
         fp32_outputs=settings.adapter().fp32_outputs,
     )
 
 
 def rules_of_blocks(device: str, settings: Settings) -> None:
     """Let ``torch.autocast`` blocks of the process follow our rules.
-
-    Args:
-        device: type of the accelerator's device.
-        settings: the options.
 
     Raises:
         ValueError: the rules are refused; the text names what set them.
@@ -225,13 +220,7 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
 
 
 def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
-    """Say whether weights are cast once per accumulation window: where it helps, unless told.
-
-    Args:
-        settings: the options.
-        micro_batches: length of a window.
-        distributed: the accelerator's ``distributed_type``.
-    """
+    """Say whether weights are cast once per accumulation window: where it helps, unless told."""
     wanted = settings.adapter().cast_cache
     if wanted is not None:
         return wanted

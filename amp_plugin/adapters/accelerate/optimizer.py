@@ -23,7 +23,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         scaler: the accelerator's ``scaler``; None unless fp16.
     """
 
-    scaler: GradScaler | None
+    scaler: Any
     _grad_scaler: GradScaler
     _skips: SkipLedger
 
@@ -34,7 +34,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         grad_scaler: GradScaler,
         skips: SkipLedger,
         *,
-        scaler: GradScaler | None,
+        scaler: Any,
     ) -> AmpOptimizer:
         """Turn an optimizer that Accelerate has prepared into one of ours.
 
@@ -45,8 +45,13 @@ class AmpOptimizer(AcceleratedOptimizer):
             scaler: the attribute of that name.
         """
         prepared.__class__ = cls
-        prepared._grad_scaler, prepared._skips, prepared.scaler = grad_scaler, skips, scaler
+        prepared._skips = skips
+        prepared.follow(grad_scaler, scaler=scaler)
         return prepared  # type: ignore[no-any-return]
+
+    def follow(self, grad_scaler: GradScaler, *, scaler: Any) -> None:
+        """Step through a scaler from now on; the arguments are those of :meth:`adopt`."""
+        self._grad_scaler, self.scaler = grad_scaler, scaler
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step or skip at the end of an accumulation window.

@@ -164,14 +164,12 @@ class Settings:
         sources: option -> what set it.
         enabled: ``GradScalerKwargs(enabled=...)``.
         cache_enabled: ``AutocastKwargs(cache_enabled=...)``.
-        autocast_enabled: ``AutocastKwargs(enabled=...)``.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     enabled: bool = True
     cache_enabled: bool | None = None
-    autocast_enabled: bool = True
 
     def get(self, option: str, default: Any = None) -> Any:
         """Return an option's value, or ``default`` if it is not set."""
@@ -242,7 +240,6 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
         sources=sources,
         enabled=enabled,
         cache_enabled=region.cache_enabled,
-        autocast_enabled=region.enabled,
     )
 
 

@@ -29,12 +29,7 @@ from amp_plugin.user_warnings import warn_user
 
 
 def plan_of(precision: str, settings: Settings) -> DtypePlan:
-    """Return the plan of a run.
-
-    Args:
-        precision: the accelerator's ``mixed_precision``.
-        settings: the options.
-    """
+    """Return the plan of a run."""
     options = settings.adapter()
     return DtypePlan(
         compute=TRAINING_DTYPES.get(precision, torch.float32),  # type: ignore[arg-type] # a name is made of it

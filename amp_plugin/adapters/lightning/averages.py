@@ -30,11 +30,7 @@ class Averages:
         self._wrapped: list[tuple[Any, str]] = []
 
     def watch(self, callbacks: Iterable[Any]) -> None:
-        """Give averages float32 weights, and let their hooks see the model's masters until `release`.
-
-        Args:
-            callbacks: The Trainer's, after their ``setup``.
-        """
+        """Give averages float32 weights, and let their hooks see the model's masters until `release`."""
         self.release()
         for callback in callbacks:
             kinds = {kind.__name__ for kind in type(callback).__mro__}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from amp_plugin.adapters.foreign_scaler import ByOptimizer
 from amp_plugin.adapters.late_skips import LateSkips
-from amp_plugin.adapters.lightning.foreign_scaler import ByOptimizer
 from amp_plugin.scaling.step_result import StepResult
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
-from amp_plugin.adapters.lightning.foreign_scaler import scaler_in_place_of_ours, scaler_shown
+from amp_plugin.adapters.foreign_scaler import scaler_in_place_of_ours, scaler_shown
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
 from amp_plugin.adapters.model_weights import ModelWeights
@@ -75,6 +75,7 @@ class PrecisionCore:
         precision: TrainingPrecision | StockName | NameWithWeights | torch.dtype = "fp16",
         *,
         device: str | None = None,
+        scaler: Any = None,
         eval_precision: PrecisionName | StockName | torch.dtype | None = None,
         rules: OpRules | str | Path | None = None,
         fp32_modules: Sequence[str] = (),
@@ -136,6 +137,8 @@ class PrecisionCore:
         self._attempted_steps = 0
         self._hand_stepped = HandSteppedSchedulers(exact=exact_schedulers)
         self._begin()
+        if scaler is not None:
+            self.scaler = scaler
 
     def _begin(self) -> None:
         """Set what a framework's plugin begins with: a subclass's ``__init__`` would hide the options."""

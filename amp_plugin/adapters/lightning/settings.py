@@ -27,28 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrecisionSettings:
-    """The options of AmpPrecision and FabricAmpPrecision.
-
-    Attributes:
-        precision: ``"fp16"``, ``"bf16"``, ``"fp32"`` or ``"fp8"``: the dtype of training forwards.
-        eval_precision: the same for validation, test and prediction; None: as in training.
-        device: ``"cuda"``, ``"cpu"``, ...; None: the device training runs on, found when it starts.
-        rules: op rules other than the default ones, or a YAML file of them, for the whole run.
-        fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
-            (``"LayerNorm"``) which compute in fp32 whatever the precision.
-        weights: how trainable weights are stored: ``"fp32"``, ``"bf16"``, ``"fp16"``,
-            ``"bf16-stochastic"``.
-        reduce: dtype in which FSDP reduces gradients: ``"fp32"`` or ``"bf16"``.
-        cast_cache: keep cast weights over an accumulation window (2 bytes an element more); None: where
-            a window has several micro-batches and the native core is loaded.
-        exact_schedulers: wait for the device after each step, so that a scheduler never runs ahead
-            of a skipped step, not even by one optimizer step.
-        float8_config: torchao's Float8LinearConfig, in fp8.
-        loss_scale: options of the loss scale.
-        fp16_gradients: whether parameters may be in float16.
-        one_pass: whether Adam, AdamW and SGD are stepped in one pass where they can be.
-        on_nonfinite: what a step does whose gradients are not finite, in any precision.
-    """
+    """The options of AmpPrecision and FabricAmpPrecision, which say what each does."""
 
     precision: TrainingPrecision
     eval_precision: PrecisionName | None = None

@@ -33,7 +33,7 @@ from amp_plugin.adapters.lightning.strategies import (
 )
 from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, stray_text
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
-from amp_plugin.adapters.lightning.user_hooks import UserHooks
+from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.scaling.parameter_names import params_of
 
@@ -51,6 +51,7 @@ class TrainerPrecision(TrainerCheckpoints):
             layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
             understood.
         device: device type, an error where training runs on another; None: the one it runs on.
+        scaler: a GradScaler in place of the plugin's own, torch's too, as the stock plugin takes it.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
@@ -97,6 +98,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     config_class: ClassVar[Any]
     """The framework's LRSchedulerConfig with HeldBack mixed in."""
+    _after_closure: Callable[[Any, Optimizer], None]
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
@@ -182,7 +184,7 @@ class TrainerPrecision(TrainerCheckpoints):
         self._weights.widen_thawed()
         self._in_train_step = True
         try:
-            with self.autocast_context_manager():
+            with self.forward_context():
                 yield
         finally:
             self._in_train_step = False
@@ -192,7 +194,8 @@ class TrainerPrecision(TrainerCheckpoints):
     def val_step_context(self) -> Generator[None, None, None]:
         """Run ``validation_step`` in the evaluation precision."""
         self._weights_may_have_changed(evaluating=True)
-        with self._region(self.settings.eval_precision or self.settings.precision):
+        in_eval = self.settings.eval_precision
+        with self.forward_context() if in_eval is None else self._region(in_eval):
             yield
 
     test_step_context = val_step_context
@@ -214,7 +217,7 @@ class TrainerPrecision(TrainerCheckpoints):
             return closure
 
         def in_region() -> Any:
-            with self.autocast_context_manager():
+            with self.forward_context():
                 return closure()
 
         return in_region
@@ -296,7 +299,7 @@ class TrainerPrecision(TrainerCheckpoints):
             self._scaler.measure(optimizer)  # before they are clipped
         self._leaves_clip_to_step = not self._scaler.is_enabled() and self._is_clip_unseen(model)
         try:
-            self._plain._after_closure(self, model, optimizer)
+            self._after_closure(model, optimizer)
         finally:
             self._leaves_clip_to_step = False
         if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
@@ -324,8 +327,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def _is_clip_unseen(self, model: Any) -> bool:
         """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
-        hooks = self._hooks_of(model)
-        return self._is_clipped_last(model) and not (hooks.keep_gradients or hooks.read_gradients)
+        return self._is_clipped_last(model) and not self._hooks_of(model).read_gradients
 
     def _is_clipped_last(self, model: Any) -> bool:
         """Whether the step follows on Lightning's own clipping, without user code in between."""
@@ -334,8 +336,12 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def _hooks_of(self, model: Any) -> UserHooks:
         if self._user_hooks is None:
-            self._user_hooks = UserHooks(model, self.package.utilities.model_helpers.is_overridden)
+            overridden = self.package.utilities.model_helpers.is_overridden
+            self._user_hooks = UserHooks(model, overridden, self._is_extended)
         return self._user_hooks
+
+    def _is_extended(self, method: str) -> bool:
+        return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
         """Raise if gradients did not come from ``manual_backward``: their loss was not scaled."""
@@ -360,8 +366,11 @@ class TrainerPrecision(TrainerCheckpoints):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
         optimizer = self._unwrap(optimizer)
-        if self._scaler.has_scaled:
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not self._in_train_step)
+        if self._clips_other_parameters(optimizer):
+            self._plain.clip_grad_by_norm(self, optimizer, clip_val)
+        elif self._scaler.has_scaled:
+            seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
+            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
         elif self._sharded_root is not None:
             self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         elif self._scaler.is_enabled():
@@ -372,10 +381,20 @@ class TrainerPrecision(TrainerCheckpoints):
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
         optimizer = self._unwrap(optimizer)
-        if self._scaler.has_scaled:
+        if self._clips_other_parameters(optimizer):
+            self._plain.clip_grad_by_value(self, optimizer, clip_val)
+        elif self._scaler.has_scaled:
             self._scaler.clip_grad_value_(optimizer, clip_val)
         else:
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
+
+    def _clips_other_parameters(self, optimizer: Optimizer) -> bool:
+        """Whether a subclass says by ``main_params`` what is clipped; then gradients are unscaled now."""
+        if not self._is_extended("main_params"):
+            return False
+        if self._scaler.has_scaled:
+            self._scaler.ensure_unscaled(optimizer)
+        return True
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
         wrapped = isinstance(optimizer, self.package.core.optimizer.LightningOptimizer)

@@ -4,37 +4,68 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
+
+_HOOKS: Final = ("on_before_optimizer_step", "on_before_zero_grad")
+_METHODS_OF_MODULES: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+_CLIPPING_OF_PLUGINS: Final = (
+    "_after_closure",
+    "_clip_gradients",
+    "clip_gradients",
+    "clip_grad_by_norm",
+    "clip_grad_by_value",
+    "main_params",
+)
 
 
 class UserHooks:
-    """The hooks that a module and its callbacks override; each is looked up once.
+    """The hooks that a module, its callbacks and a subclass of the plugin override; each is looked up once.
 
     Args:
         model: the LightningModule.
         is_overridden: whether a user has written a hook of a module or a callback.
+        is_extended: whether a user has written a method of the plugin.
     """
 
-    def __init__(self, model: Any, is_overridden: Callable[[str, Any], bool]) -> None:
+    def __init__(
+        self,
+        model: Any,
+        is_overridden: Callable[[str, Any], bool],
+        is_extended: Callable[[str], bool],
+    ) -> None:
         self._model = model
         self._is_overridden = is_overridden
+        self._is_extended = is_extended
 
     @cached_property
     def read_gradients(self) -> bool:
         """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
-        return self._is_overridden("configure_gradient_clipping", self._model) or any(
-            self._is_overridden(hook, owner)
-            for owner in (self._model, *self._model.trainer.callbacks)
-            for hook in ("on_before_optimizer_step", "on_before_zero_grad")
+        return (
+            any(map(self._is_extended, ("optimizer_step", *_CLIPPING_OF_PLUGINS)))
+            or any(self._is_overridden(method, self._model) for method in _METHODS_OF_MODULES)
+            or any(
+                self._is_overridden(hook, owner)
+                for owner in (self._model, *self._model.trainer.callbacks)
+                for hook in _HOOKS
+            )
         )
 
     @cached_property
     def clip(self) -> bool:
         """Whether a method of the user clips."""
         methods = ("configure_gradient_clipping", "clip_gradients")
-        return any(self._is_overridden(method, self._model) for method in methods)
+        return any(map(self._is_extended, _CLIPPING_OF_PLUGINS)) or any(
+            self._is_overridden(method, self._model) for method in methods
+        )
 
-    @cached_property
-    def keep_gradients(self) -> bool:
-        """Whether gradients may outlive the step."""
-        return self._is_overridden("optimizer_zero_grad", self._model)
+
+def is_extended(plugin: Any, known: tuple[type, ...], method: str) -> bool:
+    """Say whether a subclass of a plugin, or its user for this object, has a method of its own.
+
+    Args:
+        plugin: the plugin.
+        known: the classes whose methods are not the user's.
+        method: its name.
+    """
+    found = getattr(type(plugin), method)
+    return method in vars(plugin) or all(found is not getattr(kind, method, None) for kind in known)

@@ -35,7 +35,7 @@ class ByOptimizer(weakref.WeakKeyDictionary[Any, Value]):
 class ForeignScaler(GradScaler):
     """Drive another scaler by torch's calls alone, in the stock plugins' order.
 
-    A plugin asks it whatever it asks a scaler of ours. One step is::
+    An adapter asks it whatever it asks a scaler of ours. One step is::
 
         theirs.unscale_(optimizer)    unless a fused optimizer does it, and nothing is clipped
         theirs.step(optimizer)
@@ -61,8 +61,8 @@ class ForeignScaler(GradScaler):
 
     @property
     def has_scaled(self) -> bool:
-        """Whether a loss has been scaled yet."""
-        return self._scaled
+        """Whether a loss has been scaled yet, by this object or by the other scaler itself."""
+        return self._scaled or self.current_scale() is not None
 
     def place(self, device: str, **groups: Any) -> None:
         """Leave the other scaler where it is."""
@@ -136,13 +136,17 @@ class ForeignScaler(GradScaler):
             self._later.value = after.clone()
             self._later = LaterScale()
 
-    def last_step(self, optimizer: Any) -> StepResult:
-        """Return what became of the optimizer's last step."""
-        return self._results[optimizer] if optimizer in self._results else super().last_step(optimizer)
+    def result_of(self, optimizer: Any) -> StepResult | None:
+        """Return what became of the optimizer's last step; None if it has not stepped yet."""
+        return self._results[optimizer] if optimizer in self._results else super().result_of(optimizer)
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of all optimizers: a host sync."""
         return self._skipped.item()
+
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the other scaler's scale as a number: a host sync."""
+        return self.theirs.get_scale()  # type: ignore[no-any-return]
 
     def current_scale(self) -> Tensor | None:
         """Return the other scaler's scale on its device, 0-dim; None before the first loss."""

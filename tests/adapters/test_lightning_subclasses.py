@@ -1,0 +1,218 @@
+"""Subclasses of the plugin, and methods of a module around the step, see what they see under the stock plugin."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+from amp_plugin import AmpPrecision, FabricAmpPrecision
+from tests.adapters.lightning_models import QUIET, Linear, fit, regression, stock
+
+pytestmark = QUIET
+CLIP = 0.5
+
+
+def plugin_of(cls, precision):
+    """The stock plugin or ours, or a subclass of one."""
+    if issubclass(cls, AmpPrecision):
+        return cls(precision, **({"init_scale": 2.0**10} if precision == "fp16" else {}))
+    return stock(2.0**10, cls=cls) if precision == "fp16" else cls("bf16-mixed", "cpu")
+
+
+def norm(params):
+    return torch.stack([param.grad.norm() for param in params]).norm().item()
+
+
+class Looks:
+    """Measures gradients around Lightning's clipping, and after the step."""
+
+    def clip_gradients(self, optimizer, *args, **kwargs):
+        self.seen = [*getattr(self, "seen", []), norm(self.main_params(optimizer))]
+        super().clip_gradients(optimizer, *args, **kwargs)
+        self.seen.append(norm(self.main_params(optimizer)))
+
+    def optimizer_step(self, optimizer, model, closure, **kwargs):
+        output = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
+        self.seen.append(norm(model.parameters()))
+        return output
+
+
+class ClipsByItself:
+    def clip_grad_by_norm(self, optimizer, clip_val):
+        self.seen = [*getattr(self, "seen", []), norm(self.main_params(optimizer))]
+        torch.nn.utils.clip_grad_norm_([*self.main_params(optimizer)], clip_val)
+
+
+class ClipsValuesByItself:
+    def clip_grad_by_value(self, optimizer, clip_val):
+        self.seen = [*getattr(self, "seen", []), norm(self.main_params(optimizer))]
+        torch.nn.utils.clip_grad_value_([*self.main_params(optimizer)], clip_val)
+
+
+class EditsAfterwards:
+    def _after_closure(self, model, optimizer):
+        super()._after_closure(model, optimizer)
+        self.seen = [*getattr(self, "seen", []), norm(model.parameters())]
+        for param in self.main_params(optimizer):
+            param.grad.add_(param.detach(), alpha=0.1)
+
+
+class ClipsWeightsOnly:
+    seen = ()
+
+    def main_params(self, optimizer):
+        return (param for param in super().main_params(optimizer) if param.ndim == 2)
+
+
+def trained(plugin, module=None, **options):
+    module = module or Linear(optimizer=torch.optim.SGD)
+    fit(module, plugin, steps=3, data=regression(), gradient_clip_val=CLIP, **options)
+    return [param.detach().clone() for param in module.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("mixin", "algorithm"),
+    [
+        (Looks, "norm"),
+        (Looks, "value"),
+        (ClipsByItself, "norm"),
+        (ClipsValuesByItself, "value"),
+        (EditsAfterwards, "norm"),
+        (ClipsWeightsOnly, "norm"),
+        (ClipsWeightsOnly, "value"),
+    ],
+)
+def test_a_subclass_sees_and_clips_unscaled_gradients(mixin, algorithm, precision):
+    weights, seen = [], []
+    for base in (AmpPrecision, MixedPrecision):
+        plugin = plugin_of(type("Extended", (mixin, base), {}), precision)
+        weights.append(trained(plugin, gradient_clip_algorithm=algorithm))
+        seen.append(list(plugin.seen))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)
+    assert seen[0] or mixin is ClipsWeightsOnly
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_method_replaced_on_the_object_sees_them_too(precision):
+    seen = []
+    for base in (AmpPrecision, MixedPrecision):
+        plugin = plugin_of(base, precision)
+        plugin.clip_grad_by_norm = lambda optimizer, _, plugin=plugin: seen.append(
+            norm(plugin.main_params(optimizer))
+        )
+        trained(plugin)
+    assert seen[:3] == pytest.approx(seen[3:], rel=1e-5)
+
+
+class StepsByItself(Linear):
+    """Warms its learning rate up and looks at gradients when they are used up."""
+
+    def __init__(self):
+        super().__init__(optimizer=torch.optim.SGD)
+        self.seen = []
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        optimizer.param_groups[0]["lr"] = 0.01 * (batch_idx + 1)
+        optimizer.step(closure=optimizer_closure)
+        self.seen.append(norm(self.parameters()))
+
+
+class Clears(StepsByItself):
+    optimizer_step = Linear.optimizer_step
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if self.net[0].weight.grad is not None:
+            self.seen.append(norm(self.parameters()))
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("cls", [StepsByItself, Clears])
+def test_a_module_sees_them_around_its_step(cls, precision):
+    weights, seen = [], []
+    for base in (AmpPrecision, MixedPrecision):
+        module = cls()
+        weights.append(trained(plugin_of(base, precision), module))
+        seen.append(module.seen)
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)
+    assert seen[0][0] == pytest.approx(CLIP, rel=1e-5)
+
+
+class Evaluated(Linear):
+    """Notes the dtype of its forward passes."""
+
+    def __init__(self):
+        super().__init__(optimizer=torch.optim.SGD)
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append(self.net(batch[0]).dtype)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.seen.append(self.net(batch[0]).dtype)
+
+
+class Counts:
+    contexts = 0
+
+    @contextmanager
+    def forward_context(self):
+        self.contexts += 1
+        with super().forward_context():
+            yield
+
+
+class OwnRegion:
+    contexts = 0
+
+    def autocast_context_manager(self):
+        self.contexts += 1
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("mixin", [Counts, OwnRegion])
+def test_a_subclass_may_change_the_region_of_all_stages(mixin):
+    told = []
+    for base in (AmpPrecision, MixedPrecision):
+        plugin, module = plugin_of(type("Extended", (mixin, base), {}), "fp16"), Evaluated()
+        module.val_dataloader = lambda: regression(1)
+        fit(module, plugin, steps=2, data=regression(2), max_epochs=1)
+        told.append((plugin.contexts, module.seen))
+    assert told[0] == told[1]
+    assert told[0][0] == len(module.seen) == 3
+
+
+def test_an_evaluation_precision_has_a_region_of_its_own():
+    plugin, module = (
+        type("Extended", (OwnRegion, AmpPrecision), {})("fp16", eval_precision="fp32"),
+        Evaluated(),
+    )
+    module.val_dataloader = lambda: regression(1)
+    fit(module, plugin, steps=1, data=regression(1), max_epochs=1)
+    assert (plugin.contexts, module.seen) == (1, [torch.bfloat16, torch.float32])
+
+
+# -- as the stock plugin is made ----------------------------------------------------------------
+
+
+def test_a_scaler_may_be_given_as_to_the_stock_plugin():
+    finals = []
+    for make in (AmpPrecision, MixedPrecision):
+        given = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+        plugin = make(precision="16-mixed", device="cpu", scaler=given)
+        assert plugin.scaler is given
+        finals.append(trained(plugin))
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+    given = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    assert FabricAmpPrecision("16-mixed", scaler=given).scaler is given
+
+
+@pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
+def test_a_scaler_where_nothing_is_scaled_is_refused(cls):
+    with pytest.raises(TypeError, match="no loss is scaled in bf16; use .*or leave the scaler out"):
+        cls("bf16-mixed", scaler=torch.amp.GradScaler("cpu"))
