@@ -231,3 +231,34 @@ def test_a_cure_under_accelerate(number):
         findings.append(len(diagnosis.findings))
         accelerator.end_training()
     assert findings == [1, 0]
+
+
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore")  # Lightning's own: deprecated names, advice on workers
+def test_the_cures_under_lightning():
+    lightning = pytest.importorskip("lightning.pytorch")
+    from tests.adapters.lightning_models import make_trainer
+
+    class Trained(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.weight = Net(OPS["mul"]), nn.Parameter(torch.ones(()))
+
+        def training_step(self, batch, index):
+            return self.net(batch * self.weight).sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    cures = cures_of(
+        ModuleAddress(model="Net", path="blocks.2.norm"),
+        ("aten::mul",),
+        "cpu",
+        loaded={"amp_plugin.adapters.lightning"},
+    )
+    found = []
+    for plugin in (amp_plugin.AmpPrecision("fp16", device="cpu"), *(value_of(cure.code) for cure in cures)):
+        with amp_plugin.diagnose(keep_going=True) as diagnosis:
+            make_trainer(plugin).fit(Trained(), torch.full((1, 8), 300.0))
+        found.append([finding.op for finding in diagnosis.findings if finding.direction == "forward"])
+    assert found == [["aten::mul.Tensor"], [], []]
