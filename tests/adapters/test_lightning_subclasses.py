@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision
-from tests.adapters.lightning_models import QUIET, Linear, fit, regression, stock
+from tests.adapters.lightning_models import AFTER_2_6, QUIET, Linear, fit, regression, stock
 
 pytestmark = QUIET
 CLIP = 0.5
@@ -183,8 +183,11 @@ def test_a_subclass_may_change_the_region_of_all_stages(mixin):
         module.val_dataloader = lambda: regression(1)
         fit(module, plugin, steps=2, data=regression(2), max_epochs=1)
         told.append((plugin.contexts, module.seen))
-    assert told[0] == told[1]
     assert told[0][0] == len(module.seen) == 3
+    if AFTER_2_6 and mixin is OwnRegion:  # forward_context may make the stock plugin's region itself (#21616)
+        assert told[0] == (3, [torch.bfloat16] * 3)
+    else:
+        assert told[0] == told[1]
 
 
 def test_an_evaluation_precision_has_a_region_of_its_own():
