@@ -129,6 +129,8 @@ def _as_in_a_new_interpreter(target: Callable[..., object], args: tuple[object, 
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 -- as long as the process
     sys.stderr = open(2, "w", encoding="utf-8", closefd=False, buffering=1)  # noqa: SIM115
     torch.set_num_threads(1)
+    # Torch's own helpers for tests, if one of ours has imported them, forbid to set the flags of backends.
+    torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
     _copy_what_is_spawned()
     target(*args)
 

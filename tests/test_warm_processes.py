@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.testing._internal.common_utils  # forbids it
 
 from tests import warm_processes
 from tests.copied_process import copy_is_kept
@@ -59,6 +60,9 @@ def warn() -> None:
     warnings.warn("of a library", DeprecationWarning, stacklevel=1)
     logging.getLogger("test").warning("logged")
     print(sys.modules["__main__"].__dict__.get("__file__"), torch.get_num_threads(), sys.stdin.read())
+    torch.backends.cudnn.benchmark = (
+        False  # which torch's helpers for tests forbid in the process with the tests
+    )
 
 
 @pytest.fixture(params=[False, True], ids=["with torch", "with all that tests import"])
