@@ -312,8 +312,18 @@ class Player:
         self.finish()
 
     def finish(self):
+        self.spare_torch()
         self.run.scaler.step(self.run.optimizer)
         self.run.scaler.update()
+
+    def spare_torch(self):
+        """Torch's fused SGD is a TypeError where only some parameters of a group have a momentum buffer yet."""
+        state = self.run.optimizer.state
+        for group in self.run.optimizer.param_groups:
+            with_gradient = [param for param in group["params"] if param.grad is not None]
+            begun = [state[param].get("momentum_buffer") is not None for param in with_gradient if param in state]
+            if group.get("momentum") and 0 < sum(begun) < len(with_gradient):
+                group["fused"] = None
 
     def on_options(self, name, value):
         for optimizer in (self.run.optimizer, self.oracle.optimizer):
