@@ -321,7 +321,9 @@ class Player:
         state = self.run.optimizer.state
         for group in self.run.optimizer.param_groups:
             with_gradient = [param for param in group["params"] if param.grad is not None]
-            begun = [state[param].get("momentum_buffer") is not None for param in with_gradient if param in state]
+            begun = [
+                state[param].get("momentum_buffer") is not None for param in with_gradient if param in state
+            ]
             if group.get("momentum") and 0 < sum(begun) < len(with_gradient):
                 group["fused"] = None
 
