@@ -1,8 +1,9 @@
 """Find the native core that a wheel brought along, where it fits the installed torch and this CPU.
 
 A wheel may hold several cores, each in a folder of its own with the library, the Python extension
-and ``manifest.json``: torch's version and commit, the vector width, a hash of the sources, and the
-files' SHA-256. Where none fits, the core is compiled at first use, as from any other wheel.
+and ``manifest.json``: torch's version, commit and CUDA version, the vector width, a hash of the
+sources, and the files' SHA-256. Where none fits, the core is compiled at first use, as from any
+other wheel.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Needed:
     """What a prebuilt core must have been made for.
 
     Attributes:
-        torch: torch's version and commit.
+        torch: torch's version, commit and CUDA version.
         sources: Hash of the C++ sources.
         capability: A key of `TARGETS`.
     """
@@ -43,8 +44,9 @@ class Needed:
 
 
 def torch_identity() -> str:
-    """Return torch's version and commit in one line."""
-    return f"{torch.__version__} {torch.version.git_version}"
+    """Return torch's version, commit and CUDA or ROCm version in one line; a core for CUDA holds more."""
+    device = torch.version.cuda or torch.version.hip or "cpu"
+    return f"{torch.__version__} {torch.version.git_version} {device}"
 
 
 def hash_of(files: Iterable[Path]) -> str:

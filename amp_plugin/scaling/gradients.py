@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from amp_plugin.kernels import ops  # noqa: F401 -- what batches run is registered there
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.shard_layout import ShardLayout, is_partial, local_gradient
 
@@ -185,14 +186,12 @@ def _native_batches(ledger: Any, params: list[Tensor]) -> list[GradientBatch] | 
     for spec, on, members in groups:
         layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
         found.setdefault((on, layout), []).extend(members)
-    return [
-        GradientBatch(on, layout, sorted(members), _of_ledger(ledger, params, sorted(members)))
-        for (on, layout), members in found.items()
-    ]
-
-
-def _of_ledger(ledger: Any, params: list[Tensor], positions: list[int]) -> Callable[..., Any]:
-    return partial(_run_by_ledger, ledger, [params[position] for position in positions])
+    batches = []
+    for (on, layout), members in found.items():
+        positions = sorted(members)
+        run = partial(_run_by_ledger, ledger, [params[position] for position in positions])
+        batches.append(GradientBatch(on, layout, positions, run))
+    return batches
 
 
 def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:

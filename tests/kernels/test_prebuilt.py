@@ -80,7 +80,7 @@ def test_no_path_of_the_building_machine_stays_in_it(made: tuple[Path, Path]) ->
         assert str(Path(torch.__file__).parent).encode() not in file.read_bytes()
 
 
-@pytest.mark.parametrize("changed", ["source", "torch", "library", "extension", "manifest", "width"])
+@pytest.mark.parametrize("changed", ["source", "torch", "cuda", "library", "extension", "manifest", "width"])
 def test_a_core_that_does_not_fit_is_passed_over(
     changed: str, cores: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +92,8 @@ def test_a_core_that_does_not_fit_is_passed_over(
             (sources / "small.cpp").write_text(SMALL_LIBRARY + "\n")
         case "torch":
             monkeypatch.setattr(torch, "__version__", "9.9.9")
+        case "cuda":  # a torch with CUDA: its library holds what launches kernels
+            monkeypatch.setattr(torch.version, "cuda", "13.0")
         case "library":
             (core / LIBRARY).write_bytes((core / LIBRARY).read_bytes()[:-1])
         case "extension":
