@@ -115,20 +115,17 @@ struct CopiedWeight : Fp32Weight {
 // As many elements as Floats holds, as bits.
 using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 
-// The numbers at `data`, each in 32 bits, with their sign if they have one.
-template <typename Short>
-[[gnu::always_inline]] inline Words widened(const Short* data) {
+// The signed 16-bit numbers at `data`, each in 32 bits.
+[[gnu::always_inline]] inline Words widened(const int16_t* data) {
 #if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes halves
   const __m256i shorts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-  const bool has_sign = std::is_signed_v<Short>;
-  return reinterpret_cast<Words>(has_sign ? _mm512_cvtepi16_epi32(shorts) : _mm512_cvtepu16_epi32(shorts));
+  return reinterpret_cast<Words>(_mm512_cvtepi16_epi32(shorts));
 #else
-  using Shorts = Short [[gnu::vector_size(sizeof(Floats) / 2)]];
-  using Same =
-      std::conditional_t<std::is_signed_v<Short>, int32_t, uint32_t> [[gnu::vector_size(sizeof(Floats))]];
+  using Shorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+  using Ints = int32_t [[gnu::vector_size(sizeof(Floats))]];
   Shorts shorts;
   std::memcpy(&shorts, data, sizeof(shorts));
-  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Same));
+  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Ints));
 #endif
 }
 
@@ -162,7 +159,7 @@ template <typename Short>
 // whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
 struct PairedWeight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
-    const auto* high = static_cast<const uint16_t*>(row.param) + at;
+    const auto* high = static_cast<const int16_t*>(row.param) + at;
     const auto* low = static_cast<const int16_t*>(row.beside) + at;
     fetch_ahead(high);
     fetch_ahead(low);
@@ -184,8 +181,8 @@ struct PairedWeight {
   }
 
  private:
-  // unpack_weight of each.
-  [[gnu::always_inline]] static Floats joined(const uint16_t* high, const int16_t* low) {
+  // unpack_weight of each; the shift drops what widening put before a high half.
+  [[gnu::always_inline]] static Floats joined(const int16_t* high, const int16_t* low) {
     const Words bits = (widened(high) << 16) + widened(low);
     return Floats::loadu(&bits);
   }
