@@ -135,6 +135,5 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, layouts))
     assert (norm.item(), found.item()) == (5.0, 1.0)
     assert sent == [1.0, 1.0]
-    assert [name for name in launches if name != "add_"] == ["pack_measurements_"] * 3 + [
-        "unpack_measurements"
-    ]
+    ours = [name for name in launches if name in ONE_PLACE]  # the rest is what this test sends
+    assert ours == ["pack_measurements_"] * 3 + ["unpack_measurements"]
