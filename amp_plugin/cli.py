@@ -33,6 +33,19 @@ app = typer.Typer(
 )
 
 
+Device = Annotated[
+    str | None,
+    word_option(
+        ("cpu", "cuda", "xpu", "mps"),
+        "Device to plan for; default: the best here.",
+        aliases={"gpu": "cuda"},
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
+]
+Reduce = Annotated[str, word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced.")]
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 
@@ -40,6 +53,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(amp_plugin.__version__)
         raise typer.Exit
+
+
+def _patterns(chosen: str) -> Any:
+    return typer.Option(metavar="PATTERN", help=f"With --model: {chosen}; repeatable.")
 
 
 @app.callback()
@@ -53,35 +70,13 @@ def main(
 
 @app.command()
 def doctor(
-    precision: Annotated[
-        str,
-        word_option(("fp16", "bf16", "fp32"), "Precision to plan for."),
-    ] = "fp16",
-    device: Annotated[
-        str | None,
-        word_option(
-            ("cpu", "cuda", "xpu", "mps"),
-            "Device to plan for; default: the best here.",
-            aliases={"gpu": "cuda"},
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
-    ] = None,
+    precision: Annotated[str, word_option(("fp16", "bf16", "fp32"), "Precision to plan for.")] = "fp16",
+    device: Device = None,
+    model: Model = None,
     ranks: Annotated[int, typer.Option(min=1, help="With --model: processes that shard it.")] = 1,
-    units: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="With --model: modules gathered one at a time; repeatable."),
-    ] = None,
-    fp32_modules: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="With --model: modules that stay in fp32; repeatable."),
-    ] = None,
-    reduce: Annotated[
-        str,
-        word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced."),
-    ] = "fp32",
+    units: Annotated[list[str] | None, _patterns("modules gathered one at a time")] = None,
+    fp32_modules: Annotated[list[str] | None, _patterns("modules that stay in fp32")] = None,
+    reduce: Reduce = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""

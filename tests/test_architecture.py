@@ -98,6 +98,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.command_arguments",
         "amp_plugin.doctor",
         "amp_plugin.kernels",
+        "amp_plugin.program",
         "amp_plugin.terminal",
         "amp_plugin.tuning",
     },

@@ -130,19 +130,7 @@ class GradScaler(TorchInterface):
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
-        options = LossScaleOptions(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-            hysteresis_mode=hysteresis_mode,
-            on_min_scale=on_min_scale,
-            dynamic=dynamic,
-        )
-        self._scales = LossScales(options, losses)
+        self._scales = LossScales(LossScaleOptions.among(locals()), losses)
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free

@@ -102,6 +102,7 @@ class TrainerPrecision(TrainerCheckpoints):
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
+        super()._begin()
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
         self._runs_again = False
