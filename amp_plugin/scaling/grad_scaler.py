@@ -25,12 +25,12 @@ from amp_plugin.scaling.guarded_steps import GuardedSteps
 from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
-from amp_plugin.scaling.optimizer_window import Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.replay import Explainer
 from amp_plugin.scaling.scaled_steps import ScaledSteps
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.skip_explanations import SkipExplanations
 from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult

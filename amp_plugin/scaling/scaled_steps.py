@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling import clipping, closures, fused, plain
 from amp_plugin.scaling.clipping import NormClip, Target
-from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.updates import Updates
 
