@@ -375,7 +375,9 @@ def test_a_long_function_is_found_and_its_docstring_is_not_counted(tmp_path: Pat
     assert long_functions(package, most=3) == []
 
 
-@pytest.mark.parametrize("source", ["for one in []: pass", "[each for each in []]", "it = 1", "a, thing = 1, 2"])
+@pytest.mark.parametrize(
+    "source", ["for one in []: pass", "[each for each in []]", "it = 1", "a, thing = 1, 2"]
+)
 def test_a_name_that_says_nothing_is_found(source: str, tmp_path: Path) -> None:
     (found,) = vague_names(package_of(tmp_path, one=source))
     assert re.fullmatch(r"app/one\.py:1 calls a value '(one|each|it|thing)'", found)
