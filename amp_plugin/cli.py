@@ -6,7 +6,6 @@ variable is wrong. With ``--json`` standard output is one JSON object and nothin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -22,7 +21,7 @@ import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.misplaced_options import warn_of_misplaced_options
-from amp_plugin.terminal import fail, show
+from amp_plugin.terminal import fail, output_of_script, show
 
 app = typer.Typer(
     name="amp-plugin",
@@ -186,7 +185,7 @@ def casts(
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+    with output_of_script(as_json=as_json):
         log, run = run_logged(program, arguments or [])
     if as_json:
         print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))

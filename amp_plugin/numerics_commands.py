@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.markup import escape
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.program import Program
-from amp_plugin.terminal import fail, show
+from amp_plugin.terminal import fail, output_of_script, show
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
@@ -77,7 +76,7 @@ def _find_non_finite(
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
-    with _script_output(as_json):
+    with output_of_script(as_json=as_json):
         diagnosis, run = diagnosed(
             program, arguments, keep_going=keep_going, strict=strict, on_finding=tell_at_once
         )
@@ -110,7 +109,7 @@ def _compare_precision(
 ) -> None:
     from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
 
-    with _script_output(as_json):
+    with output_of_script(as_json=as_json):
         errors, run = compared(program, arguments, dtype=_WIDE[dtype])
     if plot is not None:
         try:
@@ -149,8 +148,3 @@ def compare(
         fail(str(error), code=2)
     print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
     raise typer.Exit(1 if comparison.unexplained else 0)
-
-
-def _script_output(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Send what the script prints to standard error where standard output is one JSON object."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

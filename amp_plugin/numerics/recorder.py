@@ -82,7 +82,7 @@ class _Steps:
         self.taken += 1
 
 
-class _RecordingMode(OpMode):
+class _RecordingMode(OpMode):  # type: ignore[no-untyped-call]
     """Hand on every result, with the place of its op.
 
     Args:

@@ -22,7 +22,7 @@ from amp_plugin.numerics.unwatched import unwatched
 Key = tuple[str, str, str]  # module, op, direction
 
 
-class Shadow(OpMode):
+class Shadow(OpMode):  # type: ignore[no-untyped-call]
     """Run every op beside itself in a wide dtype: on the same inputs, and on those of a run without rounding.
 
     Args:

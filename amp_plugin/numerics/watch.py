@@ -31,7 +31,7 @@ _ORDERS = frozenset({"ord", "p", "norm_type"})
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 
 
-class Watch(OpMode):
+class Watch(OpMode):  # type: ignore[no-untyped-call]
     """Watch the ops of this thread and of the backward passes it starts.
 
     An infinity is followed, since many come to nothing: exp(-inf) is 0. It matters once a nan comes of it,

@@ -38,7 +38,7 @@ from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
-from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.dtype_plan import DtypePlan
@@ -329,15 +329,10 @@ class AmpAccelerator(Accelerator):
         return value
 
     def _explain(self, step: ReadStep) -> str:
-        optimizers = [given for given in self._optimizers if id(given) == step.key]
+        optimizer = next(optimizer for optimizer in self._optimizers if id(optimizer) == step.key)
         models = [self.unwrap_model(model) for model in self._models]
-        replay = Replay(
-            optimizer=torch_optimizer(optimizers[0]),
-            result=step.result,
-            in_a_row=step.in_a_row,
-            calls=tuple(self._recorder.calls),
-            params=[param for model in models for param in model.parameters()],
-        )
+        params = [param for model in models for param in model.parameters()]
+        replay = self._recorder.replay_of(step, torch_optimizer(optimizer), params)
         return explanation(replay, models[0] if len(models) == 1 else None)
 
     # -- gradients -------------------------------------------------------------------------------

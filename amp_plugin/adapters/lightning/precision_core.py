@@ -28,7 +28,6 @@ from amp_plugin.adapters.precision_names import (
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
-from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
@@ -274,10 +273,6 @@ class PrecisionCore:
 
     def _no_region(self) -> torch.autocast:
         return autocast(self.device, enabled=False)
-
-    @staticmethod
-    def _forget_casts() -> None:
-        invalidate()
 
     # -- gradients ----------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.casting.invalidate import invalidate
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -205,7 +206,7 @@ class TrainerPrecision(TrainerCheckpoints):
         """Forget cast weights between training and evaluation: callbacks swap in averaged ones there."""
         if evaluating is not self._evaluated:
             self._evaluated = evaluating
-            self._forget_casts()
+            invalidate()
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
