@@ -68,18 +68,19 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
+    from amp_plugin.numerics.diagnosis import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.rank import rank_of_process  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
+    diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
     with output_of_script(as_json=as_json):
-        diagnosis, run = diagnosed(
-            program, arguments, keep_going=keep_going, strict=strict, on_finding=tell_at_once
-        )
+        run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
@@ -107,10 +108,14 @@ def _print_finding(finding: Finding) -> None:
 def _compare_precision(
     program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
 ) -> None:
-    from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
+    import torch  # noqa: PLC0415 - takes seconds
 
+    from amp_plugin.numerics.shadow_run import ShadowRun  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
+
+    errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
     with output_of_script(as_json=as_json):
-        errors, run = compared(program, arguments, dtype=_WIDE[dtype])
+        run = run_program(program, arguments, around=errors)
     if plot is not None:
         try:
             errors.plot(plot, rows=rows)
@@ -124,9 +129,11 @@ def _compare_precision(
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
-    from amp_plugin.numerics.script_diagnosis import recorded  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.recorder import RunRecorder  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
-    recorder, run = recorded(program, arguments, path=path, steps=steps)
+    recorder = RunRecorder(path, steps=steps)
+    run = run_program(program, arguments, around=recorder)
     if recorder.records:
         print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
     else:

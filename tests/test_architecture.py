@@ -74,17 +74,13 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.program": set(),
     "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
     "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
-    "amp_plugin.numerics": {
-        "amp_plugin.casting",
-        "amp_plugin.program",
-        "amp_plugin.program_run",
-        "amp_plugin.scaling",
-    },
+    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.scaling"},
     "amp_plugin.numerics_commands": {
         "amp_plugin.command_arguments",
         "amp_plugin.misplaced_options",
         "amp_plugin.numerics",
         "amp_plugin.program",
+        "amp_plugin.program_run",
         "amp_plugin.terminal",
     },
     "amp_plugin.tuning": {

@@ -41,7 +41,7 @@ class Diagnosis(OpRegion):
         progress = Progress()
         modules = ModulePaths(model, progress.called)
         self._watch = Watch(modules, progress, self._found, self._amended, strict=strict)
-        super().__init__(self._watch, progress, modules)
+        super().__init__(self._watch, progress)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

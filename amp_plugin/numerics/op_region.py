@@ -28,7 +28,7 @@ class OpRegion:
 
     Args:
         mode: the dispatch mode.
-        *followers: opened before it, closed after it.
+        *followers: opened before it, closed after it, as its module paths are.
     """
 
     def __init__(self, mode: OpMode, *followers: Follower) -> None:
@@ -41,7 +41,7 @@ class OpRegion:
         KERNELS.install()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for follower in self._followers:
+            for follower in (*self._followers, self._mode.modules):
                 follower.open()
                 stack.callback(follower.close)
             stack.enter_context(self._mode)

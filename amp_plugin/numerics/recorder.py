@@ -37,8 +37,7 @@ class RunRecorder(OpRegion):
         self.records: list[OpRecord] = []
         self._path = Path(path)
         self._steps, self._most = _Steps(), steps
-        modules = ModulePaths(model)
-        super().__init__(_RecordingMode(modules, self._add), self._steps, modules)
+        super().__init__(_RecordingMode(ModulePaths(model), self._add), self._steps)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

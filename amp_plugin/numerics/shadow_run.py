@@ -26,9 +26,8 @@ class ShadowRun(OpRegion):
         if dtype not in _DTYPES:
             msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
             raise ValueError(msg)
-        modules = ModulePaths(model)
-        self._shadow = Shadow(dtype, modules)
-        super().__init__(self._shadow, modules)
+        self._shadow = Shadow(dtype, ModulePaths(model))
+        super().__init__(self._shadow)
 
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
