@@ -192,7 +192,7 @@ class Outcome:
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
         """Rebuild what ``dataclasses.asdict`` took apart."""
         summaries = {
-            key: {label: Spread(**spread) for label, spread in data[key].items()} for key in ("times", "ratios")
+            key: {label: Spread(**kept) for label, kept in data[key].items()} for key in ("times", "ratios")
         }
         verdicts = tuple(Verdict(**verdict) for verdict in data["verdicts"])
         return cls(**{**data, **summaries, "verdicts": verdicts})
