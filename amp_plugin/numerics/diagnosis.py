@@ -72,7 +72,7 @@ class Diagnosis(OpRegion):
 
 
 def _ignore(finding: Finding) -> None:
-    """Leave a finding to those who read ``findings``."""
+    """Do nothing with a finding: it is in ``findings``."""
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:

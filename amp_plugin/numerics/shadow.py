@@ -62,12 +62,12 @@ class Shadow(OpMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Whether the op can be run again: it draws no numbers, asks nobody, and is given tensors."""
+        """Whether the op can be run again: it draws no random numbers, sends nothing, and is given tensors."""
         return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
 
     @staticmethod
     def _is_a_loss(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Whether what arrives at an op that is not run again is lost: its results depend on it."""
+        """Whether errors are lost where the op is not run again: its results depend on its arguments."""
         return not traits.is_unwritten and any(a.name not in traits.overwritten for a in arguments)
 
     def _count(self, traits: OpTraits) -> None:

@@ -75,7 +75,7 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
             before = given_before(report.arguments, traits) if traits.written else []
         try:
             output = func(*args, **kwargs)
-        except Exception:  # whatever it is goes on below; what led to it is told before
+        except Exception:  # it is raised again; what led to it is reported before
             with unwatched():
                 self._refused(report)
             raise
@@ -183,7 +183,7 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
             self._report(origin, what)
 
     def _is_waiting(self, origin: Origin) -> bool:
-        """Whether it takes a row of backward passes to make a fault of it."""
+        """Whether it is a fault only after several backward passes in a row."""
         return origin.is_scaled_gradient and not self._strict
 
     def _made(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:

@@ -145,7 +145,7 @@ class GradScaler(TorchInterface):
         return cls(device, **asdict(options), **others)
 
     def _start(self) -> None:
-        """Make what a copy or a pickled scaler starts without."""
+        """Make the collaborators, which are neither copied nor pickled."""
         kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
@@ -598,7 +598,7 @@ class GradScaler(TorchInterface):
         self._start()
 
     def _between_iterations(self) -> dict[str, Any]:
-        """What is copied: all but the collaborators that :meth:`_start` makes, and process groups."""
+        """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
         windows = self._registry if self._enabled else ()
         if any(window.is_pending() or window.stage is not OptState.READY for window in windows):
             msg = (

@@ -25,7 +25,7 @@ class ScaledSteps:
     Attributes:
         shared: What the windows share.
         registry: The windows of the optimizers.
-        updates: Is told of each step.
+        updates: Counts each step.
         sync_free: Whether optimizers without AMP support skip on the device.
     """
 

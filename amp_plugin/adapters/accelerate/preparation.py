@@ -52,7 +52,7 @@ class Preparation:
 
     @contextmanager
     def is_over(self) -> Iterator[None]:
-        """Look for no names in a block: Accelerate prepares one by one there what has been set up."""
+        """Look for no names within the block, where Accelerate prepares the models one by one."""
         wanted, self._wanted = self._wanted, ()
         try:
             yield
