@@ -62,7 +62,7 @@ class Shadow(OpMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Whether the op can be run again: it draws no random numbers, sends nothing, and is given tensors."""
+        """Whether the op can be run again: it draws no numbers, sends nothing, and is given tensors."""
         return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
 
     @staticmethod
