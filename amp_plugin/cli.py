@@ -176,8 +176,10 @@ def casts(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
+    from amp_plugin.cast_rows import rows  # noqa: PLC0415
+    from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="casts")
     warn_of_misplaced_options(context, script, arguments or [])
@@ -185,8 +187,9 @@ def casts(
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
+    log = log_casts()
     with output_of_script(as_json=as_json):
-        log, run = run_logged(program, arguments or [])
+        run = run_program(program, arguments or [], around=log)
     if as_json:
         print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))
     elif len(log) or not run.failed:

@@ -103,11 +103,11 @@ PARTS: dict[str, set[str]] = {
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
-    "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
+    "amp_plugin.cast_rows": {"amp_plugin.casting"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.model_examination"}
-    | {"amp_plugin.misplaced_options"}
-    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
+    | {"amp_plugin.misplaced_options", "amp_plugin.program_run"}
+    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},

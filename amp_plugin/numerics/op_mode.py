@@ -20,11 +20,8 @@ from amp_plugin.numerics.op_traits import OpTraits, traits_of
 class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give each op of this thread, and of the backward passes it starts, to :meth:`run_op`.
 
-    Args:
-        modules: knows which module runs; open.
-
     Attributes:
-        modules: the same.
+        modules: knows which module runs; open.
         sites: where the ops of the forward passes ran.
     """
 
@@ -53,12 +50,5 @@ class OpMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run_op(func, traits, args, kwargs)
 
     def run_op(self, func: OpOverload, traits: OpTraits, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run an op, look at it, and return what it returns.
-
-        Args:
-            func: the op.
-            traits: what is known of it.
-            args: what it is given by position.
-            kwargs: what it is given by name.
-        """
+        """Run an op with its arguments, look at it, and return what it returns."""
         raise NotImplementedError

@@ -60,9 +60,6 @@ class LossScaleOptions:
 
         Args:
             values: options that are missing keep their defaults; other names are left alone.
-
-        Raises:
-            ValueError: A number is out of range, or an option unknown.
         """
         return cls(**{option.name: values[option.name] for option in fields(cls) if option.name in values})
 

@@ -107,13 +107,7 @@ class Recorder:
             self.calls.append(RecordedCall(call, RandomState.now()))
 
     def replay_of(self, step: ReadStep, optimizer: Optimizer, params: Iterable[Tensor]) -> Replay:
-        """Return a skipped step of the window, ready to be run once more.
-
-        Args:
-            step: The step.
-            optimizer: Whose step it was.
-            params: Parameters whose gradients are set aside meanwhile.
-        """
+        """Return a skipped step of the window, ready to be run once more; see :class:`Replay`."""
         return Replay(
             optimizer=optimizer,
             result=step.result,

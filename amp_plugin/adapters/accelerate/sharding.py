@@ -82,10 +82,6 @@ def check_options(precision: str, settings: Settings, distributed: DistributedTy
 def check_prepared(prepared: Any, plan: DtypePlan) -> None:
     """Compare what shards the prepared models with the plan; let micro-batches add up in fp32.
 
-    Args:
-        prepared: what ``prepare`` returns.
-        plan: the dtypes.
-
     Raises:
         ValueError: a model cannot do what was asked for.
     """

@@ -74,12 +74,7 @@ class PrecisionSettings:
 
         Args:
             owner: the plugin's class.
-            given: the arguments by name, and whatever else.
-
-        Raises:
-            ImportError: ``"fp8"``, and torchao is not installed.
-            TypeError: one is of another type.
-            ValueError: one is not among the allowed values.
+            given: the arguments by name, and whatever else; what they may be is said there.
         """
         precision = checked_training_precision(given["precision"])
         in_eval = given["eval_precision"]
