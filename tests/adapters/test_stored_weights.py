@@ -498,8 +498,8 @@ def test_a_validation_on_averages_gives_the_weights_back():
         trainer.fit(model, data(6), data(1) if validate else None)
         return seen
 
-    for one, other in zip(run(validate=True), run(validate=False), strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    for validated, other in zip(run(validate=True), run(validate=False), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in validated.items())
 
 
 def test_the_monitor_tells_bytes_a_parameter(caplog):
