@@ -19,7 +19,7 @@ from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.places import called_from
 from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.rank import rank_of_process
-from amp_plugin.numerics.region_rules import rule_of
+from amp_plugin.numerics.region_rules import callers_of, rule_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary, summarise
 
 
@@ -90,11 +90,13 @@ class CallReport:
         site = made or self.site()
         shown = [read] if read else self.arguments
         in_backward = made is None and self.is_backward
+        op = made.op if made else self.traits.name
+        forward_op = self._forward_op() if in_backward else ""
         finding = Finding(
             kind=kind,
-            op=made.op if made else self.traits.name,
+            op=op,
             direction="backward" if in_backward else "forward",
-            forward_op=self._forward_op() if in_backward else "",
+            forward_op=forward_op,
             values=values,
             module=site.module,
             place=site.where.place,
@@ -109,6 +111,7 @@ class CallReport:
             moment=self._progress.now(in_backward=self.is_backward),
             device_type=result.device.type,
             in_block=site.in_block,
+            rule_names=callers_of(forward_op or op, is_transposed=self._is_transposed),
         )
         if site.in_block and is_cured_by_fp32(finding, self.traits.base):
             module = self._modules.address(finding.module)
@@ -137,6 +140,12 @@ class CallReport:
         if isinstance(self.node, torch.autograd.function.BackwardCFunction) or forward is None:
             return str(self.node.name())
         return forward.op
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether this is a transposed convolution, or its backward pass."""
+        given = {**dict(zip(self.traits.arguments, self._args, strict=False)), **self._kwargs}
+        return given.get("transposed") is True
 
     def _exponent(self) -> float | None:
         return self.scalars.get("exponent")

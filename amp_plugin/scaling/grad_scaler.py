@@ -558,11 +558,11 @@ class GradScaler(TorchInterface):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
 
-        An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
-        step are converted to the loaded scale.
+        A foreign state leaves the scaler as it is, with a warning. Gradients that wait for a step are
+        converted to the loaded scale.
 
         Raises:
-            RuntimeError: A scaled float16 gradient waits for a step.
+            RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
         """
         if not (self._enabled and is_state(state_dict)):
             return

@@ -363,8 +363,14 @@ class PrecisionCore:
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's."""
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; an empty one warns."""
         if not self.settings.scales_loss:
+            return
+        if not state_dict:
+            warn_user(
+                f"{self!r}: the checkpoint was not saved in fp16 and holds no loss scale; it stays at "
+                f"{self._scaler.get_scale():g}"
+            )
             return
         self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
