@@ -170,6 +170,17 @@ def test_each_module_of_scaling_has_a_layer() -> None:
     assert {file.stem for file in (ROOT / "amp_plugin/scaling").glob("*.py")} == set().union(*SCALING_LAYERS)
 
 
+def test_the_design_document_has_the_same_folders() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    folders = {folder for folder, _ in rows}
+    assert folders == {file.parent.name for file in (ROOT / "amp_plugin").glob("*/__init__.py")}
+    for folder, text in rows:
+        named = set(re.findall(r"`(\w+)`", text))
+        stated = folders - named - {folder} if text.startswith("all but") else named
+        allowed = {part.removeprefix("amp_plugin.") for part in PARTS[f"amp_plugin.{folder}"]}
+        assert stated == allowed & folders, folder
+
+
 def test_the_design_document_has_the_same_layers() -> None:
     layers: dict[int, set[str]] = {}
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)

@@ -62,15 +62,19 @@ def in_trainer(model, weights, precision="bf16"):
     return model
 
 
+def train(net, optimizer, backward):
+    for x, y in data():
+        optimizer.zero_grad()
+        backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+
+
 def in_fabric(model, weights, precision="bf16"):
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision(precision, weights=weights))
     net, optimizer = fabric.setup(
         model.net, torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
     )
-    for x, y in data():
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
+    train(net, optimizer, fabric.backward)
     return model
 
 
@@ -78,10 +82,7 @@ def in_accelerate(model, weights, precision="bf16"):
     accelerator = ours(precision=precision, weights=weights)
     optimizer = torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
     optimizer, net = accelerator.prepare(optimizer, model.net)
-    for x, y in data():
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
+    train(net, optimizer, accelerator.backward)
     return model
 
 
