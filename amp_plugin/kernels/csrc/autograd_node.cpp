@@ -51,10 +51,8 @@ auto make_node() {
 at::Tensor attached_cast(const at::Tensor& buffer, const at::Tensor& weight) {
   static const bool is_known = is_as_declared();
   TORCH_CHECK(
-      is_known,
-      "amp_plugin: this torch keeps the backward of a cast in an unknown layout, so no cast can be kept for "
-      "an "
-      "accumulation window; use one of torch 2.11 to 2.15, or regions without a CastCache.");
+      is_known, "amp_plugin: this torch keeps the backward of a cast in an unknown layout; use one of torch ",
+      "2.11 to 2.15, or regions without a CastCache.");
   at::Tensor cast = buffer.variable_data();
   auto node = make_node<CastBackward>();
   node->self_options = weight.options();
