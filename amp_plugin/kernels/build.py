@@ -208,7 +208,9 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
         sources=_library_sources(sources),
         headers=_files(sources, "*.h"),
         include_dirs=include_dirs(),
-        compile_flags=compile_flags(),
+        compile_flags=compile_flags(
+            "-O1"
+        ),  # what decides about one op has no loops; above it, no call is faster
         link_flags=(
             *link_flags("torch_cpu", "c10", portable=machine.portable),
             f"-Wl,-soname,{LIBRARY}",
@@ -216,7 +218,7 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
         joined=_joined(),
         apart=_apart(),
         vector_flags=vector_flags(machine),
-        vectorized=ARITHMETIC,
+        vectorized=(*ARITHMETIC, FOR_CUDA),
     )
 
 

@@ -73,7 +73,7 @@ class SharedObject:
         headers: Our own headers, which the sources include by name.
         include_dirs: Folders with the headers of others.
         compile_flags: For each source; no paths.
-        vector_flags: Besides, for a unit with a source that computes on elements; they come last and win.
+        vector_flags: Besides, for a unit with a source that loops over elements; they come last and win.
         vectorized: How the names of such sources begin.
         link_flags: For the linker.
         joined: Compile all sources as one translation unit. Torch's headers are most of the work, and

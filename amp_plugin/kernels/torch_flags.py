@@ -42,14 +42,14 @@ class Machine:
         return cls(architecture="native", capability=torch.backends.cpu.get_cpu_capability())
 
 
-def compile_flags() -> tuple[str, ...]:
-    """Return the flags for every source, paths apart.
+def compile_flags(level: str = "-O2") -> tuple[str, ...]:
+    """Return the flags for every source, paths apart; ``level`` is how much the compiler optimizes.
 
     The compiler does not hear of this machine's instruction sets: Torch's headers then leave out those of
     its vectors, a quarter of all text.
     """
     return (
-        *("-O2", "-std=c++20", "-fPIC", "-fopenmp", "-DNDEBUG"),
+        *(level, "-std=c++20", "-fPIC", "-fopenmp", "-DNDEBUG"),
         "-DAT_PER_OPERATOR_HEADERS",  # else autograd's headers include those of all ops
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
     )
