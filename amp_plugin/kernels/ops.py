@@ -20,6 +20,8 @@ adam\_, sgd\_            read B, params and states,   1                0
 pack_weights\_          read 4, write 4 a weight    1                0
 unpack_weights\_        read 4, write 4 a weight    1                0
 round_weights\_         read 4, write 2 a weight    per tensor       0
+pack_measurements\_     a few scalars               1                0
+unpack_measurements     a few scalars               1                0
 ======================  ==========================  ===============  ==========
 
 Contract of every kernel, whatever the device:
@@ -39,6 +41,9 @@ Contract of every kernel, whatever the device:
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
+What ranks combine is packed by one op before the collective and read by one behind it; see
+:mod:`amp_plugin.kernels.rank_reference`.
+
 An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
 gradients, divide them by ``grad_scale``, and never write them; see
 :mod:`amp_plugin.kernels.step_reference`.
@@ -55,7 +60,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import multi_tensor, reference, step_reference, weight_reference
+from amp_plugin.kernels import multi_tensor, rank_reference, reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
@@ -94,6 +99,11 @@ SCHEMAS: Final = {
     "pack_weights_": "(Tensor[] masters, Tensor(a!)[] high, Tensor(b!)[] low) -> ()",
     "unpack_weights_": "(Tensor[] high, Tensor[] low, Tensor(a!)[] masters) -> ()",
     "round_weights_": "(Tensor[] masters, Tensor(a!)[] out, int seed, int step) -> ()",
+    "pack_measurements_": (
+        "(Tensor(a!) packed, Tensor[] norms, Tensor[] found_infs, int[] slots, int[] replicas, "
+        "float norm_type) -> ()"
+    ),
+    "unpack_measurements": "(Tensor[] packed, float norm_type) -> (Tensor norm, Tensor found_inf)",
 }
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -114,6 +124,11 @@ def _factor_fake(norm: torch.Tensor, *_: object) -> torch.Tensor:
     return norm.new_empty((), dtype=torch.float32)
 
 
+def _unpacked_fake(packed: list[torch.Tensor], _: float) -> tuple[torch.Tensor, torch.Tensor]:
+    norm = packed[0].new_empty((), dtype=torch.float32)
+    return norm, torch.empty_like(norm)
+
+
 def _nothing_fake(*_: object, **__: object) -> None:
     return None
 
@@ -130,9 +145,11 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "pack_weights_": _nothing_fake,
     "unpack_weights_": _nothing_fake,
     "round_weights_": _nothing_fake,
+    "pack_measurements_": _nothing_fake,
+    "unpack_measurements": _unpacked_fake,
 }
 
-_REFERENCES: Final = (reference, step_reference, weight_reference)
+_REFERENCES: Final = (reference, rank_reference, step_reference, weight_reference)
 
 
 def _plain(name: str) -> Callable[..., Any]:
@@ -142,8 +159,8 @@ def _plain(name: str) -> Callable[..., Any]:
 
     def plain(*arguments: Any, **options: Any) -> Any:
         given = (*arguments, *options.values())
-        tensors = (each for value in given for each in (value if isinstance(value, list) else [value]))
-        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tensors)
+        tensors = (leaf for value in given for leaf in (value if isinstance(value, list) else [value]))
+        on_gpu = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tensors)
         return (at_once if on_gpu else one_by_one)(*arguments, **options)
 
     return plain

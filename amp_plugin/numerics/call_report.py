@@ -12,7 +12,7 @@ from torch import Tensor
 from amp_plugin.numerics.advice import advice_for, is_cured_by_fp32
 from amp_plugin.numerics.cures import cures_of
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.forward_sites import ForwardSites, Site, in_autocast_block
+from amp_plugin.numerics.forward_sites import ForwardSites, Site, in_autocast_block, runs_backward
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, arguments_of, scalars_of
 from amp_plugin.numerics.op_traits import OpTraits
@@ -51,8 +51,8 @@ class CallReport:
 
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
-        return self.node is not None and not torch.is_grad_enabled()
+        """Whether a backward pass runs the op."""
+        return runs_backward(self.node)
 
     @property
     def accumulates(self) -> bool:
@@ -66,8 +66,9 @@ class CallReport:
 
     def site(self) -> Site:
         """Return where the op was called; in a backward pass, where its forward op was."""
-        forward = self._sites.of(self.node) if self.node is not None else None
-        return forward or Site(self.traits.name, self._modules.current(), called_from(), in_autocast_block())
+        return self._sites.of(self.node) or Site(
+            self.traits.name, self._modules.current(), called_from(), in_autocast_block()
+        )
 
     def finding(
         self,

@@ -1,9 +1,9 @@
 """One decision and one norm for all ranks.
 
-Norm (to its power) and overflow flag travel together. Along a mesh dimension that shards
-a gradient the powers add up; along one that replicates it they are the same on every rank
-and are divided by its size first. The flag is added up too and cut back to exactly 0 or 1
-at the end: the CPU's fused AdamW steps on a found_inf of 2.0.
+Norm (to its power) and overflow flag travel together, packed by one op and read by another.
+Along a mesh dimension that shards a gradient the powers add up; along one that replicates it
+they are the same on every rank and are divided by its size first. The flag is added up too and
+cut back to exactly 0 or 1 at the end: the CPU's fused AdamW steps on a found_inf of 2.0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_plugin.kernels import ops  # noqa: F401 -- defines torch.ops.amp_plugin
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.scaling.gradients import Measurement
@@ -23,9 +24,11 @@ from amp_plugin.scaling.shard_layout import ShardLayout
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 _CORES = ("native core", "CUDA kernels")
+_OPS = torch.ops.amp_plugin
 
 
 class Groups(NamedTuple):
@@ -89,85 +92,64 @@ class Ranks:
         if not self._core_agreed:
             _agree_on_core(self.groups, device)
             self._core_agreed = True
-        by_layout: dict[ShardLayout | None, list[Measurement]] = {**{key: [] for key in layouts}, None: []}
-        for measurement in measurements:
-            by_layout.setdefault(measurement.layout, []).append(measurement)
-        flag = _local_flag([*(measurement.found_inf for measurement in measurements), *earlier], device)
-        powers = []
-        for layout, members in by_layout.items():  # the flag goes through every collective: all learn of it
-            pair = torch.stack([_local_power(members, norm_type, device), flag])
-            pair = (
-                _over_mesh(pair, norm_type, layout) if layout else _over_groups(pair, norm_type, self.groups)
-            )
-            power, flag = pair.unbind()
-            powers.append(power)
-        total = powers[0] if len(powers) == 1 else torch.stack(powers)
-        return _norm_of(total, norm_type).float(), (flag > 0).float()
+        flags = [moved(flag, device) for flag in (*(found.found_inf for found in measurements), *earlier)]
+        packed = []
+        for place in self._places(measurements, layouts):
+            values = place.pack(norm_type, flags, device)
+            place.all_reduce(values, norm_type)
+            flags = [values[-1]]  # goes through every collective: all learn of it
+            packed.append(values)
+        norm, found = _OPS.unpack_measurements(packed, norm_type)
+        return norm, found
+
+    def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
+        """Sort the measurements by the ranks that combine them: those of each mesh, then the given groups."""
+        of_measurements = (found.layout for found in measurements if found.layout is not None)
+        by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
+        for layout in (*layouts, *of_measurements):
+            by_mesh.setdefault(layout.mesh, {})[layout] = None
+        places = []
+        for mesh, spread in by_mesh.items():
+            groups = Groups(sharded=tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
+            places.append(_Place(tuple(spread), groups, measurements))
+        plain = _Place((None,), self.groups, measurements)
+        return [*places, plain] if self.groups or plain.members or not places else places
 
 
-def _wide(device: torch.device) -> torch.dtype:
-    return torch.float32 if device.type == "mps" else torch.float64
+class _Place:
+    """The ranks that combine some of the measurements.
 
+    Args:
+        layouts: How those gradients are spread; None for plain ones.
+        groups: The ranks' process groups.
+        measurements: Those of all places.
+    """
 
-def _local_flag(flags: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not flags:
-        return torch.zeros((), dtype=_wide(device), device=device)
-    here = [moved(flag, device) for flag in flags]
-    return (here[0] if len(here) == 1 else torch.stack(here).max()).to(_wide(device))
+    def __init__(
+        self, layouts: tuple[ShardLayout | None, ...], groups: Groups, measurements: Sequence[Measurement]
+    ) -> None:
+        self._layouts = layouts
+        self._groups = groups
+        self.members = [found for found in measurements if found.layout in layouts]
 
+    def pack(self, norm_type: float, flags: list[Tensor], device: torch.device) -> Tensor:
+        """Return what the ranks add up: the power of each layout, and the flag; one op."""
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        packed = torch.empty(len(self._layouts) + 1, dtype=wide, device=device)
+        norms = [moved(found.norm, device) for found in self.members]
+        slots = [self._layouts.index(found.layout) for found in self.members]
+        replicas = [1 if layout is None else layout.replicas() for layout in self._layouts]
+        _OPS.pack_measurements_(packed, norms, flags, slots, replicas, norm_type)
+        return packed
 
-def _local_power(measurements: Sequence[Measurement], norm_type: float, device: torch.device) -> Tensor:
-    """This rank's norm to its power, 0-dim; what is neutral if nothing was measured."""
-    if not measurements:
-        neutral = math.inf if norm_type == -math.inf else 0.0
-        return torch.full((), neutral, dtype=_wide(device), device=device)
-    norms = [moved(measured.norm, device) for measured in measurements]
-    wide = (norms[0] if len(norms) == 1 else torch.stack(norms)).to(_wide(device))
-    return _add_up(wide if _has_no_power(norm_type) else wide.pow(norm_type), norm_type)
-
-
-def _has_no_power(norm_type: float) -> bool:
-    return norm_type == 0 or math.isinf(norm_type)
-
-
-def _add_up(powers: Tensor, norm_type: float) -> Tensor:
-    if powers.dim() == 0:
-        return powers
-    if norm_type == math.inf:
-        return powers.max()
-    return powers.min() if norm_type == -math.inf else powers.sum()
-
-
-def _norm_of(powers: Tensor, norm_type: float) -> Tensor:
-    total = _add_up(powers, norm_type)
-    return total if _has_no_power(norm_type) else total.pow(1.0 / norm_type)
-
-
-def _all_reduce(pair: Tensor, norm_type: float, group: ProcessGroup) -> Tensor:
-    """Join power and flag over one group, in place: one collective."""
-    op = torch.distributed.ReduceOp.MAX if math.isinf(norm_type) else torch.distributed.ReduceOp.SUM
-    if norm_type == -math.inf:  # -max(-x) is min(x)
-        pair[0].neg_()
-    torch.distributed.all_reduce(pair, op, group=group)
-    if norm_type == -math.inf:
-        pair[0].neg_()
-    return pair
-
-
-def _over_mesh(pair: Tensor, norm_type: float, layout: ShardLayout) -> Tensor:
-    for dim, sharded in enumerate(layout.sharded):
-        if not sharded and not math.isinf(norm_type):
-            pair[0].div_(layout.mesh.size(dim))
-        pair = _all_reduce(pair, norm_type, layout.mesh.get_group(dim))
-    return pair
-
-
-def _over_groups(pair: Tensor, norm_type: float, groups: Groups) -> Tensor:
-    for group in groups.sharded:
-        pair = _all_reduce(pair, norm_type, group)
-    for group in groups.agree:
-        torch.distributed.all_reduce(pair[1], torch.distributed.ReduceOp.MAX, group=group)
-    return pair
+    def all_reduce(self, packed: Tensor, norm_type: float) -> None:
+        """Join the measurements of all ranks, in place: one collective for each group."""
+        reduce_op = torch.distributed.ReduceOp
+        op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
+        for group in self._groups.sharded:
+            torch.distributed.all_reduce(packed, op, group=group)
+        for group in self._groups.agree:
+            torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
 
 
 def _agree_on_core(groups: Groups, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +29,11 @@ class ShardLayout(NamedTuple):
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
         """Read a DTensor's; FSDP2 over tensor parallelism has kinds of placements of its own."""
         return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
+
+    def replicas(self) -> int:
+        """Return how many ranks hold the same elements."""
+        sizes = (self.mesh.size(dim) for dim, sharded in enumerate(self.sharded) if not sharded)
+        return math.prod(sizes)
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:

@@ -102,8 +102,8 @@ class SkipsEverySecond(Linear):
 @pytest.mark.parametrize("make", [None, lambda: torch.amp.GradScaler("cpu", init_scale=512.0)])
 def test_a_mock_that_wraps_a_scaler_sees_the_stock_calls(make):
     plugin, plain = (AmpPrecision("fp16", init_scale=512.0) for _ in range(2))
-    for each in (plugin, plain):
-        each.scaler = make() if make else each.scaler
+    for precision in (plugin, plain):
+        precision.scaler = make() if make else precision.scaler
     plugin.scaler = Mock(wraps=plugin.scaler)
     _, seen = weights_after(plugin, SkipsEverySecond())
     _, expected = weights_after(plain, SkipsEverySecond())
@@ -122,9 +122,9 @@ def test_torchs_scaler_trains_as_under_the_stock_plugin(fused):
     plugin.scaler = mine
     clip = {} if fused else {"gradient_clip_val": 0.5}  # stock clips no fused optimizer
     runs = []
-    for each in (plugin, MixedPrecision("16-mixed", "cpu", scaler=theirs)):
+    for precision in (plugin, MixedPrecision("16-mixed", "cpu", scaler=theirs)):
         module = Linear(fused=fused)
-        trainer = fit(module, each, steps=8, data=regression(), **clip)
+        trainer = fit(module, precision, steps=8, data=regression(), **clip)
         runs.append([*module.parameters()])
         assert trainer.precision_plugin.scaler.get_scale() == mine.get_scale()
     torch.testing.assert_close(*runs, rtol=0, atol=0)

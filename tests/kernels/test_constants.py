@@ -40,8 +40,10 @@ def fields(name: str, struct: str, more: dict[str, int]) -> list[tuple[str, int]
     bits = {"DType": 8, "u8": 8, "u16": 16, "u32": 32, "u64": 64}
     bits |= {"uint8_t": 8, "uint16_t": 16, "uint32_t": 32, "uint64_t": 64, "uint8_t*": 64, "const void*": 64}
     bits |= more
-    found = re.findall(r"^  ((?:const )?\w+\*?) (\w+);", body, re.MULTILINE)
-    return [(field, bits[kind] // 8) for kind, field in found]
+    found = re.findall(r"^  ((?:const )?\w+\*?) (\w+)(?:\[(\w+)\])?;", body, re.MULTILINE)
+    return [
+        (field, bits[kind] // 8 * (constant(name, count) if count else 1)) for kind, field, count in found
+    ]
 
 
 def test_dtype_codes():
@@ -78,6 +80,8 @@ def test_records():
         "float*": 64,
         "u8*": 64,
         "double": 64,
+        "const double*": 64,
+        "DeviceScalar": 128,
     }
     for struct, in_cpp, in_cuda in [
         ("Row", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
@@ -85,6 +89,8 @@ def test_records():
         ("Table", "csrc/cuda_table.h", "cuda/tensor_table.cuh"),
         ("Results", "csrc/cuda_gradients.cpp", "cuda/measure.cuh"),
         ("DeviceScalar", "csrc/cuda_scalar.h", "cuda/elements.cuh"),
+        ("Measurements", "csrc/cuda_ranks.cpp", "cuda/packed_measurements.cuh"),
+        ("Packed", "csrc/cuda_ranks.cpp", "cuda/packed_measurements.cuh"),
     ]:
         ours, theirs = fields(in_cpp, struct, bits), fields(in_cuda, struct, bits)
         assert ours == theirs, struct

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amp_plugin.scaling import collectives
 from amp_plugin.scaling.collectives import Groups, Ranks
 from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.shard_layout import ShardLayout
 
 CPU = torch.device("cpu")
 
@@ -53,14 +54,86 @@ class OpsSeen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_few_small_ops_stand_around_the_collective(monkeypatch):
-    """On a GPU each is a launch."""
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, op, group: None)
-    measured = [Measurement(torch.full((), 3.0), torch.zeros(()), torch.zeros(1, dtype=torch.uint8))]
-    ranks = Ranks(Groups(agree=(None,)))
-    ranks.combine(measured, 2.0, CPU, ())  # the ranks agree on their core
+@pytest.fixture
+def collectives_seen(monkeypatch):
+    """The group and the number of elements of each collective; nothing is sent."""
+    seen = []
+    monkeypatch.setattr(
+        torch.distributed, "all_reduce", lambda tensor, op, group: seen.append((group, tensor.numel()))
+    )
+    return seen
+
+
+def measurement(norm, layout=None, found=0.0):
+    flags = torch.zeros(1, dtype=torch.uint8)
+    return Measurement(torch.tensor(norm), torch.tensor(found), flags, None, layout)
+
+
+def launches_of(call):
+    """Return what the call returns, and the ops that are a launch each on a GPU."""
     with OpsSeen() as seen:
-        norm, found = ranks.combine(measured, 2.0, CPU, ())
-    assert (norm.item(), found.item()) == (3.0, 0.0)
-    launches = [name for name in seen.names if name not in {"select", "unbind"}]
-    assert launches == ["_to_copy", "_to_copy", "pow", "stack", "pow", "_to_copy", "gt", "_to_copy"]
+        result = call()
+    return result, [name for name in seen.names if name not in {"select", "empty"}]
+
+
+ONE_PLACE = ["pack_measurements_", "unpack_measurements"]
+
+
+@pytest.mark.parametrize("groups", [Groups(agree=("a",)), Groups(sharded=("a",))], ids=["agree", "sharded"])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_one_small_op_stands_on_either_side_of_the_collective(collectives_seen, groups, count):
+    measured = [measurement(3.0) for _ in range(count)]
+    ranks = Ranks(groups)
+    ranks.combine(measured, 2.0, CPU, ())  # the ranks agree on their core
+    collectives_seen.clear()
+    (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, ()))
+    assert (norm.item(), found.item()) == (pytest.approx(3.0 * count**0.5), 0.0)
+    assert launches == ONE_PLACE
+    assert collectives_seen == [("a", 2 if groups.sharded else 1)]
+
+
+class Mesh:
+    """As much of a DeviceMesh as is asked for."""
+
+    def __init__(self, *sizes):
+        self._sizes, self.ndim = sizes, len(sizes)
+
+    def size(self, dim):
+        return self._sizes[dim]
+
+    def get_group(self, dim):
+        return self, dim
+
+
+def test_layouts_of_one_mesh_share_its_collectives(collectives_seen):
+    """FSDP2 over tensor parallelism: some weights are split by both, some by one."""
+    mesh = Mesh(2, 4)
+    both, one = ShardLayout(mesh, (True, True)), ShardLayout(mesh, (True, False))
+    measured = [measurement(3.0, both), measurement(8.0, one)]
+    (norm, found), launches = launches_of(lambda: Ranks(Groups()).combine(measured, 2.0, CPU, (both, one)))
+    assert norm.item() == 5.0  # the second is the same on four ranks, and nobody adds up here
+    assert launches == ONE_PLACE
+    assert collectives_seen == [((mesh, 0), 3), ((mesh, 1), 3)]
+    assert found.item() == 0.0
+
+
+def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
+    meshes = Mesh(2), Mesh(3)
+    layouts = [ShardLayout(mesh, (True,)) for mesh in meshes]
+
+    def all_reduce(tensor, op, group):
+        if group == (meshes[0], 0):
+            tensor[-1] += 1.0  # another rank has seen one
+        else:
+            sent.append(tensor.reshape(-1)[-1].item())
+
+    sent = []
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(collectives, "_agree_on_core", lambda groups, device: None)
+    ranks = Ranks(Groups(agree=("a",)))
+    measured = [measurement(3.0, layouts[0]), measurement(4.0, layouts[1])]
+    (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, layouts))
+    assert (norm.item(), found.item()) == (5.0, 1.0)
+    assert sent == [1.0, 1.0]
+    ours = [name for name in launches if name in ONE_PLACE]  # the rest is what this test sends
+    assert ours == ["pack_measurements_"] * 3 + ["unpack_measurements"]

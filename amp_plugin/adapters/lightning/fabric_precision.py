@@ -23,7 +23,6 @@ from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.lightning.user_hooks import is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.adapters.precision_names import TRAINING_DTYPES
 from amp_plugin.casting.autocast_module import autocast_module
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
@@ -60,6 +59,7 @@ class FabricPrecision(PrecisionCore):
     advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
 
     def _begin(self) -> None:
+        super()._begin()
         self._modules: _Known[nn.Module] = _Known()
         self._wrapped: _Known[nn.Module] = _Known()
         self._optimizers: _Known[Optimizer] = _Known()
@@ -132,7 +132,7 @@ class FabricPrecision(PrecisionCore):
 
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
-        if TRAINING_DTYPES[self.settings.precision] is torch.float32:
+        if self.settings.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, _as_fp32)
 

@@ -24,6 +24,11 @@ void update_scale_(
     const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
     double min_scale, double max_scale, int64_t hysteresis, int64_t mode);
 
+void pack_measurements_(
+    const at::Tensor& packed, at::TensorList norms, at::TensorList found_infs, at::IntArrayRef slots,
+    at::IntArrayRef replicas, double p);
+std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, double p);
+
 void adam_(
     at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
     at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,

@@ -30,6 +30,8 @@ enum KernelNumber : size_t {
   kSgd,
   kPackWeights,
   kUnpackWeights,
+  kPackMeasurements,
+  kUnpackMeasurements,
 };
 
 inline constexpr std::array kKernels{
@@ -51,6 +53,8 @@ inline constexpr std::array kKernels{
     Kernel{"sgd", "", kThreads},
     Kernel{"pack_weights", "", kThreads},
     Kernel{"unpack_weights", "", kThreads},
+    Kernel{"pack_measurements", "", 1},
+    Kernel{"unpack_measurements", "", 1},
 };
 
 }  // namespace amp_plugin::cuda

@@ -35,6 +35,8 @@ ADAM: Final = Kernel(name="adam")
 SGD: Final = Kernel(name="sgd")
 PACK_WEIGHTS: Final = Kernel(name="pack_weights")
 UNPACK_WEIGHTS: Final = Kernel(name="unpack_weights")
+PACK_MEASUREMENTS: Final = Kernel(name="pack_measurements", threads=1)
+UNPACK_MEASUREMENTS: Final = Kernel(name="unpack_measurements", threads=1)
 
 
 def all_kernels() -> Iterator[Kernel]:
@@ -43,6 +45,7 @@ def all_kernels() -> Iterator[Kernel]:
         yield from family.values()
     yield from (MULTIPLY, CAST, UPDATE_SCALE, CLIP_FACTOR)
     yield from (ADAM, SGD, PACK_WEIGHTS, UNPACK_WEIGHTS)
+    yield from (PACK_MEASUREMENTS, UNPACK_MEASUREMENTS)
 
 
 def find(name: str, norm: str) -> Kernel:

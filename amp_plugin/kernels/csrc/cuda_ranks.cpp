@@ -1,0 +1,100 @@
+// pack_measurements_ and unpack_measurements on a GPU: one launch each around a collective.
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "cuda_device.h"
+#include "cuda_scalar.h"
+#include "known_gradients.h"
+#include "new_tensor.h"
+#include "packed_measurements.h"
+
+namespace amp_plugin::cuda {
+namespace {
+
+constexpr uint32_t kMostPacked = 32;
+
+// As in cuda/packed_measurements.cuh.
+struct Measurements {
+  DeviceScalar norms[kMostPacked];
+  DeviceScalar flags[kMostPacked];
+  double replicas[kMostPacked];
+  uint8_t slots[kMostPacked];
+  uint32_t norm_count;
+  uint32_t flag_count;
+  uint32_t power_count;
+};
+
+struct Packed {
+  const double* values[kMostPacked];
+  uint32_t power_counts[kMostPacked];
+  uint32_t count;
+};
+
+// What is too much for one launch is left to plain torch, as where our kernels do not run.
+Device* device_for(const at::Tensor& packed, size_t most) {
+  return most > kMostPacked ? nullptr : Device::find(packed.device().index());
+}
+
+void pack_measurements_(
+    const at::Tensor& packed, at::TensorList norms, at::TensorList found_infs, at::IntArrayRef slots,
+    at::IntArrayRef replicas, double p) {
+  Device* device = device_for(packed, std::max({norms.size(), found_infs.size(), replicas.size()}));
+  if (device == nullptr) {
+    static const auto plain = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("amp_plugin::_plain_pack_measurements_", "")
+                                  .typed<void(
+                                      const at::Tensor&, at::TensorList, at::TensorList, at::IntArrayRef,
+                                      at::IntArrayRef, double)>();
+    return plain.call(packed, norms, found_infs, slots, replicas, p);
+  }
+  check_packing(packed, norms, slots, replicas);
+  Measurements measured{};
+  measured.norm_count = static_cast<uint32_t>(norms.size());
+  measured.flag_count = static_cast<uint32_t>(found_infs.size());
+  measured.power_count = static_cast<uint32_t>(replicas.size());
+  for (size_t i = 0; i < norms.size(); ++i) {
+    measured.norms[i] = scalar(norms[i], "a norm", device->device());
+    measured.slots[i] = static_cast<uint8_t>(slots[i]);
+  }
+  for (size_t i = 0; i < found_infs.size(); ++i)
+    measured.flags[i] = scalar(found_infs[i], "found_inf", device->device());
+  for (size_t i = 0; i < replicas.size(); ++i) measured.replicas[i] = static_cast<double>(replicas[i]);
+  device->launch(kPackMeasurements, 1, device->stream(), measured, packed.mutable_data_ptr<double>(), p);
+  increment_versions({packed});
+}
+
+std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, double p) {
+  check_packed(packed);
+  Device* device = device_for(packed[0], packed.size());
+  if (device == nullptr) {
+    static const auto plain = c10::Dispatcher::singleton()
+                                  .findSchemaOrThrow("amp_plugin::_plain_unpack_measurements", "")
+                                  .typed<std::tuple<at::Tensor, at::Tensor>(at::TensorList, double)>();
+    return plain.call(packed, p);
+  }
+  Packed given{};
+  given.count = static_cast<uint32_t>(packed.size());
+  for (size_t i = 0; i < packed.size(); ++i) {
+    given.values[i] = packed[i].const_data_ptr<double>();
+    given.power_counts[i] = static_cast<uint32_t>(packed[i].numel() - 1);
+  }
+  const at::Tensor norm = new_tensor({}, at::kFloat, device->device());
+  const at::Tensor found_inf = new_tensor({}, at::kFloat, device->device());
+  device->launch(
+      kUnpackMeasurements, 1, device->stream(), given, p, norm.mutable_data_ptr<float>(),
+      found_inf.mutable_data_ptr<float>());
+  return {norm, found_inf};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(amp_plugin, CUDA, m) {
+  m.impl("pack_measurements_", pack_measurements_);
+  m.impl("unpack_measurements", unpack_measurements);
+}
+
+}  // namespace amp_plugin::cuda

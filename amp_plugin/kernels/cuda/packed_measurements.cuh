@@ -1,0 +1,43 @@
+// What ranks add up of their measurements; the layout is told in kernels/rank_reference.py.
+#pragma once
+
+#include "norms.cuh"
+
+namespace amp_plugin {
+
+constexpr u32 kMostPacked = 32;  // measurements, flags and powers of one launch
+
+// Laid out as in csrc/cuda_ranks.cpp, as is Packed.
+struct Measurements {
+  DeviceScalar norms[kMostPacked];
+  DeviceScalar flags[kMostPacked];
+  double replicas[kMostPacked];  // of each power
+  u8 slots[kMostPacked];  // of each norm
+  u32 norm_count;
+  u32 flag_count;
+  u32 power_count;
+};
+
+struct Packed {
+  const double* values[kMostPacked];
+  u32 power_counts[kMostPacked];
+  u32 count;
+};
+
+__device__ inline bool is_infinite(double p) { return fabs(p) > largest(p); }
+
+__device__ inline double neutral(double p) { return p < 0 && is_infinite(p) ? p : 0; }
+
+__device__ inline double join_powers(double a, double b, double p) {
+  return is_infinite(p) ? join_max(a, b) : a + b;
+}
+
+// To this exponent, for numbers to the power p; what is kept as it is for p = 0 and inf, negated for -inf.
+__device__ inline double raised(double value, double exponent, double p) {
+  if (p == 0 || is_infinite(p)) return p < 0 ? -value : value;
+  if (exponent == 2) return value * value;
+  if (exponent == 0.5) return sqrt(value);
+  return exponent == 1 ? value : pow(value, exponent);
+}
+
+}  // namespace amp_plugin
