@@ -90,9 +90,13 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         if (overflow := self._scaled.last) is not None:
             passes = f"{self._scaled.passes} backward passes" if self._scaled.passes > 1 else "backward pass"
             self._report(overflow, f"gradients that are not finite, in the last {passes}")
+        left: dict[object, list[Origin]] = {}
         for origin in dict.fromkeys(self._origins.alive()):
-            if origin.is_accident and not origin.is_scaled_gradient:
-                self._report(origin, "still there at the end of the region")
+            if origin.is_accident and not (origin.is_scaled_gradient or origin.is_reported):
+                left.setdefault(_line_of(origin), []).append(origin)
+        for first, *others in left.values():
+            more = f", and {len(others)} more that this line made" if others else ""
+            self._report(first, f"still there at the end of the region{more}")
 
     def _arrive(self, report: CallReport) -> None:
         """Report what has reached a loss, a gradient or a Python number by this op."""
@@ -263,6 +267,12 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         first.is_reported = True
         is_other = origin.finding is None or first.finding.headline != origin.finding.headline
         return (first.finding.headline,) if is_other else ()  # two gradients of one op
+
+
+def _line_of(origin: Origin) -> object:
+    """Return what the same op in the same line, as in a loop, has in common."""
+    found = origin.finding
+    return origin if found is None else (found.op, found.module, found.place)
 
 
 def _constants(report: CallReport) -> list[float]:

@@ -280,6 +280,17 @@ def test_an_infinity_that_is_left_at_the_end():
     assert "exp overflows fp16 above 11.09; give aten::exp the rule fp32" in finding.advice
 
 
+def test_what_a_loop_leaves_is_one_finding():
+    tens = torch.full((2,), 12.0, dtype=torch.float16)
+    with diagnose(keep_going=True) as diagnosis:
+        kept = [tens.exp() for _ in range(3)]
+        kept.append(tens.cosh())
+    assert [finding.reached for finding in diagnosis.findings] == [
+        "still there at the end of the region, and 2 more that this line made",
+        "still there at the end of the region",
+    ]
+
+
 def test_strict_stops_where_an_infinity_is_made():
     def program():
         torch.zeros(2).log().exp()
