@@ -9,9 +9,10 @@ constinit std::atomic<FindKnownGradients> finder{nullptr};  // set by others whi
 
 }  // namespace
 
-std::unique_ptr<KnownGradients> known_gradients(at::TensorList gradients, const at::Tensor& scale) {
+std::unique_ptr<KnownGradients> known_gradients(
+    size_t count, const at::Tensor& first, const at::Tensor& scale) {
   const FindKnownGradients find = finder.load(std::memory_order_acquire);
-  return find == nullptr ? nullptr : find(gradients, scale);
+  return find == nullptr ? nullptr : find(count, first, scale);
 }
 
 void find_known_gradients_with(FindKnownGradients find) { finder.store(find, std::memory_order_release); }
