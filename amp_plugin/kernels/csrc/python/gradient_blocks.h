@@ -9,6 +9,7 @@
 #include <array>
 #include <cstddef>
 
+#include "../autograd_node.h"
 #include "binding.h"
 
 namespace amp_plugin {
@@ -16,10 +17,6 @@ namespace amp_plugin {
 constexpr size_t kGradientBlock = 16;  // measured: 8 and 32 take longer
 
 using GradientBlock = std::array<const at::Tensor*, kGradientBlock>;
-
-inline void prefetch(const void* object, size_t offset) {
-  __builtin_prefetch(static_cast<const char*>(object) + offset);
-}
 
 // Calls visit(begin, gradients, count) for each block in order, until it returns false; returns whether it
 // never did. A gradient that is not there is an undefined tensor.
@@ -33,16 +30,9 @@ bool visit_blocks(python::List params, const Visit& visit) {
       __builtin_prefetch(&python::tensor_of(params[begin + i]));
     for (size_t i = 0; i < count; ++i) {
       impls[i] = python::tensor_of(params[begin + i]).unsafeGetTensorImpl();
-      prefetch(impls[i], 24);  // what autograd knows of it
+      __builtin_prefetch(reinterpret_cast<const char*>(impls[i]) + 24);  // what autograd knows of it
     }
-    for (size_t i = 0; i < count; ++i) prefetch(impls[i]->autograd_meta(), 40);  // the gradient
-    for (size_t i = 0; i < count; ++i) {
-      grads[i] = &impls[i]->grad();
-      const c10::TensorImpl* grad = grads[i]->unsafeGetTensorImpl();
-      prefetch(grad, 16);  // storage and version
-      prefetch(grad, sizeof(c10::TensorImpl) - 32);  // size, dtype, device
-      prefetch(grad, sizeof(c10::TensorImpl) - 1);
-    }
+    find_gradients(impls.data(), count, grads.data());
     if (!visit(begin, grads, count)) return false;
   }
   return true;

@@ -98,20 +98,17 @@ std::vector<at::Tensor> gradients(List params) {
   return grads;
 }
 
-// The gradients without references of their own, which cost two atomic operations a tensor. Good while the
+// Gradients without references of their own, which cost two atomic operations a tensor. Good while the
 // GIL is held: parameters keep their gradients, and nobody replaces those during a call.
 class BorrowedGradients {
  public:
-  explicit BorrowedGradients(List params)
-      : memory_(std::make_unique_for_overwrite<std::byte[]>(params.size() * sizeof(at::Tensor))) {
-    auto* next = reinterpret_cast<at::Tensor*>(memory_.get());
-    for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
-      if (!grad.defined()) continue;
-      new (next++)
-          at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(local_part(grad)));  // never destroyed
-      ++count_;
-    }
+  explicit BorrowedGradients(size_t most)
+      : memory_(std::make_unique_for_overwrite<std::byte[]>(most * sizeof(at::Tensor))) {}
+
+  void add(const at::Tensor& grad) {
+    new (reinterpret_cast<at::Tensor*>(memory_.get()) + count_)
+        at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+    ++count_;
   }
 
   at::TensorList tensors() const { return {reinterpret_cast<const at::Tensor*>(memory_.get()), count_}; }
@@ -121,35 +118,40 @@ class BorrowedGradients {
   size_t count_ = 0;
 };
 
-// The table of the parameters' own gradients. Null if a parameter has none, or one has moved.
-std::unique_ptr<KnownGradients> known_whole(List params, const at::Tensor& scale) {
-  std::unique_ptr<KnownGradients> known;
+struct Known {
+  BorrowedGradients grads;
+  std::unique_ptr<KnownGradients> table;  // null where the op has to be called
+};
+
+// The parameters' own gradients, all there and plain. No table if one is not so, or has moved.
+Known known_whole(List params, const at::Tensor& scale) {
+  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
   const bool same = visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {
     for (size_t i = 0; i < count; ++i) {
       if (!grads[i]->defined()) return false;
+      known.grads.add(*grads[i]);
     }
-    if (begin == 0) known = known_gradients(params.size(), *grads[0], scale);
-    return known != nullptr && known->are_same(begin, grads.data(), count);
+    if (begin == 0) known.table = known_gradients(params.size(), *grads[0], scale);
+    return known.table != nullptr && known.table->are_same(begin, grads.data(), count);
   });
-  return same ? std::move(known) : nullptr;
-}
-
-// The same of gradients that were looked up.
-std::unique_ptr<KnownGradients> known_parts(at::TensorList grads, const at::Tensor& scale) {
-  if (grads.empty()) return nullptr;
-  std::unique_ptr<KnownGradients> known = known_gradients(grads.size(), grads[0], scale);
-  for (size_t i = 0; known != nullptr && i < grads.size(); ++i) {
-    const at::Tensor* grad = &grads[i];
-    if (!known->are_same(i, &grad, 1)) known = nullptr;
-  }
+  if (!same) known.table = nullptr;
   return known;
 }
 
-void increment_versions_of(List params) {
-  visit_gradients(params, [](size_t /*i*/, const at::Tensor& grad) {
-    if (!grad.is_inference()) grad.unsafeGetTensorImpl()->bump_version();
+// The gradients that there are, of DTensors this rank's part.
+Known known_parts(List params, const at::Tensor& scale) {
+  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
+  visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
+    if (grad.defined()) known.grads.add(local_part(grad));
     return true;
   });
+  const at::TensorList grads = known.grads.tensors();
+  if (!grads.empty()) known.table = known_gradients(grads.size(), grads[0], scale);
+  for (size_t i = 0; known.table != nullptr && i < grads.size(); ++i) {
+    const at::Tensor* grad = &grads[i];
+    if (!known.table->are_same(i, &grad, 1)) known.table = nullptr;
+  }
+  return known;
 }
 
 // Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
@@ -158,17 +160,12 @@ template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
     -> std::optional<decltype(launch(std::declval<const KnownGradients&>()))> {
   if (!scale.is_cuda() || !op_calls::nobody_watches()) return std::nullopt;
-  std::unique_ptr<KnownGradients> known = known_whole(params, scale);
-  if (known != nullptr) {
-    if (writes) increment_versions_of(params);
-  } else {
-    const BorrowedGradients grads(params);
-    known = known_parts(grads.tensors(), scale);
-    if (known == nullptr) return std::nullopt;
-    if (writes) increment_versions(grads.tensors());
-  }
+  Known known = known_whole(params, scale);
+  if (known.table == nullptr) known = known_parts(params, scale);
+  if (known.table == nullptr) return std::nullopt;
+  if (writes) increment_versions(known.grads.tensors());
   const python::WithoutGil others_may_run;  // a launch waits where the device is far behind
-  return launch(*known);
+  return launch(*known.table);
 }
 
 class GradientLedger {
