@@ -6,7 +6,6 @@ variable is wrong. With ``--json`` standard output is one JSON object and nothin
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -22,7 +21,7 @@ import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.misplaced_options import warn_of_misplaced_options
-from amp_plugin.terminal import fail, show
+from amp_plugin.terminal import fail, output_of_script, show
 
 app = typer.Typer(
     name="amp-plugin",
@@ -33,6 +32,19 @@ app = typer.Typer(
 )
 
 
+Device = Annotated[
+    str | None,
+    word_option(
+        ("cpu", "cuda", "xpu", "mps"),
+        "Device to plan for; default: the best here.",
+        aliases={"gpu": "cuda"},
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
+]
+Reduce = Annotated[str, word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced.")]
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 
@@ -40,6 +52,10 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(amp_plugin.__version__)
         raise typer.Exit
+
+
+def _patterns(chosen: str) -> Any:
+    return typer.Option(metavar="PATTERN", help=f"With --model: {chosen}; repeatable.")
 
 
 @app.callback()
@@ -53,35 +69,13 @@ def main(
 
 @app.command()
 def doctor(
-    precision: Annotated[
-        str,
-        word_option(("fp16", "bf16", "fp32"), "Precision to plan for."),
-    ] = "fp16",
-    device: Annotated[
-        str | None,
-        word_option(
-            ("cpu", "cuda", "xpu", "mps"),
-            "Device to plan for; default: the best here.",
-            aliases={"gpu": "cuda"},
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
-    ] = None,
+    precision: Annotated[str, word_option(("fp16", "bf16", "fp32"), "Precision to plan for.")] = "fp16",
+    device: Device = None,
+    model: Model = None,
     ranks: Annotated[int, typer.Option(min=1, help="With --model: processes that shard it.")] = 1,
-    units: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="With --model: modules gathered one at a time; repeatable."),
-    ] = None,
-    fp32_modules: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATTERN", help="With --model: modules that stay in fp32; repeatable."),
-    ] = None,
-    reduce: Annotated[
-        str,
-        word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced."),
-    ] = "fp32",
+    units: Annotated[list[str] | None, _patterns("modules gathered one at a time")] = None,
+    fp32_modules: Annotated[list[str] | None, _patterns("modules that stay in fp32")] = None,
+    reduce: Reduce = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
@@ -182,8 +176,10 @@ def casts(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
+    from amp_plugin.cast_rows import rows  # noqa: PLC0415
+    from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.script_casts import rows, run_logged  # noqa: PLC0415
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="casts")
     warn_of_misplaced_options(context, script, arguments or [])
@@ -191,8 +187,9 @@ def casts(
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        log, run = run_logged(program, arguments or [])
+    log = log_casts()
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments or [], around=log)
     if as_json:
         print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))
     elif len(log) or not run.failed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.markup import escape
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
 from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.program import Program
-from amp_plugin.terminal import fail, show
+from amp_plugin.terminal import fail, output_of_script, show
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
@@ -69,18 +68,19 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
+    from amp_plugin.numerics.diagnosis import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.rank import rank_of_process  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.script_diagnosis import diagnosed  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
         if finding.rank is not None and not as_json:
             _print_finding(finding)
 
-    with _script_output(as_json):
-        diagnosis, run = diagnosed(
-            program, arguments, keep_going=keep_going, strict=strict, on_finding=tell_at_once
-        )
+    diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
@@ -108,10 +108,14 @@ def _print_finding(finding: Finding) -> None:
 def _compare_precision(
     program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
 ) -> None:
-    from amp_plugin.numerics.script_diagnosis import compared  # noqa: PLC0415 - loads torch
+    import torch  # noqa: PLC0415 - takes seconds
 
-    with _script_output(as_json):
-        errors, run = compared(program, arguments, dtype=_WIDE[dtype])
+    from amp_plugin.numerics.shadow_run import ShadowRun  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
+
+    errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=errors)
     if plot is not None:
         try:
             errors.plot(plot, rows=rows)
@@ -125,9 +129,11 @@ def _compare_precision(
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
-    from amp_plugin.numerics.script_diagnosis import recorded  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.recorder import RunRecorder  # noqa: PLC0415 - loads torch
+    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
-    recorder, run = recorded(program, arguments, path=path, steps=steps)
+    recorder = RunRecorder(path, steps=steps)
+    run = run_program(program, arguments, around=recorder)
     if recorder.records:
         print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
     else:
@@ -149,8 +155,3 @@ def compare(
         fail(str(error), code=2)
     print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
     raise typer.Exit(1 if comparison.unexplained else 0)
-
-
-def _script_output(as_json: bool) -> contextlib.AbstractContextManager[object]:
-    """Send what the script prints to standard error where standard output is one JSON object."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()

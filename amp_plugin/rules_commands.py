@@ -52,13 +52,13 @@ def diff_rules(
     as_json: AsJson = False,
 ) -> None:
     """List the ops that two sets of rules treat differently; exit code 1 if there are any."""
-    one, other = _rule_sets([first, second], device)
-    differing = one.diff(other)
+    chosen, other = _rule_sets([first, second], device)
+    differing = chosen.diff(other)
     if as_json:
-        print(json.dumps({"device_type": one.device_type, "ops": differing}, indent=2))
+        print(json.dumps({"device_type": chosen.device_type, "ops": differing}, indent=2))
     elif differing:
         table = _table(
-            f"{len(differing)} op{'s' * (len(differing) > 1)} treated differently on {one.device_type}",
+            f"{len(differing)} op{'s' * (len(differing) > 1)} treated differently on {chosen.device_type}",
             "op",
             first,
             second,
@@ -67,7 +67,7 @@ def diff_rules(
             table.add_row(op, *pair)
         show(table)
     else:
-        print(f"no op is treated differently on {one.device_type}")
+        print(f"no op is treated differently on {chosen.device_type}")
     raise typer.Exit(1 if differing else 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -23,6 +24,11 @@ def show(table: Table) -> None:
         console.print(table)
     for line in text.get().splitlines():
         print(line.rstrip())
+
+
+def output_of_script(*, as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Send what a script prints to standard error where standard output is one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
 
 
 def fail(message: str, *, code: int) -> NoReturn:

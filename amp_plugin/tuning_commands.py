@@ -13,10 +13,20 @@ from amp_plugin.command_arguments import AsJson, AsModule, Script, program_of, w
 from amp_plugin.terminal import fail, show
 
 if TYPE_CHECKING:
+    from amp_plugin.program import Program
     from amp_plugin.tuning.tuning import Tuning
 
 _GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
 _DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
+
+Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
+Goal = Annotated[
+    str,
+    word_option(("memory", "casts", "accuracy"), "What is to improve.", name="--for", aliases=_GOAL_NAMES),
+]
+Reference = Annotated[
+    str, word_option(("fp64", "fp32"), "What gradients are compared to.", aliases=_DTYPE_NAMES)
+]
 
 
 def _share(given: str) -> float:
@@ -32,24 +42,14 @@ def tune(
     script: Script,
     arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     as_module: AsModule = False,
-    output: Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")] = Path(
-        "rules.yaml"
-    ),
-    goal: Annotated[
-        str,
-        word_option(
-            ("memory", "casts", "accuracy"), "What is to improve.", name="--for", aliases=_GOAL_NAMES
-        ),
-    ] = "memory",
+    output: Output = Path("rules.yaml"),
+    goal: Goal = "memory",
     budget: Annotated[
         str, typer.Option(help="How much more gradient error is allowed; with --for accuracy: bytes.")
     ] = "5%",
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to measure.")] = 4,
     device: Annotated[str | None, typer.Option(help="Device of the rules; default: the best here.")] = None,
-    reference: Annotated[
-        str,
-        word_option(("fp64", "fp32"), "What gradients are compared to.", aliases=_DTYPE_NAMES),
-    ] = "fp64",
+    reference: Reference = "fp64",
     plot: Annotated[Path | None, typer.Option(help="Draw the sets tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -58,18 +58,14 @@ def tune(
     The script runs some fifty times up to its first backward passes; it has to open autocast without rules of
     its own. What it prints is dropped.
     """
-    from amp_plugin.doctor import default_device  # noqa: PLC0415 - loads torch
-    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.script import Script  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch
-
     share = _share(budget)
     program = program_of(script, as_module=as_module, command="tune")
     try:
-        require_native("amp-plugin tune")
-        tuning = tune_script(
-            Script(program, arguments or [], batches=batches),
-            device_type=device or default_device(),
+        tuning = _tuned(
+            program,
+            arguments or [],
+            batches,
+            device,
             goal=goal,
             budget=share,
             reference=reference,
@@ -82,7 +78,22 @@ def tune(
         fail(str(error), code=1)
     if as_json:
         print(json.dumps(_as_json(tuning, output)))
-        return
+    else:
+        _tell(tuning, output, plot)
+
+
+def _tuned(program: Program, arguments: list[str], batches: int, device: str | None, **search: Any) -> Tuning:
+    from amp_plugin.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.script import Script  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch
+
+    require_native("amp-plugin tune")
+    script = Script(program, arguments, batches=batches)
+    return tune_script(script, device_type=device or default_device(), **search)
+
+
+def _tell(tuning: Tuning, output: Path, plot: Path | None) -> None:
     drawn = f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else ""
     print(tuning.headline)
     show(tuning.table())

@@ -37,7 +37,11 @@ def run(section: Section, setting: Setting, *, gated: bool = False) -> SectionRe
     """Measure a section; with ``gated`` only what is promised."""
     begin = time.perf_counter()
     with threads(section.threads), older_objects_frozen():
-        outcomes = [measure(each) for each in section.comparisons(setting) if each.gates or not gated]
+        outcomes = [
+            measure(comparison)
+            for comparison in section.comparisons(setting)
+            if comparison.gates or not gated
+        ]
         return SectionRecord(
             date=today(),
             seconds=time.perf_counter() - begin,
@@ -97,9 +101,9 @@ def kept_report(device: str) -> Report:
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
     """Name the promises that are missed by more than the tolerance."""
     return [
-        f"{each.table}: {each.name}: {verdict.text}"
-        for each in outcomes
-        for verdict in each.verdicts
+        f"{outcome.table}: {outcome.name}: {verdict.text}"
+        for outcome in outcomes
+        for verdict in outcome.verdicts
         if not verdict.holds
     ]
 

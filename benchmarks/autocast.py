@@ -198,13 +198,15 @@ def weight_casts(setting: Setting) -> Comparison:
     """Count casts of weights in the forward passes of a window of micro-batches."""
     model = launch_bound_gpt(setting)
     tokens = model.batches(MICRO_BATCHES, setting.device)
-    weights = sum(1 + (each.bias is not None) for each in model.modules() if isinstance(each, nn.Linear))
+    weights = sum(
+        1 + (module.bias is not None) for module in model.modules() if isinstance(module, nn.Linear)
+    )
 
     def count(cache: CastCache | None) -> float:
         with log_casts(model) as log:
-            for each in tokens:
+            for token in tokens:
                 with autocast(setting.device, BF16, cache=cache):
-                    model(each)
+                    model(token)
         return sum(cast.kind == "weight" and not cast.cached for cast in log.records())
 
     return Comparison(

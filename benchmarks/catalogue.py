@@ -34,4 +34,4 @@ def keys(device: str) -> list[str]:
 def section(key: str) -> Section:
     """Return the section with a key of either device."""
     module = import_module(f"benchmarks.{CUDA[key]}")
-    return next(each for each in module.SECTIONS if each.key == key)
+    return next(section for section in module.SECTIONS if section.key == key)

@@ -46,17 +46,17 @@ def check(grads: Sequence[Tensor]) -> None:
         ArithmeticError: They differ.
     """
     inverse = torch.tensor(1 / SCALE, device=grads[0].device)
-    exact = math.sqrt(sum(each.double().square().sum().item() for each in grads)) / SCALE
-    mine = [each.clone() for each in grads]
-    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
+    exact = math.sqrt(sum(grad.double().square().sum().item() for grad in grads)) / SCALE
+    mine = [grad.clone() for grad in grads]
+    half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     OP.cast(mine, half)
     for norm, found, flags in (OP.norm_check(mine, inverse), OP.unscale_(mine, inverse)):
         if abs(norm.item() / exact - 1) > 1e-6 or found.item() != 0 or bool(flags.any()):
             msg = f"the norm is {norm.item()}, exactly {exact}; found_inf is {found.item()}"
             raise ArithmeticError(msg)
     OP.multiply_(mine, torch.tensor(SCALE, device=grads[0].device))
-    for one, other, cast in zip(mine, grads, half, strict=True):
-        if not torch.equal(one, other) or not torch.equal(cast, other.bfloat16()):
+    for unscaled, grad, cast in zip(mine, grads, half, strict=True):
+        if not torch.equal(unscaled, grad) or not torch.equal(cast, grad.bfloat16()):
             msg = "unscale_, multiply_ or cast wrote wrong numbers"
             raise ArithmeticError(msg)
 
@@ -69,8 +69,8 @@ def launches(call: Call) -> int:
     with torch.profiler.profile(activities=activities) as profile:
         call()
         torch.cuda.synchronize()
-    on_device = [each for each in profile.events() if each.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not each.is_user_annotation for each in on_device)  # an optimizer's step is annotated
+    on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return sum(not event.is_user_annotation for event in on_device)  # an optimizer's step is annotated
 
 
 def waits(call: Call) -> int:
@@ -83,7 +83,7 @@ def waits(call: Call) -> int:
             call()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(one.message) for one in seen)
+    return sum("synchroniz" in str(warning.message) for warning in seen)
 
 
 class Bandwidth(Section):
@@ -102,8 +102,8 @@ class Bandwidth(Section):
 def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
     """Yield each op over a set of gradients."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
-    half = [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
-    flat = torch.randn(sum(each.numel() for each in grads), device=setting.device)
+    half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
+    flat = torch.randn(sum(grad.numel() for grad in grads), device=setting.device)
     copied, factor = torch.empty_like(flat), torch.tensor(1.0000001, device=setting.device)
     calls: dict[str, tuple[Call, float]] = {
         "norm_check": (lambda: OP.norm_check(grads, factor), 1),

@@ -40,7 +40,7 @@ def variants(setting: Setting, model: Model, count: int, *, cache: bool) -> dict
     """Return calls for ours, torch's and the limit: a copy of the model in bf16 without autocast."""
     batches = model.batches(count, setting.device)
     half = copy.deepcopy(model).bfloat16()
-    half_batches = [each.bfloat16() if each.is_floating_point() else each for each in batches]
+    half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]
 
     def ours() -> None:
         kept = CastCache() if cache else None

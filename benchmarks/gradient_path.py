@@ -98,9 +98,9 @@ class Kernels(Section):
 def kernels(setting: Setting, name: str) -> Iterator[Comparison]:
     """Yield each op over the gradients of a set, beside torch's op over one tensor of as many bytes."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
-    numel = sum(each.numel() for each in grads)
+    numel = sum(grad.numel() for grad in grads)
     flat = grads[0] if len(grads) == 1 else torch.randn(numel, device=setting.device)
-    copied, half = torch.empty_like(flat), [torch.empty_like(each, dtype=torch.bfloat16) for each in grads]
+    copied, half = torch.empty_like(flat), [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     flat_half = torch.empty_like(flat, dtype=torch.bfloat16)
     factor = torch.tensor(SCALE, device=setting.device)
     calls = {
@@ -153,12 +153,12 @@ def norm_error(setting: Setting) -> Comparison:
     numel = setting.sized(100_000_000, 1000)
     grad = torch.rand(numel, device=setting.device).add_(0.5)
     right = math.sqrt(sum(part.double().square().sum().item() for part in grad.split(1_000_000)))
-    one = torch.ones((), device=setting.device)
+    unit = torch.ones((), device=setting.device)
     return Comparison(
         name=f"{numel:.0e} elements",
         table="Relative error of a norm in fp32",
         samples={
-            OURS: lambda: abs(OP.norm_check([grad], one)[0].item() / right - 1),
+            OURS: lambda: abs(OP.norm_check([grad], unit)[0].item() / right - 1),
             "torch": lambda: abs(torch.nn.utils.get_total_norm([grad]).item() / right - 1),
         },
         unit="relative error",

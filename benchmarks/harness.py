@@ -192,9 +192,9 @@ class Outcome:
     def from_dict(cls, data: Mapping[str, Any]) -> Outcome:
         """Rebuild what ``dataclasses.asdict`` took apart."""
         summaries = {
-            key: {label: Spread(**each) for label, each in data[key].items()} for key in ("times", "ratios")
+            key: {label: Spread(**kept) for label, kept in data[key].items()} for key in ("times", "ratios")
         }
-        verdicts = tuple(Verdict(**each) for each in data["verdicts"])
+        verdicts = tuple(Verdict(**verdict) for verdict in data["verdicts"])
         return cls(**{**data, **summaries, "verdicts": verdicts})
 
 
@@ -245,7 +245,7 @@ def _rounds(comparison: Comparison) -> dict[str, list[float]]:
                 break
     finally:
         gc.enable()
-    calmest = sorted(taken, key=lambda each: each[0])[: comparison.rounds]
+    calmest = sorted(taken, key=lambda round_taken: round_taken[0])[: comparison.rounds]
     return {label: [values[label] for _, values in calmest] for label in comparison.samples}
 
 

@@ -74,7 +74,7 @@ def peak(call: Call, device: str) -> Sample:
             profiler.export_chrome_trace(str(file))
             events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
         changes = sorted(
-            (each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]"
+            (event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"
         )
         return max(accumulate((bytes_ for _, bytes_ in changes), initial=0))
 

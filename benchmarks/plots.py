@@ -60,7 +60,9 @@ def _figures(report: Report) -> Iterator[tuple[str, str, str, Figure]]:
             for table, rows in grouped(record.outcomes).items():
                 if plot.table in table:
                     yield key, key, table, growth(plot, table, rows)
-    rows = [each for key in OVERVIEW if key in report.sections for each in report.sections[key].outcomes]
+    rows = [
+        outcome for key in OVERVIEW if key in report.sections for outcome in report.sections[key].outcomes
+    ]
     if rows:
         yield (
             "overview",
@@ -123,8 +125,8 @@ def overview(rows: Sequence[Outcome]) -> Figure:
     axes.set_xscale("log")
     ticks = [0.02, 0.05, 0.1, 0.2, 0.5, 0.7, 1.0, 1.4, 2.0]
     values = [found[1].median for _, found in lines if found]
-    shown = [each for each in ticks if min(values) / 2 <= each <= max(1.4, max(values) * 1.5)]
-    axes.set_xticks(shown, [f"{each:g}" for each in shown])
+    shown = [tick for tick in ticks if min(values) / 2 <= tick <= max(1.4, max(values) * 1.5)]
+    axes.set_xticks(shown, [f"{tick:g}" for tick in shown])
     axes.minorticks_off()
     axes.set_yticks(range(len(lines)), [text for text, _ in lines], fontsize=8)
     for tick, (_, found) in zip(axes.get_yticklabels(), lines, strict=True):

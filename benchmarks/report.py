@@ -41,8 +41,8 @@ class SectionRecord:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SectionRecord:
         """Rebuild what ``dataclasses.asdict`` took apart."""
-        outcomes = tuple(Outcome.from_dict(each) for each in data["outcomes"])
-        plots = tuple(Plot(**each) for each in data["plots"])
+        outcomes = tuple(Outcome.from_dict(outcome) for outcome in data["outcomes"])
+        plots = tuple(Plot(**plot) for plot in data["plots"])
         return cls(**{**data, "outcomes": outcomes, "plots": plots})
 
 
@@ -89,7 +89,7 @@ class Report:
     def from_json(cls, text: str) -> Report:
         """Read what ``to_json`` wrote."""
         data = json.loads(text)
-        sections = {key: SectionRecord.from_dict(each) for key, each in data["sections"].items()}
+        sections = {key: SectionRecord.from_dict(section) for key, section in data["sections"].items()}
         return cls(**{**data, "sections": sections})
 
 
@@ -118,5 +118,5 @@ def _rounded(data: Any) -> Any:
     if isinstance(data, float):
         return float(f"{data:.6g}")
     if isinstance(data, dict):
-        return {key: _rounded(each) for key, each in data.items()}
-    return [_rounded(each) for each in data] if isinstance(data, list | tuple) else data
+        return {key: _rounded(value) for key, value in data.items()}
+    return [_rounded(value) for value in data] if isinstance(data, list | tuple) else data

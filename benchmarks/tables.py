@@ -36,8 +36,8 @@ def ratio(spread: Spread) -> str:
     """Write a ratio and the range of the middle half, as ``0.94 (0.93 to 0.96)``."""
     digits = 3 if spread.median < 0.1 else 2
     middle = f"{spread.low:.{digits}f} to {spread.high:.{digits}f}"
-    one = spread.low == spread.high
-    return f"{spread.median:.{digits}f}" if one else f"{spread.median:.{digits}f} ({middle})"
+    exact = spread.low == spread.high
+    return f"{spread.median:.{digits}f}" if exact else f"{spread.median:.{digits}f} ({middle})"
 
 
 def loses(label: str, spread: Spread) -> bool:
@@ -48,8 +48,8 @@ def loses(label: str, spread: Spread) -> bool:
 def grouped(outcomes: Iterable[Outcome]) -> dict[str, list[Outcome]]:
     """Return table -> its rows, in order."""
     tables: dict[str, list[Outcome]] = {}
-    for each in outcomes:
-        tables.setdefault(each.table, []).append(each)
+    for outcome in outcomes:
+        tables.setdefault(outcome.table, []).append(outcome)
     return tables
 
 
@@ -66,7 +66,10 @@ def cells(rows: Sequence[Outcome], mark: str = "**") -> list[list[str]]:
             text = ratio(spread) if spread else "-"
             line.append(f"{mark}{text}{mark}" if spread and loses(label, spread) else text)
         if gated:
-            verdicts = (each.promise if each.kept else f"{mark}{each.promise}{mark}" for each in row.verdicts)
+            verdicts = (
+                verdict.promise if verdict.kept else f"{mark}{verdict.promise}{mark}"
+                for verdict in row.verdicts
+            )
             line.append("; ".join(verdicts))
         table.append(line)
     return table
@@ -82,7 +85,7 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 def caption(report: Report, record: SectionRecord) -> str:
     """Say what the figures of a section were measured on, how and when."""
     count = f"{record.threads} thread{'' if record.threads == 1 else 's'}"
-    rounds = sorted({each.rounds for each in record.outcomes})
+    rounds = sorted({outcome.rounds for outcome in record.outcomes})
     span = str(rounds[0]) if len(rounds) == 1 else f"{rounds[0]} to {rounds[-1]}"
     where = f"{report.machine} ({report.details}), {count}, torch {report.torch}, {record.date}"
     return f"*{where}; {record.timing}, median of {span} round{'' if span == '1' else 's'} in turns.*"
@@ -101,10 +104,10 @@ def losses(report: Report) -> str:
     """List every comparison in which ours is slower than torch's or the stock plugin."""
     rows = [["", "against", "ours / theirs"]]
     for record in report.sections.values():
-        for each in record.outcomes:
+        for outcome in record.outcomes:
             rows += [
-                [f"{each.table}: {each.name}", label, ratio(spread)]
-                for label, spread in each.ratios.items()
+                [f"{outcome.table}: {outcome.name}", label, ratio(spread)]
+                for label, spread in outcome.ratios.items()
                 if loses(label, spread)
             ]
     if len(rows) == 1:
@@ -132,7 +135,7 @@ def _promised(record: SectionRecord) -> list[list[str]]:
     rows = []
     for outcome in record.outcomes:
         for rival in (label for label in outcome.ratios if label in RIVALS):
-            verdict = next((each for each in outcome.verdicts if each.against == rival), None)
+            verdict = next((verdict for verdict in outcome.verdicts if verdict.against == rival), None)
             if verdict is not None:
                 promise = verdict.promise if verdict.kept else f"**{verdict.promise}**"
                 name = f"{outcome.table}: {outcome.name}"
@@ -142,7 +145,9 @@ def _promised(record: SectionRecord) -> list[list[str]]:
 
 def published(report: Report) -> str:
     """Set the published figures of clipping beside ours, each against torch's on its own machine."""
-    here = {each.x: each for each in report.sections["tensors"].outcomes if "in place" in each.table}
+    here = {
+        outcome.x: outcome for outcome in report.sections["tensors"].outcomes if "in place" in outcome.table
+    }
     header = [
         "tensors of 1 KB",
         "torch, loop",
@@ -153,13 +158,13 @@ def published(report: Report) -> str:
     ]
     rows = [
         [
-            f"{each.tensors}",
-            *(quantity(value, "us") for value in (each.loop, each.foreach, each.apex)),
-            f"{each.apex / each.foreach:.2f}",
-            ratio(here[each.tensors].ratios["torch"]),
+            f"{clipping.tensors}",
+            *(quantity(value, "us") for value in (clipping.loop, clipping.foreach, clipping.apex)),
+            f"{clipping.apex / clipping.foreach:.2f}",
+            ratio(here[clipping.tensors].ratios["torch"]),
         ]
-        for each in CLIPPING
-        if each.tensors in here
+        for clipping in CLIPPING
+        if clipping.tensors in here
     ]
     note = (
         f"The times are those published in {CLIPPING_SOURCE}: clipping alone, on a GPU. The last column is "

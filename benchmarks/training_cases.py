@@ -49,8 +49,8 @@ class Case:
         """Make AdamW for the parameters, or for two parts of them."""
         everything = list(model.parameters())
         inner = list(model.blocks.parameters())
-        within = {id(each) for each in inner}
-        outer = [each for each in everything if id(each) not in within]
+        within = {id(param) for param in inner}
+        outer = [param for param in everything if id(param) not in within]
         parts = [everything] if self.optimizers == 1 else [inner, outer]
         return [AdamW(part, lr=1e-3, fused=self.fused) for part in parts]
 

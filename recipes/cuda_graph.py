@@ -10,6 +10,7 @@ A few steps on a side stream come first: they make gradients and optimizer state
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 
@@ -59,6 +60,10 @@ def train(config: Config) -> TrainingRecord:
     images = torch.zeros(config.batch_size, 1, 8, 8, device=config.device)
     labels = torch.zeros(config.batch_size, dtype=torch.int64, device=config.device)
 
+    def load(batch: Sequence[Tensor]) -> None:
+        images.copy_(batch[0])
+        labels.copy_(batch[1])
+
     def step() -> Tensor:
         optimizer.zero_grad()
         with region:
@@ -69,22 +74,10 @@ def train(config: Config) -> TrainingRecord:
         return loss.detach()
 
     batches = digits_batches(loaders, steps=config.warm_up + config.steps, device=config.device)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for new in islice(batches, config.warm_up):
-            images.copy_(new[0])
-            labels.copy_(new[1])
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = step()
-
+    graph, loss = _captured(step, load, islice(batches, config.warm_up))
     start = time.perf_counter()
-    for new in track(batches, "training", total=config.steps):
-        images.copy_(new[0])
-        labels.copy_(new[1])
+    for batch in track(batches, "training", total=config.steps):
+        load(batch)
         scale, skips = (scaler.get_scale(), scaler.skipped_steps()) if scaler.is_enabled() else (None, 0)
         graph.replay()
         skipped = scaler.is_enabled() and scaler.skipped_steps() > skips
@@ -93,6 +86,23 @@ def train(config: Config) -> TrainingRecord:
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
     return record
+
+
+def _captured(
+    step: Callable[[], Tensor], load: Callable[[Sequence[Tensor]], None], batches: Iterable[Sequence[Tensor]]
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Step on a few batches on a side stream, then capture one step; return its graph and its loss."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for batch in batches:
+            load(batch)
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+    return graph, loss
 
 
 def _require_cuda(config: Config) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.import_graph import Import, circles, imports_of, modules_of
+from tests.plain_sources import long_functions, vague_names
 from tests.private_reads import private_reads
 
 ROOT = Path(__file__).parent.parent
@@ -30,7 +31,7 @@ SCALING_LAYERS = (
     {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"}
     | {"taken_gradients", "units"},
     {"collectives", "overflow_history", "attribution", "skip_explanations"},
-    {"gradient_set", "unscaled_gradients"},
+    {"gradient_set", "shared", "unscaled_gradients"},
     {"optimizer_window"},
     {"registry"},
     {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
@@ -73,17 +74,13 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.program": set(),
     "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
     "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
-    "amp_plugin.numerics": {
-        "amp_plugin.casting",
-        "amp_plugin.program",
-        "amp_plugin.program_run",
-        "amp_plugin.scaling",
-    },
+    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.scaling"},
     "amp_plugin.numerics_commands": {
         "amp_plugin.command_arguments",
         "amp_plugin.misplaced_options",
         "amp_plugin.numerics",
         "amp_plugin.program",
+        "amp_plugin.program_run",
         "amp_plugin.terminal",
     },
     "amp_plugin.tuning": {
@@ -98,6 +95,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.command_arguments",
         "amp_plugin.doctor",
         "amp_plugin.kernels",
+        "amp_plugin.program",
         "amp_plugin.terminal",
         "amp_plugin.tuning",
     },
@@ -105,11 +103,11 @@ PARTS: dict[str, set[str]] = {
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
     "amp_plugin.doctor": CORE,
     "amp_plugin.model_examination": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.sharding"},
-    "amp_plugin.script_casts": CORE | {"amp_plugin.program", "amp_plugin.program_run"},
+    "amp_plugin.cast_rows": {"amp_plugin.casting"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.model_examination"}
-    | {"amp_plugin.misplaced_options"}
-    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.script_casts"}
+    | {"amp_plugin.misplaced_options", "amp_plugin.program_run"}
+    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
@@ -172,6 +170,17 @@ def test_each_module_of_scaling_has_a_layer() -> None:
     assert {file.stem for file in (ROOT / "amp_plugin/scaling").glob("*.py")} == set().union(*SCALING_LAYERS)
 
 
+def test_the_design_document_has_the_same_folders() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    folders = {folder for folder, _ in rows}
+    assert folders == {file.parent.name for file in (ROOT / "amp_plugin").glob("*/__init__.py")}
+    for folder, text in rows:
+        named = set(re.findall(r"`(\w+)`", text))
+        stated = folders - named - {folder} if text.startswith("all but") else named
+        allowed = {part.removeprefix("amp_plugin.") for part in PARTS[f"amp_plugin.{folder}"]}
+        assert stated == allowed & folders, folder
+
+
 def test_the_design_document_has_the_same_layers() -> None:
     layers: dict[int, set[str]] = {}
     rows = re.findall(r"^\| (\d) \| ([^|]+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
@@ -182,6 +191,17 @@ def test_the_design_document_has_the_same_layers() -> None:
 
 def test_no_private_name_is_read_across_files() -> None:
     found = private_reads(ROOT / "amp_plugin", "scaling", "adapters")
+    assert not found, "\n".join(found)
+
+
+def test_functions_are_short() -> None:
+    found = long_functions(ROOT / "amp_plugin", most=40)
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", ["amp_plugin", "benchmarks"])
+def test_values_are_called_what_they_are(folder: str) -> None:
+    found = vague_names(ROOT / folder)
     assert not found, "\n".join(found)
 
 
@@ -350,6 +370,24 @@ def test_a_private_name_imported_from_another_file_is_found(tmp_path: Path) -> N
 )
 def test_reads_of_ones_own_and_of_others_names_are_none(source: str, tmp_path: Path) -> None:
     assert private_reads(package_of(tmp_path, owner=OWNER, reader=source)) == []
+
+
+def test_a_long_function_is_found_and_its_docstring_is_not_counted(tmp_path: Path) -> None:
+    package = package_of(
+        tmp_path,
+        short='def short():\n    """Say.\n\n    More.\n    """\n    return 1',
+        long="class Owner:\n    def long(self):\n        a = 1\n        return a",
+    )
+    assert long_functions(package, most=2) == ["app/long.py:2 long has 3 lines"]
+    assert long_functions(package, most=3) == []
+
+
+@pytest.mark.parametrize(
+    "source", ["for one in []: pass", "[each for each in []]", "it = 1", "a, thing = 1, 2"]
+)
+def test_a_name_that_says_nothing_is_found(source: str, tmp_path: Path) -> None:
+    (found,) = vague_names(package_of(tmp_path, one=source))
+    assert re.fullmatch(r"app/one\.py:1 calls a value '(one|each|it|thing)'", found)
 
 
 def test_only_the_folders_asked_for_are_looked_at(tmp_path: Path) -> None:

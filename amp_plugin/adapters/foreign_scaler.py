@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import GradientLedger, make_ledger
 from amp_plugin.scaling.loss_scale import LaterScale
 from amp_plugin.scaling.overflow_report import OverflowReport
 from amp_plugin.scaling.parameter_names import params_of
@@ -48,9 +49,9 @@ class ForeignScaler(GradScaler):
     def __init__(self, theirs: Any) -> None:
         super().__init__("cpu", enabled=False)
         self.theirs = theirs
-        self._scaled = False
+        self._losses = 0
         self._has_stepped = False
-        self._unscaled: ByOptimizer[None] = ByOptimizer()
+        self._unscaled: ByOptimizer[_Unscaled] = ByOptimizer()
         self._results: ByOptimizer[StepResult] = ByOptimizer()
         self._later = LaterScale()
         self._skipped = SkippedSteps()
@@ -62,7 +63,7 @@ class ForeignScaler(GradScaler):
     @property
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet, by this object or by the other scaler itself."""
-        return self._scaled or self.current_scale() is not None
+        return self._losses > 0 or self.current_scale() is not None
 
     def place(self, device: str, **groups: Any) -> None:
         """Leave the other scaler where it is."""
@@ -73,14 +74,18 @@ class ForeignScaler(GradScaler):
 
     def scale(self, outputs: Any, *, name: str | None = None) -> Any:
         """Let the other scaler multiply the loss."""
-        self._scaled = True
+        self._losses += 1
         return self.theirs.scale(outputs)
 
     def ensure_unscaled(self, optimizer: Any) -> None:
-        """Let the other scaler unscale the gradients, once a step."""
-        if optimizer not in self._unscaled and _has_gradients(optimizer):
-            self._unscaled[optimizer] = None
+        """Let the other scaler unscale the gradients, once a step.
+
+        Gradients in place of those of a dropped batch are shown to it too; torch's scaler raises then.
+        """
+        seen = self._unscaled.get(optimizer)
+        if _has_gradients(optimizer) and (seen is None or seen.are_replaced(self._losses)):
             self.theirs.unscale_(optimizer)
+            self._unscaled[optimizer] = _Unscaled(optimizer, self._losses)
 
     def clip_grad_norm_(
         self, optimizer_or_params: Any, *args: Any, fold: bool = False, **kwargs: Any
@@ -167,6 +172,25 @@ class ForeignScaler(GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the other scaler take a state over."""
         self.theirs.load_state_dict(state_dict)
+
+
+class _Unscaled:
+    """The gradients of an optimizer that were unscaled, after some number of losses."""
+
+    def __init__(self, optimizer: Any, losses: int) -> None:
+        self._losses = losses
+        self._params = [*params_of(optimizer)] if isinstance(optimizer, Optimizer) else []
+        self._ledger = make_ledger()
+        self._ledger.remember(self._params, 0)
+
+    def are_replaced(self, losses: int) -> bool:
+        """Whether later losses have made others, as after ``zero_grad()`` without a step.
+
+        Args:
+            losses: how many there have been by now.
+        """
+        changed = losses > self._losses and self._ledger.compare(self._params, 0)
+        return bool(changed == GradientLedger.NEW)
 
 
 _CALLS = ("scale", "unscale_", "step", "update")

@@ -15,7 +15,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
-    """Return what to say of a name that is no option: what is allowed, and which may be meant."""
+    """Return the error text for a name that is no option: what is allowed, and what may be meant."""
     allowed = list(allowed)
     return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}"
 

@@ -106,7 +106,7 @@ def checked_training_precision(given: object) -> TrainingPrecision:
 
 
 def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
-    """Return how weights are stored, of which the name of a precision may tell as well.
+    """Return how weights are stored: as the option says, or as the name of the precision implies.
 
     Args:
         precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep weights in 16 bits.

@@ -1,4 +1,4 @@
-"""Tell that weights were written where nobody sees it."""
+"""Forget cast weights after a write that no version counter shows."""
 
 from __future__ import annotations
 

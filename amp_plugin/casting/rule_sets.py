@@ -54,7 +54,7 @@ def number_by_default(device_type: str) -> int:
         ValueError: the file is missing or holds no rules.
         RuntimeError: it holds other rules than the default ones, and there is no native core.
     """
-    if (followed := KERNELS.followed(device_type)) not in {NO_RULES, DEFAULT}:
+    if (followed := KERNELS.followed(device_type)) != NO_RULES:
         return followed
     rules = environment_rules(device_type)
     if rules is None:

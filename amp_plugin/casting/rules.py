@@ -26,7 +26,7 @@ from amp_plugin.casting.torch_version import torch_release
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.user_warnings import warn_user
 
-# What people write for a rule who think of the dtype.
+# Names of dtypes that people write where a rule is wanted.
 _DTYPE_RULES = {
     "fp32": "fp32",
     "float": "fp32",

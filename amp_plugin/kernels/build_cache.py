@@ -167,7 +167,7 @@ def remove_abandoned(folder: Path) -> None:
     Locks stay, because unlinking one that is held would let two processes in.
     """
     oldest = time.time() - _ABANDONED_AFTER
-    for path in (each for each in folder.iterdir() if _OURS.fullmatch(each.name)):
+    for path in (entry for entry in folder.iterdir() if _OURS.fullmatch(entry.name)):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

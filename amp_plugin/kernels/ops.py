@@ -159,8 +159,8 @@ def _plain(name: str) -> Callable[..., Any]:
 
     def plain(*arguments: Any, **options: Any) -> Any:
         given = (*arguments, *options.values())
-        tensors = (each for value in given for each in (value if isinstance(value, list) else [value]))
-        on_gpu = any(isinstance(each, torch.Tensor) and each.is_cuda for each in tensors)
+        tensors = (leaf for value in given for leaf in (value if isinstance(value, list) else [value]))
+        on_gpu = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tensors)
         return (at_once if on_gpu else one_by_one)(*arguments, **options)
 
     return plain

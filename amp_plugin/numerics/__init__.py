@@ -1,1 +1,1 @@
-"""Where a number stops being one, and how much each op rounds: diagnose, the shadow run, runs compared."""
+"""Which op makes a nan or an infinity, and how much each op rounds: diagnose, shadow_run, compare_runs."""

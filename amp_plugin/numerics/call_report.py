@@ -12,14 +12,14 @@ from torch import Tensor
 from amp_plugin.numerics.advice import advice_for, is_cured_by_fp32
 from amp_plugin.numerics.cures import cures_of
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.forward_sites import ForwardSites, Site, in_autocast_block
+from amp_plugin.numerics.forward_sites import ForwardSites, Site, in_autocast_block, runs_backward
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, arguments_of, scalars_of
 from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.places import called_from
 from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.rank import rank_of_process
-from amp_plugin.numerics.region_rules import rule_of
+from amp_plugin.numerics.region_rules import callers_of, rule_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary, summarise
 
 
@@ -51,8 +51,8 @@ class CallReport:
 
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
-        return self.node is not None and not torch.is_grad_enabled()
+        """Whether a backward pass runs the op."""
+        return runs_backward(self.node)
 
     @property
     def accumulates(self) -> bool:
@@ -66,8 +66,9 @@ class CallReport:
 
     def site(self) -> Site:
         """Return where the op was called; in a backward pass, where its forward op was."""
-        forward = self._sites.of(self.node) if self.node is not None else None
-        return forward or Site(self.traits.name, self._modules.current(), called_from(), in_autocast_block())
+        return self._sites.of(self.node) or Site(
+            self.traits.name, self._modules.current(), called_from(), in_autocast_block()
+        )
 
     def finding(
         self,
@@ -89,11 +90,13 @@ class CallReport:
         site = made or self.site()
         shown = [read] if read else self.arguments
         in_backward = made is None and self.is_backward
+        op = made.op if made else self.traits.name
+        forward_op = self._forward_op() if in_backward else ""
         finding = Finding(
             kind=kind,
-            op=made.op if made else self.traits.name,
+            op=op,
             direction="backward" if in_backward else "forward",
-            forward_op=self._forward_op() if in_backward else "",
+            forward_op=forward_op,
             values=values,
             module=site.module,
             place=site.where.place,
@@ -108,6 +111,7 @@ class CallReport:
             moment=self._progress.now(in_backward=self.is_backward),
             device_type=result.device.type,
             in_block=site.in_block,
+            rule_names=callers_of(forward_op or op, is_transposed=self._is_transposed),
         )
         if site.in_block and is_cured_by_fp32(finding, self.traits.base):
             module = self._modules.address(finding.module)
@@ -136,6 +140,12 @@ class CallReport:
         if isinstance(self.node, torch.autograd.function.BackwardCFunction) or forward is None:
             return str(self.node.name())
         return forward.op
+
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether this is a transposed convolution, or its backward pass."""
+        given = {**dict(zip(self.traits.arguments, self._args, strict=False)), **self._kwargs}
+        return given.get("transposed") is True
 
     def _exponent(self) -> float | None:
         return self.scalars.get("exponent")

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-import torch
 from torch import nn
-from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.op_region import OpRegion
 from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.watch import Watch
 
 
-class Diagnosis:
+class Diagnosis(OpRegion):
     """A region in which every op is watched; see ``diagnose``.
 
     Args:
@@ -40,20 +38,10 @@ class Diagnosis:
         self.findings: list[Finding] = []
         self._on_finding = on_finding or _ignore
         self._raises = not keep_going
-        self._progress = Progress()
-        self._modules = ModulePaths(model, self._progress.called)
-        self._watch = Watch(self._modules, self._progress, self._found, self._amended, strict=strict)
-        self._stance = torch.compiler.set_stance("default")
-
-    def __enter__(self) -> Self:
-        """Start watching; compiled functions run eagerly meanwhile."""
-        KERNELS.install()
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
-        self._progress.open()
-        self._modules.open()
-        self._watch.__enter__()
-        return self
+        progress = Progress()
+        modules = ModulePaths(model, progress.called)
+        self._watch = Watch(modules, progress, self._found, self._amended, strict=strict)
+        super().__init__(self._watch, progress)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -63,10 +51,7 @@ class Diagnosis:
         Raises:
             NonFiniteError: an infinity is left, and nothing was found before.
         """
-        self._watch.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self._modules.close()
-        self._progress.close()
-        self._stance.__exit__(kind, error, traceback)
+        super().__exit__(kind, error, traceback)
         if error is None or isinstance(error, SystemExit):
             self._raises = self._raises and error is None
             self._watch.left_over()
@@ -87,7 +72,7 @@ class Diagnosis:
 
 
 def _ignore(finding: Finding) -> None:
-    """Leave a finding to those who read ``findings``."""
+    """Do nothing with a finding: it is in ``findings``."""
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:

@@ -12,7 +12,6 @@ from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.cures import Cure
 from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.progress import Moment
-from amp_plugin.numerics.region_rules import callers_of
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective"]
@@ -47,6 +46,8 @@ class Finding:
         moment: when it happened.
         device_type: of the tensors the op made, ``"cpu"``.
         in_block: whether an autocast block was open; for a backward op around its forward op.
+        rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
+            them.
     """
 
     kind: Kind
@@ -71,6 +72,7 @@ class Finding:
     moment: Moment = Moment()  # noqa: RUF009 - frozen
     device_type: str = "cpu"
     in_block: bool = False
+    rule_names: tuple[str, ...] = ()
 
     @property
     def headline(self) -> str:
@@ -88,11 +90,6 @@ class Finding:
         if self.kind == "collective":
             return f"{self.op} brought {held}: another rank made it"
         return f"the input {self._culprit} of {self.op} held {held} already"
-
-    @property
-    def rule_names(self) -> tuple[str, ...]:
-        """The ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes them."""
-        return callers_of(self.forward_op or self.op)
 
     @property
     def _culprit(self) -> str:

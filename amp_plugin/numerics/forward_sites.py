@@ -37,6 +37,15 @@ def in_autocast_block() -> bool:
     return depth > 1
 
 
+def runs_backward(node: Any) -> bool:
+    """Say whether a backward pass runs an op; what checkpoint computes again belongs to the forward pass.
+
+    Args:
+        node: the autograd node that runs it; None if there is none.
+    """
+    return node is not None and not torch.is_grad_enabled()
+
+
 class ForwardSites:
     """The site of each op that autograd recorded, by the number that its node got.
 
@@ -75,8 +84,10 @@ class ForwardSites:
         """Return where the forward op of a node ran; None if that is not known.
 
         Args:
-            node: an autograd node.
+            node: an autograd node, or None.
         """
+        if node is None:
+            return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
         return found[0] if len(found) == 1 else None

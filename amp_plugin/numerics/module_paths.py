@@ -139,7 +139,7 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _ignore(module: nn.Module) -> None:
-    """Leave a call of a module to those who follow it."""
+    """Do nothing when a module is called."""
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp_plugin.numerics.op_traits import OpTraits
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+"""The types of tensors that hold their numbers themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +47,13 @@ def results_of(output: Any) -> list[Argument]:
     """Return the floating-point and complex tensors among an op's results."""
     values = output if isinstance(output, tuple) else (output,)
     return [result for value in values for result in _tensors("", value)]
+
+
+def made_by(traits: OpTraits, arguments: Sequence[Argument], output: Any) -> list[Argument]:
+    """Return what an op has made: the arguments it has written, and the results that are none of these."""
+    written = [argument for argument in arguments if argument.name in traits.written]
+    known = {id(argument.tensor) for argument in written}
+    return [*written, *(result for result in results_of(output) if id(result.tensor) not in known)]
 
 
 def scalars_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:

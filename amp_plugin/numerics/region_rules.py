@@ -14,6 +14,7 @@ _CALLED_AS = {
     "baddbmm": ("baddbmm",),
     "bmm": ("matmul", "bmm"),
     "convolution": ("conv1d", "conv2d", "conv3d"),
+    "convolution transposed": ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
     "dot": ("matmul", "dot"),
     "linalg_vector_norm": ("norm", "linalg_vector_norm"),
     "mm": ("linear", "matmul", "mm"),
@@ -51,11 +52,12 @@ def autocast_name(op: str) -> str:
     return f"{namespace}::{_MADE_OF.get(packet, packet.rstrip('_'))}"
 
 
-def callers_of(op: str) -> tuple[str, ...]:
+def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     """Return the names to give a rule to, so that it reaches an op however the program called it.
 
     Args:
         op: full name of what ran, ``"aten::bmm.default"``.
+        is_transposed: it is a transposed convolution, which runs under the name of any other.
 
     Returns:
         ``("aten::matmul", "aten::bmm")``; the op's own name without overload for most. None for casts, for
@@ -65,7 +67,8 @@ def callers_of(op: str) -> tuple[str, ...]:
     packet = rest.split(".")[0]
     if packet.endswith("_") or packet == "_to_copy":
         return ()
-    names = tuple(f"{namespace}::{name}" for name in _CALLED_AS.get(packet, ())) or (autocast_name(op),)
+    called_as = _CALLED_AS.get(f"{packet} transposed" if is_transposed else packet, ())
+    names = tuple(f"{namespace}::{name}" for name in called_as) or (autocast_name(op),)
     return tuple(name for name in names if names_an_op(name))
 
 

@@ -141,14 +141,14 @@ def _differences(
     coarsest = [_coarsest_so_far(run) for run in (ours, theirs)]
     found: list[Difference] = []
     for key in shared:
-        one, other = ours[key], theirs[key]
-        is_equal = one.dtype == other.dtype and one.result.checksum == other.result.checksum
-        relative = 0.0 if is_equal else one.result.difference(other.result)
-        if is_equal or (relative == 0 and one.dtype != other.dtype):
+        mine, other = ours[key], theirs[key]
+        is_equal = mine.dtype == other.dtype and mine.result.checksum == other.result.checksum
+        relative = 0.0 if is_equal else mine.result.difference(other.result)
+        if is_equal or (relative == 0 and mine.dtype != other.dtype):
             continue
         depth = len(found) + 1
         rounding = depth * max(eps[key] for eps in coarsest)
-        found.append(Difference(first=one, second=other, relative=relative, depth=depth, rounding=rounding))
+        found.append(Difference(first=mine, second=other, relative=relative, depth=depth, rounding=rounding))
     return found
 
 

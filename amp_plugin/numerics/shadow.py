@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from typing_extensions import Self
 
-from amp_plugin.numerics.forward_sites import ForwardSites
+from amp_plugin.numerics.forward_sites import runs_backward
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_call import Argument, arguments_of, is_low_precision, results_of
-from amp_plugin.numerics.op_traits import OpTraits, traits_of
+from amp_plugin.numerics.op_mode import OpMode
+from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.rounding_errors import Errors
 from amp_plugin.numerics.shadow_values import ShadowValues
 from amp_plugin.numerics.unwatched import unwatched
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-
 Key = tuple[str, str, str]  # module, op, direction
 
 
-class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Shadow(OpMode):  # type: ignore[no-untyped-call]
     """Run every op beside itself in a wide dtype: on the same inputs, and on those of a run without rounding.
 
     Args:
@@ -35,34 +31,17 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, dtype: torch.dtype, modules: ModulePaths) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(modules)
         self.errors: dict[Key, Errors] = {}
         self.not_compared: dict[str, int] = {}
         self._shadows = ShadowValues(dtype)
-        self._modules = modules
-        self._sites = ForwardSites()
-
-    def __enter__(self) -> Self:
-        self._sites.open()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def value_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's shadow, of its shape."""
         return self._shadows.of(tensor)
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run_op(self, func: OpOverload, traits: OpTraits, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and beside it in the wide dtype."""
-        kwargs = kwargs or {}
-        if any(kind not in _PLAIN for kind in types):
-            if any(issubclass(kind, FakeTensor) for kind in types):
-                return func(*args, **kwargs)
-            return NotImplemented  # the subclass's own ops come here one by one
-        traits = traits_of(func)
-        if torch.is_grad_enabled():
-            self._sites.note(traits.name, self._modules.current())
         if traits.is_view:
             return func(*args, **kwargs)
         with unwatched():
@@ -83,12 +62,12 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Whether the op can be run again: it draws no numbers, asks nobody, and is given tensors."""
+        """Whether the op can be run again: it draws no numbers, sends nothing, and is given tensors."""
         return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
 
     @staticmethod
     def _is_a_loss(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Whether what arrives at an op that is not run again is lost: its results depend on it."""
+        """Whether errors are lost where the op is not run again: its results depend on its arguments."""
         return not traits.is_unwritten and any(a.name not in traits.overwritten for a in arguments)
 
     def _count(self, traits: OpTraits) -> None:
@@ -141,8 +120,7 @@ class Shadow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _errors(self, traits: OpTraits) -> Errors:
         node = torch._C._current_autograd_node()
-        site = self._sites.of(node) if node is not None else None
-        backward = node is not None and not torch.is_grad_enabled()
-        module = site.module if site else self._modules.current()
-        key = (module, traits.name, "backward" if backward else "forward")
+        site = self.sites.of(node)
+        module = site.module if site else self.modules.current()
+        key = (module, traits.name, "backward" if runs_backward(node) else "forward")
         return self.errors.setdefault(key, Errors())

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import nn
-from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.module_paths import ModulePaths
+from amp_plugin.numerics.op_region import OpRegion
 from amp_plugin.numerics.rounding_errors import Errors
 from amp_plugin.numerics.shadow import Key, Shadow
 from amp_plugin.numerics.unwatched import unwatched
@@ -21,32 +19,15 @@ from amp_plugin.numerics.unwatched import unwatched
 _DTYPES = (torch.float32, torch.float64)
 
 
-class ShadowRun:
+class ShadowRun(OpRegion):
     """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in _DTYPES:
             msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
             raise ValueError(msg)
-        self._modules = ModulePaths(model)
-        self._shadow = Shadow(dtype, self._modules)
-        self._stance = torch.compiler.set_stance("default")
-
-    def __enter__(self) -> Self:
-        """Start comparing; compiled functions run eagerly meanwhile."""
-        KERNELS.install()
-        self._stance = torch.compiler.set_stance("force_eager")
-        self._stance.__enter__()
-        self._modules.open()
-        self._shadow.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._shadow.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        self._modules.close()
-        self._stance.__exit__(kind, error, traceback)
+        self._shadow = Shadow(dtype, ModulePaths(model))
+        super().__init__(self._shadow)
 
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""

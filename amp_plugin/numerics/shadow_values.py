@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from amp_plugin.numerics.op_call import is_low_precision
+from amp_plugin.numerics.op_call import PLAIN, is_low_precision
 from amp_plugin.numerics.storages import Storages
-
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 
 class ShadowValues:
@@ -31,7 +29,7 @@ class ShadowValues:
         """Say whether a value has a shadow: a dense floating-point tensor of at most the shadow's width."""
         return (
             isinstance(tensor, Tensor)
-            and type(tensor) in _PLAIN  # others hold plain ones, or no memory
+            and type(tensor) in PLAIN  # others hold plain ones, or no memory
             and tensor.is_floating_point()
             and tensor.layout is torch.strided
             and not tensor.is_meta

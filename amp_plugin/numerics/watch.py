@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import Self
 
 from amp_plugin.numerics.call_report import CallReport
 from amp_plugin.numerics.finding import Finding, Kind
-from amp_plugin.numerics.forward_sites import ForwardSites, Site
+from amp_plugin.numerics.forward_sites import Site
 from amp_plugin.numerics.judgement import GivenTensor, Judgement, given_before, judge, related
 from amp_plugin.numerics.module_paths import ModulePaths
-from amp_plugin.numerics.op_call import Argument, results_of
-from amp_plugin.numerics.op_traits import traits_of
+from amp_plugin.numerics.op_call import Argument, made_by
+from amp_plugin.numerics.op_mode import OpMode
+from amp_plugin.numerics.op_traits import OpTraits
 from amp_plugin.numerics.origin import ON_PURPOSE, Origin
 from amp_plugin.numerics.progress import Progress
 from amp_plugin.numerics.scaled_gradients import ScaledGradients
@@ -29,13 +26,12 @@ from amp_plugin.numerics.storages import Storages
 from amp_plugin.numerics.tensor_summary import is_finite, non_finite
 from amp_plugin.numerics.unwatched import unwatched
 
-_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _LOSS = "aten::ones_like.default"  # autograd's first op: the gradient of the loss
 _ORDERS = frozenset({"ord", "p", "norm_type"})
 _TO_PYTHON = "aten::_local_scalar_dense.default"
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(OpMode):  # type: ignore[no-untyped-call]
     """Watch the ops of this thread and of the backward passes it starts.
 
     An infinity is followed, since many come to nothing: exp(-inf) is 0. It matters once a nan comes of it,
@@ -58,36 +54,19 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         strict: bool,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._modules = modules
+        super().__init__(modules)
         self._progress = progress
         self._found = found
         self._amended = amended
         self._strict = strict
-        self._sites = ForwardSites()
         self._scaled = ScaledGradients()
         self._origins: Storages[Origin] = Storages()
         self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
         self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
 
-    def __enter__(self) -> Self:
-        self._sites.open()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def run_op(self, func: OpOverload, traits: OpTraits, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run the op, and look at what it made."""
-        kwargs = kwargs or {}
-        if any(kind not in _PLAIN for kind in types):
-            if any(issubclass(kind, FakeTensor) for kind in types):
-                return func(*args, **kwargs)
-            return NotImplemented  # the subclass's own ops come here one by one
-        traits = traits_of(func)
-        if torch.is_grad_enabled():
-            self._sites.note(traits.name, self._modules.current())
-        report = CallReport(traits, args, kwargs, self._modules, self._sites, self._progress)
+        report = CallReport(traits, args, kwargs, self.modules, self.sites, self._progress)
         if report.is_backward:
             self._scaled.enter(torch._C._current_graph_task_id(), self._origins.alive)
             self._progress.in_backward(torch._C._current_graph_task_id())
@@ -96,7 +75,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = given_before(report.arguments, traits) if traits.written else []
         try:
             output = func(*args, **kwargs)
-        except Exception:  # whatever it is goes on below; what led to it is told before
+        except Exception:  # it is raised again; what led to it is reported before
             with unwatched():
                 self._refused(report)
             raise
@@ -144,9 +123,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _look(self, report: CallReport, before: list[GivenTensor], output: Any) -> None:
         """Look at the results, and at the arguments that were written."""
-        results = [given.argument for given in before if given.argument.name in report.traits.written]
-        known = {id(written.tensor) for written in results}
-        results += [result for result in results_of(output) if id(result.tensor) not in known]
+        results = made_by(report.traits, report.arguments, output)
         if report.traits.is_unwritten or report.traits.is_collective:
             sent = self._sent(report)
             for result in results:
@@ -206,7 +183,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._report(origin, what)
 
     def _is_waiting(self, origin: Origin) -> bool:
-        """Whether it takes a row of backward passes to make a fault of it."""
+        """Whether it is a fault only after several backward passes in a row."""
         return origin.is_scaled_gradient and not self._strict
 
     def _made(self, report: CallReport, result: Argument, judged: Judgement) -> tuple[Origin, str]:
@@ -217,8 +194,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return origin, f"{judged.values} in {report.here()}"
         finding = report.finding("made", result.tensor, judged.values)
         if not report.is_backward:
-            return Origin("made", finding, self._sites.latest(report.site())), ""
-        site = self._sites.of(report.node)
+            return Origin("made", finding, self.sites.latest(report.site())), ""
+        site = self.sites.of(report.node)
         first = self._first_at.get(id(site))
         if first is not None and first.is_reported:
             self._add_consequence(first, finding.headline)

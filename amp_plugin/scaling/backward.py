@@ -1,4 +1,4 @@
-"""What a scaled backward begins: only it can bring scaled gradients.
+"""What happens when a backward pass from a scaled loss begins: only such a pass makes scaled gradients.
 
 Versions of tensors cannot tell a user's clipping from a backward that adds to a gradient;
 a hook on the scaled output can. It runs before any gradient of that backward exists.

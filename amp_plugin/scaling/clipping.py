@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.fused import foldable
 from amp_plugin.scaling.gradient_set import GradientSet
-from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.scaling.shared import Shared
 
 Target = Optimizer | Tensor | Iterable[Tensor]
 

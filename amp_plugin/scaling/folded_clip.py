@@ -12,7 +12,7 @@ from amp_plugin.scaling.moves import moved
 
 
 class FoldedClip(NamedTuple):
-    """What the kernel's division does beside unscaling.
+    """A clip by norm, taken into the number that a step's kernel divides by.
 
     Attributes:
         norm: Norm of the unscaled gradients, after ``earlier``; float32, 0-dim.

@@ -124,7 +124,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
 
 
 def _checked(window: OptimizerWindow) -> tuple[LossScale | None, FoldedClip | None, Tensor, Tensor]:
-    """Measure the gradients, and unscale them if the kernel may not; returns what is left for it too."""
+    """Measure the gradients; unscale them unless the kernel does. Also returns what is left to the kernel."""
     loss_scale = foldable(window)
     norm_type = 2.0
     if window.clip is not None:

@@ -25,12 +25,12 @@ from amp_plugin.scaling.guarded_steps import GuardedSteps
 from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.loss_scales import LossScales, is_state
 from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
-from amp_plugin.scaling.optimizer_window import Shared
 from amp_plugin.scaling.outputs import scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.replay import Explainer
 from amp_plugin.scaling.scaled_steps import ScaledSteps
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.skip_explanations import SkipExplanations
 from amp_plugin.scaling.skipped_steps import SkipsByDevice
 from amp_plugin.scaling.step_result import StepResult
@@ -130,19 +130,7 @@ class GradScaler(TorchInterface):
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
-        options = LossScaleOptions(
-            init_scale=init_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            hysteresis=hysteresis,
-            hysteresis_mode=hysteresis_mode,
-            on_min_scale=on_min_scale,
-            dynamic=dynamic,
-        )
-        self._scales = LossScales(options, losses)
+        self._scales = LossScales(LossScaleOptions.among(locals()), losses)
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
         self._sync_free = sync_free
@@ -157,7 +145,7 @@ class GradScaler(TorchInterface):
         return cls(device, **asdict(options), **others)
 
     def _start(self) -> None:
-        """Make what a copy or a pickled scaler starts without."""
+        """Make the collaborators, which are neither copied nor pickled."""
         kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
@@ -570,11 +558,11 @@ class GradScaler(TorchInterface):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
 
-        An empty or foreign state leaves the scaler as it is, with a warning. Gradients that wait for a
-        step are converted to the loaded scale.
+        A foreign state leaves the scaler as it is, with a warning. Gradients that wait for a step are
+        converted to the loaded scale.
 
         Raises:
-            RuntimeError: A scaled float16 gradient waits for a step.
+            RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
         """
         if not (self._enabled and is_state(state_dict)):
             return
@@ -610,7 +598,7 @@ class GradScaler(TorchInterface):
         self._start()
 
     def _between_iterations(self) -> dict[str, Any]:
-        """What is copied: all but the collaborators that :meth:`_start` makes, and process groups."""
+        """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
         windows = self._registry if self._enabled else ()
         if any(window.is_pending() or window.stage is not OptState.READY for window in windows):
             msg = (

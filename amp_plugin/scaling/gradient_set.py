@@ -251,7 +251,7 @@ class GradientSet:
         self._multiply_(factor)
 
     def _multiply_(self, factor: Tensor) -> None:
-        """Multiply by a device-side factor; what users change is still told from it."""
+        """Multiply by a device-side factor; a change that a user makes is noticed all the same."""
         unchanged = [slot for slot in (_MEASURED, _CONVERTED) if not self._changed_since(slot)]
         for batch in self.batches():
             batch.multiply_(moved(factor, batch.device))

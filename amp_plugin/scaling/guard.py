@@ -33,7 +33,7 @@ class Check(NamedTuple):
     Attributes:
         norm: Before clipping, float32, 0-dim; None if there are no gradients.
         found: 1.0 if a gradient is not finite, else 0.0; float32, 0-dim; None if there are no gradients.
-        measured: What was read; empty if the norm of a clip has told.
+        measured: What was read; empty if the norm of a clip was enough to know.
     """
 
     norm: Tensor | None = None
@@ -124,7 +124,7 @@ def given_found_inf(optimizer: Any, found: Tensor) -> Iterator[None]:
 
 
 def _was_skipped(result: StepResult | None) -> bool:
-    """Whether the host knows that the last step was skipped: the next report is to have names then."""
+    """Whether the host knows that the last step was skipped: then the next report names parameters."""
     return result is not None and bool(result.skipped_if_known())
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal
 
 import torch
+from typing_extensions import Self
 
 from amp_plugin.kernels import ops
 
@@ -51,6 +53,15 @@ class LossScaleOptions:
                 f"max_scale={self.ceiling}; change one of the three"
             )
             raise ValueError(msg)
+
+    @classmethod
+    def among(cls, values: Mapping[str, Any]) -> Self:
+        """Take the options out of values by name, a function's ``locals()`` for example.
+
+        Args:
+            values: options that are missing keep their defaults; other names are left alone.
+        """
+        return cls(**{option.name: values[option.name] for option in fields(cls) if option.name in values})
 
     @property
     def floor(self) -> float:

@@ -113,15 +113,19 @@ class LossScales:
 
 
 def is_state(given: Any) -> bool:
-    """Whether something is the state of a scaler; warns if it is not."""
+    """Whether something is the state of a scaler; warns if it is not.
+
+    Raises:
+        RuntimeError: It is empty: torch's scaler raises so too.
+    """
     if isinstance(given, dict) and "scale" in given:
         return True
     if not given:
-        warn_user(
+        msg = (
             "The source state dict is empty, possibly because it was saved from a disabled instance of "
-            "GradScaler; the scaler keeps its present scale."
+            "GradScaler. Do not load it, and the scaler keeps its present scale."
         )
-        return False
+        raise RuntimeError(msg)
     keys = ", ".join(map(repr, given)) if isinstance(given, dict) else type(given).__name__
     warn_user(
         f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,36 +12,18 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.attribution import Attribution
-from amp_plugin.scaling.collectives import Ranks
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.loss_scales import LossScales
 from amp_plugin.scaling.parameter_names import ParameterNames, params_of
 from amp_plugin.scaling.shard_layout import ShardLayout
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.skipped_steps import RUN, SkippedSteps
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.units import ScaledBy
 from amp_plugin.scaling.unscaled_gradients import UnscaledGradients
 from amp_plugin.user_warnings import warn_user
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shared:
-    """What all windows of a scaler use.
-
-    Attributes:
-        scales: The loss scales.
-        ranks: The processes that decide together.
-        fp16_gradients: Whether float16 gradients may be unscaled.
-        one_pass: Whether steps may be taken in one pass.
-    """
-
-    scales: LossScales
-    ranks: Ranks
-    fp16_gradients: bool = False
-    one_pass: bool = True
 
 
 class OptimizerWindow:

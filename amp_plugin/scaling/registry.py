@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_set import GradientSet
 from amp_plugin.scaling.loss_scale import ScaleReading
-from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.units import ScaledBy
 
 

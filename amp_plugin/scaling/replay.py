@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 
 
@@ -104,6 +105,16 @@ class Recorder:
             self._over, self._wanted = False, wanted
         if self._wanted:
             self.calls.append(RecordedCall(call, RandomState.now()))
+
+    def replay_of(self, step: ReadStep, optimizer: Optimizer, params: Iterable[Tensor]) -> Replay:
+        """Return a skipped step of the window, ready to be run once more; see :class:`Replay`."""
+        return Replay(
+            optimizer=optimizer,
+            result=step.result,
+            in_a_row=step.in_a_row,
+            calls=tuple(self.calls),
+            params=list(params),
+        )
 
     def end_window(self) -> None:
         """Note that a step was taken or skipped: the next call begins a window."""

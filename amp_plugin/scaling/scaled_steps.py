@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling import clipping, closures, fused, plain
 from amp_plugin.scaling.clipping import NormClip, Target
-from amp_plugin.scaling.optimizer_window import OptimizerWindow, Shared
+from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.shared import Shared
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.updates import Updates
 
@@ -24,7 +25,7 @@ class ScaledSteps:
     Attributes:
         shared: What the windows share.
         registry: The windows of the optimizers.
-        updates: Is told of each step.
+        updates: Counts each step.
         sync_free: Whether optimizers without AMP support skip on the device.
     """
 

@@ -66,15 +66,7 @@ class SkipExplanations:
         for step in self._skips.read(wait=False):
             stepped = self._optimizers[step.key]()
             if step.in_a_row == self._after and self._recorder.calls and stepped is not None:
-                self._explain(
-                    Replay(
-                        optimizer=stepped,
-                        result=step.result,
-                        in_a_row=step.in_a_row,
-                        calls=tuple(self._recorder.calls),
-                        params=params(),
-                    )
-                )
+                self._explain(self._recorder.replay_of(step, stepped, params()))
                 return
 
     def _explain(self, replay: Replay) -> None:

@@ -40,7 +40,7 @@ class SkippedSteps:
         return 0 if self.count is None else int(self.count.item())
 
     def all_in_a_row(self) -> bool:
-        """Whether :data:`RUN` steps in a row were all skipped; told once, without waiting."""
+        """Whether :data:`RUN` steps in a row were all skipped; True once, without waiting."""
         if self._told or self._run is None:
             return False
         self._told = bool(self._run.known())

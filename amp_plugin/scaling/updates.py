@@ -31,7 +31,7 @@ _STEPS_WITHOUT_UPDATE = 200
 
 
 class Updates:
-    """The requested update of the loss scales, and the steps it will be told of.
+    """The requested update of the loss scales, and the steps since the last one.
 
     Args:
         scales: The loss scales.

@@ -37,11 +37,11 @@ class RankBytes:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        each = self.per_parameter()
+        counts = self.per_parameter()
         return (
-            f"bytes a parameter on this rank: weights {each['weights']:.3g}, "
-            f"gradients {each['gradients']:.3g}, AdamW's moments {each['moments']:.3g}, "
-            f"the largest gathered unit {each['largest_gather']:.3g}"
+            f"bytes a parameter on this rank: weights {counts['weights']:.3g}, "
+            f"gradients {counts['gradients']:.3g}, AdamW's moments {counts['moments']:.3g}, "
+            f"the largest gathered unit {counts['largest_gather']:.3g}"
         )
 
 

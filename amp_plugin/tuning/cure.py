@@ -8,9 +8,8 @@ from typing import Final
 from amp_plugin.casting.rules import OpRule, OpRules
 from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.numerics.diagnosis import diagnose
-from amp_plugin.tuning.reference import Gradients
 from amp_plugin.tuning.search import Change, Changes, Search
-from amp_plugin.tuning.workload import Workload
+from amp_plugin.tuning.workload import NoObserver, Workload
 
 _ATTEMPTS: Final = 10
 
@@ -74,15 +73,5 @@ def _fewest(changes: Changes, cures: Callable[[Changes], bool]) -> Changes:
 def _named_ops(rules: OpRules, workload: Workload) -> list[str]:
     """Return the ops that ``diagnose`` names under some rules."""
     with rules_on_trial(rules), diagnose(workload.model, keep_going=True) as diagnosis:
-        workload.run(_Unseen(), batches=workload.batches)
+        workload.run(NoObserver(), batches=workload.batches)
     return list(dict.fromkeys(op for finding in diagnosis.findings for op in finding.rule_names))
-
-
-class _Unseen:
-    """Looks at no gradients."""
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, gradients: Gradients) -> None:
-        pass

@@ -62,8 +62,8 @@ class ReferenceGradients:
         total, norm = math.fsum(differences.values()), math.fsum(s[0] for s in sums.values())
         if not math.isfinite(total) or norm == 0:
             return GradientError(whole=math.inf, mean=math.inf)
-        each = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
-        return GradientError(whole=math.sqrt(total / norm), mean=sum(each) / len(each))
+        errors = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
+        return GradientError(whole=math.sqrt(total / norm), mean=sum(errors) / len(errors))
 
 
 def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:

@@ -99,14 +99,14 @@ class Search:
         trials: measure.
         default: the rules to change.
         aim: what is wanted.
-        told: called with each set tried.
+        on_tried: called with each set tried.
     """
 
-    def __init__(self, trials: Trials, default: OpRules, aim: Aim, told: Callable[[Tried], None]) -> None:
+    def __init__(self, trials: Trials, default: OpRules, aim: Aim, on_tried: Callable[[Tried], None]) -> None:
         self._trials = trials
         self._default = default
         self._aim = aim
-        self._told = told
+        self._on_tried = on_tried
 
     def best(self, ops: Iterable[str]) -> Changes:
         """Return the changes that save most, in the order in which they were added; none if none does."""
@@ -136,7 +136,7 @@ class Search:
                 raise
             measurement = None
         tried = batches or self._trials.batches
-        self._told(Tried(changes=changes, measurement=measurement, batches=tried))
+        self._on_tried(Tried(changes=changes, measurement=measurement, batches=tried))
         return measurement
 
     def held(self, chosen: Changes) -> Changes:

@@ -171,11 +171,11 @@ def tuned(workload: Workload, device_type: str, aim: Aim, reference: str, *, pro
         shown.say("listing the ops")
         ops = used_ops(workload, default)
 
-        def told(attempt: Tried) -> None:
+        def on_tried(attempt: Tried) -> None:
             tried.append(attempt)
             shown.tried(attempt)
 
-        search = Search(trials, default, aim, told)
+        search = Search(trials, default, aim, on_tried)
         before = search.measure(()) or trials.measure(default)
         changes = _chosen(search, workload, ops, aim, before)
         rules = search.rules(changes)

@@ -14,8 +14,7 @@ from torch.autograd.profiler_util import FunctionEvent
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.trial_rules import rules_on_trial
-from amp_plugin.tuning.reference import Gradients
-from amp_plugin.tuning.workload import Workload
+from amp_plugin.tuning.workload import NoObserver, Workload
 
 # Their results are no floating-point numbers, or are what the caller asked for by dtype.
 _LEFT_OUT: Final = {
@@ -25,16 +24,6 @@ _LEFT_OUT: Final = {
     *("new_zeros", "new_ones", "new_full", "bernoulli", "rand_like", "randn_like", "nonzero", "arange"),
 }
 _NOT_FORWARD: Final = ("autograd::engine", "Optimizer.")
-
-
-class _Nothing:
-    """Observes nothing."""
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, gradients: Gradients) -> None:
-        pass
 
 
 def used_ops(workload: Workload, rules: OpRules) -> list[str]:
@@ -54,7 +43,7 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
         with _without_standard_error():
             profiled.__enter__()  # type: ignore[no-untyped-call]
         try:
-            workload.run(_Nothing(), batches=1)
+            workload.run(NoObserver(), batches=1)
         finally:
             with _without_standard_error():
                 profiled.__exit__(None, None, None)  # type: ignore[no-untyped-call]

@@ -23,6 +23,16 @@ class Observer(Protocol):
         """A batch has run; its gradients are there until this returns."""
 
 
+class NoObserver:
+    """Looks at no batch."""
+
+    def begin(self) -> None:
+        """Do nothing."""
+
+    def end(self, gradients: Gradients) -> None:
+        """Do nothing."""
+
+
 class Workload(Protocol):
     """Batches that can be run as often as wanted, with the same numbers each time."""
 

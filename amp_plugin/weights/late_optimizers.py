@@ -46,7 +46,7 @@ class LateOptimizers:
         self._is_stored, self._add = WeakMethod(is_stored), WeakMethod(add)
 
     def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hand an optimizer over, and say so.
+        """Hand an optimizer over, with a warning.
 
         Raises:
             ValueError: It has state in 16 bits by now.

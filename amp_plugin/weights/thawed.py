@@ -1,7 +1,7 @@
 """Weights in 16 bits that are frozen when a model is set up under ``"fp32"``, and trained later.
 
 They become float32 before the first forward pass that trains them, so that no update is lost. What that does
-not reach (parameters made later, shards, a compiled model) is told of once, at its first step.
+not reach (parameters made later, shards, a compiled model) is warned of once, at its first step.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def expect_thawed(optimizer: Optimizer) -> None:
         optimizer: torch's, of a model whose trainable weights are float32 and some frozen ones are not.
     """
     if not hasattr(optimizer, _ATTRIBUTE):
-        setattr(optimizer, _ATTRIBUTE, False)  # not told yet
+        setattr(optimizer, _ATTRIBUTE, False)  # not warned of yet
         optimizer.register_step_post_hook(_after_step)
         optimizer.register_load_state_dict_pre_hook(_before_load)
 

@@ -42,9 +42,9 @@ class WeightBytes:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        each = self.per_parameter()
+        counts = self.per_parameter()
         parts = ", ".join(
-            f"{name} {each[kind]:.3g}"
+            f"{name} {counts[kind]:.3g}"
             for kind, name in (
                 ("weights", "weights"),
                 ("masters", "kept beside them"),
@@ -52,7 +52,7 @@ class WeightBytes:
                 ("optimizer_state", "optimizer state"),
             )
         )
-        return f"{each['total']:.3g} bytes a parameter ({parts}) for {self.parameters} parameters"
+        return f"{counts['total']:.3g} bytes a parameter ({parts}) for {self.parameters} parameters"
 
 
 def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:

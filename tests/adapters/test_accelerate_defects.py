@@ -242,7 +242,7 @@ class TestSkips:
         accelerator = ours(init_scale=8.0)
         models = [Weights(), Weights()]
         optimizers = [GradientKeeper(model.parameters()) for model in models]
-        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in optimizers]
         prepared_ = accelerator.prepare(*models, *optimizers, *schedules)
         (a, b), (opt_a, opt_b), schedules = prepared_[:2], prepared_[2:4], prepared_[4:]
         for factor in (OVERFLOW, 1.0):

@@ -61,8 +61,8 @@ def test_an_accelerator_and_what_it_prepared_are_copied(kind, way, precision):
     cls = kinds.get(kind, Subclass)
     accelerator = cls(mixed_precision=precision, cpu=True, gradient_accumulation_steps=2)
     prepared = trained(accelerator)
-    for thing in prepared:
-        way(thing)
+    for wrapped in prepared:
+        way(wrapped)
     twin = way(accelerator)
     assert type(twin) is type(accelerator)
     assert isinstance(twin, AmpAccelerator)

@@ -57,7 +57,7 @@ def test_all_options_come_from_yaml(tmp_path, monkeypatch):
     assert (plugin.settings.precision, plugin.settings.eval_precision) == ("fp16", "fp32")
     assert list(plugin.settings.fp32_modules) == ["net.2"]
     assert plugin.scaler.get_scale() == 4096.0
-    monitor = next(each for each in trainer.callbacks if isinstance(each, AmpMonitor))
+    monitor = next(callback for callback in trainer.callbacks if isinstance(callback, AmpMonitor))
     assert monitor.max_skips_in_a_row == 7
     assert torch.get_default_dtype() is torch.float32
 

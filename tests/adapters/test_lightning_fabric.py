@@ -235,6 +235,17 @@ def test_the_loss_scale_is_saved_with_fabric(tmp_path):
         assert other.scaler.get_scale() == 4.0
 
 
+def test_a_checkpoint_of_bf16_leaves_the_loss_scale_as_it_is(tmp_path):
+    fabric, model, _ = set_up(bf16 := FabricAmpPrecision("bf16"))
+    fabric.save(tmp_path / "a.ckpt", {"model": model, "precision": bf16})
+    fabric, model, _ = set_up(plugin := FabricAmpPrecision(init_scale=8.0))
+    with pytest.warns(
+        UserWarning, match=r"FabricAmpPrecision\('fp16'\): the checkpoint was not .*; it stays at 8"
+    ):
+        fabric.load(tmp_path / "a.ckpt", {"model": model, "precision": plugin})
+    assert plugin.scaler.get_scale() == 8.0
+
+
 def test_backward_inside_fabric_autocast_runs_without_it():
     on = []
     fabric, model, _ = set_up(FabricAmpPrecision("bf16"))

@@ -74,7 +74,7 @@ def test_a_scale_below_one_warns_once():
     plugin = AmpPrecision(init_scale=2.0, min_scale=2.0**-8)
     with pytest.warns(UserWarning, match=r"the loss scale fell to 0\.5, below 1.*1 gradient: w") as caught:
         fit(module, plugin, steps=4, callbacks=[AmpMonitor()])
-    assert sum("below 1" in str(each.message) for each in caught) == 1
+    assert sum("below 1" in str(warning.message) for warning in caught) == 1
 
 
 def test_skips_in_a_row_stop_the_run_and_name_the_parameters():

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
 
 from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, GradScaler
@@ -101,8 +102,8 @@ class SkipsEverySecond(Linear):
 @pytest.mark.parametrize("make", [None, lambda: torch.amp.GradScaler("cpu", init_scale=512.0)])
 def test_a_mock_that_wraps_a_scaler_sees_the_stock_calls(make):
     plugin, plain = (AmpPrecision("fp16", init_scale=512.0) for _ in range(2))
-    for each in (plugin, plain):
-        each.scaler = make() if make else each.scaler
+    for precision in (plugin, plain):
+        precision.scaler = make() if make else precision.scaler
     plugin.scaler = Mock(wraps=plugin.scaler)
     _, seen = weights_after(plugin, SkipsEverySecond())
     _, expected = weights_after(plain, SkipsEverySecond())
@@ -121,9 +122,9 @@ def test_torchs_scaler_trains_as_under_the_stock_plugin(fused):
     plugin.scaler = mine
     clip = {} if fused else {"gradient_clip_val": 0.5}  # stock clips no fused optimizer
     runs = []
-    for each in (plugin, MixedPrecision("16-mixed", "cpu", scaler=theirs)):
+    for precision in (plugin, MixedPrecision("16-mixed", "cpu", scaler=theirs)):
         module = Linear(fused=fused)
-        trainer = fit(module, each, steps=8, data=regression(), **clip)
+        trainer = fit(module, precision, steps=8, data=regression(), **clip)
         runs.append([*module.parameters()])
         assert trainer.precision_plugin.scaler.get_scale() == mine.get_scale()
     torch.testing.assert_close(*runs, rtol=0, atol=0)
@@ -232,3 +233,24 @@ def test_fabric_trains_with_a_replaced_scaler(replace):
         counts.append((plugin.optimizer_steps, plugin.skipped_steps, plugin.scaler.get_scale()))
     torch.testing.assert_close(*finals, rtol=0, atol=0)
     assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize(
+    "plugin_of",
+    [
+        lambda scaler: FabricMixedPrecision("16-mixed", "cpu", scaler=scaler),
+        lambda scaler: FabricAmpPrecision("fp16", scaler=scaler),
+    ],
+    ids=["stock", "ours"],
+)
+def test_gradients_after_a_dropped_batch_are_not_taken_for_unscaled_ones(plugin_of):
+    plugin = plugin_of(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    fabric = Fabric(plugins=[plugin], accelerator="cpu")
+    net = torch.nn.Linear(4, 1)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 4)).square().mean())
+    fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    optimizer.zero_grad()  # no step: the batch is dropped
+    fabric.backward(model(torch.ones(2, 4)).square().mean())
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)

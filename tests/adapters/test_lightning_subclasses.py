@@ -4,6 +4,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import MixedPrecision
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision
@@ -11,6 +13,7 @@ from tests.adapters.lightning_models import AFTER_2_6, QUIET, Linear, fit, regre
 
 pytestmark = QUIET
 CLIP = 0.5
+PRECISIONS = {"fp16": "16-mixed", "bf16": "bf16-mixed"}
 
 
 def plugin_of(cls, precision):
@@ -198,6 +201,71 @@ def test_an_evaluation_precision_has_a_region_of_its_own():
     module.val_dataloader = lambda: regression(1)
     fit(module, plugin, steps=1, data=regression(1), max_epochs=1)
     assert (plugin.contexts, module.seen) == (1, [torch.bfloat16, torch.float32])
+
+
+# -- Fabric -------------------------------------------------------------------------------------
+
+FABRIC_METHODS = (
+    "convert_module", "tensor_init_context", "module_init_context", "forward_context", "convert_input",
+    "convert_output", "pre_backward", "backward", "post_backward", "optimizer_step", "main_params",
+    "unscale_gradients", "state_dict", "load_state_dict",
+)  # fmt: skip
+
+
+def noting_calls(base):
+    """A subclass with a method of its own for each, that notes its arguments and what the gradients are then."""
+
+    def noting(name):
+        def method(self, *args, **kwargs):
+            before = self.norm()
+            result = getattr(base, name)(self, *args, **kwargs)
+            self.calls.append(
+                (name, [type(given).__name__ for given in args], [*kwargs], before, self.norm())
+            )
+            return result
+
+        return method
+
+    return type(base.__name__, (base,), {name: noting(name) for name in FABRIC_METHODS})
+
+
+def fabric_run(plugin, optimizer_class, folder):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 1)
+    plugin.calls = []
+    plugin.norm = lambda: 0.0 if net.weight.grad is None else norm(net.parameters())
+    fabric = Fabric(accelerator="cpu", plugins=[plugin])
+    with fabric.init_module(), fabric.init_tensor():
+        inputs = torch.ones(2, 4)
+    model, optimizer = fabric.setup(net, optimizer_class(net.parameters(), lr=0.1))
+    for step in range(4):
+        fabric.backward(model(inputs).square().mean())
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model, "precision": plugin}
+    fabric.save(folder / "run.ckpt", state)
+    fabric.load(folder / "run.ckpt", state)
+    return [*net.parameters()]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.RMSprop])
+def test_methods_of_a_subclass_for_fabric_are_called_as_under_the_stock_plugin(
+    precision, optimizer_class, tmp_path
+):
+    options = {"scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)} if precision == "fp16" else {}
+    theirs = noting_calls(FabricMixedPrecision)(PRECISIONS[precision], "cpu", **options)
+    mine = noting_calls(FabricAmpPrecision)(
+        precision, **({"init_scale": 2.0**10} if precision == "fp16" else {})
+    )
+    weights = [fabric_run(plugin, optimizer_class, tmp_path) for plugin in (theirs, mine)]
+    torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-6)
+    assert {call[0] for call in mine.calls} == {*FABRIC_METHODS}
+    for seen, expected in zip(mine.calls, theirs.calls, strict=True):
+        assert seen[:3] == expected[:3]
+        assert seen[3:] == pytest.approx(expected[3:], rel=1e-4, abs=1e-6), seen[0]
 
 
 # -- as the stock plugin is made ----------------------------------------------------------------

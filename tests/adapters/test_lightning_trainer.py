@@ -20,6 +20,7 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
+from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
 from amp_plugin.scaling.gradient_set import GradientSet
@@ -1041,6 +1042,12 @@ def test_signatures_have_the_defaults_of_the_loss_scale():
     for cls in (AmpPrecision, FabricAmpPrecision, classes_for("pytorch_lightning").AmpPrecision):
         given = inspect.signature(cls).parameters
         assert [given[name] for name in options] == list(options.values())
+
+
+def test_signatures_have_the_options_of_the_settings_and_a_scaler():
+    options = {*inspect.signature(PrecisionSettings).parameters, "scaler"} - {"loss_scale"}
+    of_the_scale = set(inspect.signature(LossScaleOptions).parameters)
+    assert set(inspect.signature(AmpPrecision).parameters) == options | of_the_scale
 
 
 @pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])

@@ -62,15 +62,19 @@ def in_trainer(model, weights, precision="bf16"):
     return model
 
 
+def train(net, optimizer, backward):
+    for x, y in data():
+        optimizer.zero_grad()
+        backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+
+
 def in_fabric(model, weights, precision="bf16"):
     fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision(precision, weights=weights))
     net, optimizer = fabric.setup(
         model.net, torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
     )
-    for x, y in data():
-        optimizer.zero_grad()
-        fabric.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
+    train(net, optimizer, fabric.backward)
     return model
 
 
@@ -78,10 +82,7 @@ def in_accelerate(model, weights, precision="bf16"):
     accelerator = ours(precision=precision, weights=weights)
     optimizer = torch.optim.AdamW(model.net.parameters(), lr=LR, weight_decay=0.0)
     optimizer, net = accelerator.prepare(optimizer, model.net)
-    for x, y in data():
-        optimizer.zero_grad()
-        accelerator.backward(nn.functional.mse_loss(net(x), y))
-        optimizer.step()
+    train(net, optimizer, accelerator.backward)
     return model
 
 
@@ -498,8 +499,8 @@ def test_a_validation_on_averages_gives_the_weights_back():
         trainer.fit(model, data(6), data(1) if validate else None)
         return seen
 
-    for one, other in zip(run(validate=True), run(validate=False), strict=True):
-        assert all(torch.equal(value, other[name]) for name, value in one.items())
+    for validated, other in zip(run(validate=True), run(validate=False), strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in validated.items())
 
 
 def test_the_monitor_tells_bytes_a_parameter(caplog):

@@ -4,6 +4,7 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
 from amp_plugin import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate import install, uninstall
@@ -116,14 +117,15 @@ def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
     assert history[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02)
 
 
-@needs_peft
-def test_lora_resumes_with_its_loss_scale(tmp_path):
+@pytest.mark.parametrize("make", [tiny_bert, pytest.param(with_lora, marks=needs_peft)])
+def test_it_resumes_with_its_loss_scale(make, tmp_path):
     install(AmpKwargs(init_scale=2.0**8, growth_interval=2))
-    arguments = {"make": with_lora, "fp16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    arguments = {"make": make, "fp16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole, history = train(tmp_path, **arguments)
     resumed, rest = train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
     assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
     assert json.dumps(rest) == json.dumps(history)
+    torch.testing.assert_close(resumed.model.state_dict(), whole.model.state_dict(), rtol=0, atol=0)
     trained = [name for name, param in resumed.model.named_parameters() if param.requires_grad]
     assert trained
-    assert all("lora" in name or "classifier" in name for name in trained)
+    assert make is tiny_bert or all("lora" in name or "classifier" in name for name in trained)

@@ -66,8 +66,10 @@ def test_the_pages_show_the_kept_figures_and_no_others(tmp_path):
     (tmp_path / "images").mkdir()
     pages = read_pages()
     same = {
-        each.device: filled(pages, blocks(each, plots.draw(each, tmp_path / "images"))) == pages
-        for each in sorted(kept(), key=lambda each: max(record.date for record in each.sections.values()))
+        report.device: filled(pages, blocks(report, plots.draw(report, tmp_path / "images"))) == pages
+        for report in sorted(
+            kept(), key=lambda report: max(record.date for record in report.sections.values())
+        )
     }  # the last report of each device is the one that the pages show
     assert same["cpu"]
     assert all(same.values())

@@ -47,7 +47,7 @@ def test_every_variant_runs_once_a_round_in_changing_order():
     samples = {label: lambda label=label: float(len(ran.append(label) or ran)) for label in "abc"}
     measure(Comparison(name="x", samples=samples, rounds=20, warm_up=0))
     rounds = [tuple(ran[i : i + 3]) for i in range(0, len(ran), 3)]
-    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert all(sorted(labels) == ["a", "b", "c"] for labels in rounds)
     assert len(set(rounds)) == 6
 
 

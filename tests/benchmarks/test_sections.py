@@ -39,19 +39,19 @@ def test_each_comparison_runs(key):
     section = SECTIONS[key]
     outcomes = command.run(section, TINY).outcomes
     assert outcomes
-    for each in outcomes:
-        assert all(math.isfinite(spread.median) and spread.median >= 0 for spread in each.times.values())
-    named = [(each.table, each.name) for each in outcomes]
+    for outcome in outcomes:
+        assert all(math.isfinite(spread.median) and spread.median >= 0 for spread in outcome.times.values())
+    named = [(outcome.table, outcome.name) for outcome in outcomes]
     assert len(set(named)) == len(named)
     for plot in section.plots:
-        assert any(plot.table in each.table and each.x is not None for each in outcomes)
+        assert any(plot.table in outcome.table and outcome.x is not None for outcome in outcomes)
 
 
 def test_tables_have_the_same_variants_in_each_row():
     tables = {}
     for key, of_key in SECTIONS.items():
-        for each in of_key.comparisons(TINY):
-            tables.setdefault((key, each.table), set()).add(tuple(each.samples))
+        for comparison in of_key.comparisons(TINY):
+            tables.setdefault((key, comparison.table), set()).add(tuple(comparison.samples))
     assert {place: labels for place, labels in tables.items() if len(labels) > 1} == {}
 
 
@@ -67,8 +67,8 @@ def test_promises_are_those_that_were_made():
     promised = sorted(
         (key, gate.measure, gate.limit)
         for key, of_key in SECTIONS.items()
-        for each in of_key.comparisons(TINY)
-        for gate in each.gates
+        for comparison in of_key.comparisons(TINY)
+        for gate in comparison.gates
     )
     weights = 9.0  # of the tiny GPT: 4 Linears with biases in each of 2 blocks, and a head without
     share = "share of max(5 %, 0.1 us)"
@@ -77,22 +77,22 @@ def test_promises_are_those_that_were_made():
     assert ("ops", "ours - theirs", 0.2) in promised
     assert ("ops", "ours", 2 * 8 + weights - 8) in promised
     assert ("host", "ours", 10.0) in promised
-    assert sum(each == ("ops", share, 1.0) for each in promised) == 8
-    assert [each[2] for each in promised if each[0] == "kernels" and each[1] == "ours / theirs"] == [
+    assert sum(gate == ("ops", share, 1.0) for gate in promised) == 8
+    assert [gate[2] for gate in promised if gate[0] == "kernels" and gate[1] == "ours / theirs"] == [
         0.5,
         1.1,
         1.1,
         1.1,
         1.15,
     ]
-    assert [each[2] for each in promised if each[0] == "clipping"] == [1.0] * 4 + [3.0, 5.0, 25.0, 50.0]
+    assert [gate[2] for gate in promised if gate[0] == "clipping"] == [1.0] * 4 + [3.0, 5.0, 25.0, 50.0]
     steps = [(measure, limit) for key, measure, limit in promised if key == "steps"]
     assert [limit for measure, limit in steps if measure == "theirs / ours"] == [1.65, 1.65, 1.8, 5.0]
     assert [limit for measure, limit in steps if measure == "ours / theirs"] == [1.05, *[1.15] * 4]
     assert ("models", "ours / theirs", 1.0) in promised
-    assert [each[2] for each in promised if each[0] == "weights"] == [1.02, 1.02, 1.03, 1.05]
+    assert [gate[2] for gate in promised if gate[0] == "weights"] == [1.02, 1.02, 1.03, 1.05]
     for framework in ("lightning", "accelerate"):
-        assert [each[2] for each in promised if each[0] == framework] == [1.0] * 8
+        assert [gate[2] for gate in promised if gate[0] == framework] == [1.0] * 8
 
 
 def test_a_section_runs_on_its_own_number_of_threads():
@@ -184,14 +184,14 @@ def test_bandwidth_counts_what_each_op_reads_and_writes(monkeypatch):
     monkeypatch.setattr(Setting, "device_clock", property(lambda self: lambda call: lambda: call() or 2.0))
     monkeypatch.setattr(cuda, "bandwidth", lambda sample, moved: lambda: moved)
     numel = 3 * 4 + 5 + 1
-    for each in cuda.Bandwidth().comparisons(TINY):
-        times = {"norm_check": 1, "cast to bf16": 1.5}.get(each.name, 2)
-        assert [sample() for sample in each.samples.values()] == [times * 4 * numel, 2 * 4 * numel]
+    for comparison in cuda.Bandwidth().comparisons(TINY):
+        times = {"norm_check": 1, "cast to bf16": 1.5}.get(comparison.name, 2)
+        assert [sample() for sample in comparison.samples.values()] == [times * 4 * numel, 2 * 4 * numel]
     monkeypatch.undo()
     assert cuda.bandwidth(lambda: 100.0, 3e8)() == 3000.0  # 300 MB in 100 us
     outcomes = command.run(cuda.Bandwidth(), TINY).outcomes
     assert len(outcomes) == 16
-    assert all(verdict.measure == "share of theirs" for each in outcomes for verdict in each.verdicts)
+    assert all(verdict.measure == "share of theirs" for outcome in outcomes for verdict in outcome.verdicts)
 
 
 def test_launches_of_each_set_are_compared_with_torchs(monkeypatch):
@@ -199,7 +199,7 @@ def test_launches_of_each_set_are_compared_with_torchs(monkeypatch):
     monkeypatch.setattr(cuda, "waits", lambda call: call() or 0)
     outcomes = command.run(cuda.Launches(), TINY).outcomes
     assert len(outcomes) == 18
-    assert {each.unit: each.times[OURS].median for each in outcomes} == {"launches": 3, "waits": 0}
+    assert {outcome.unit: outcome.times[OURS].median for outcome in outcomes} == {"launches": 3, "waits": 0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without CUDA")
@@ -214,5 +214,7 @@ def test_without_a_gpu_the_command_says_what_it_needs():
 
 
 def test_what_is_promised_on_a_gpu_is_measured():
-    names = {each.name for key in ("clipping", "steps") for each in SECTIONS[key].comparisons(TINY)}
+    names = {
+        comparison.name for key in ("clipping", "steps") for comparison in SECTIONS[key].comparisons(TINY)
+    }
     assert set(PROMISED_ON_CUDA) <= names

@@ -75,7 +75,7 @@ def test_the_summary_has_one_promise_of_each_section(report):
 
 def test_the_summary_is_filled_with_second_promises_and_marks_what_is_missed(report):
     models = report.sections["models"]
-    renamed = replace(models, outcomes=tuple(replace(each, table="More") for each in models.outcomes))
+    renamed = replace(models, outcomes=tuple(replace(outcome, table="More") for outcome in models.outcomes))
     both = replace(report, sections={"models": models, "more": renamed})
     names = [
         line.split(" | ")[0].removeprefix("| ") for line in tables.summary(both, most=3).splitlines()[2:]
@@ -92,7 +92,7 @@ def test_all_losses_are_listed(report):
     listed = tables.losses(report)
     assert "| Models: slow | torch | 2.00 |" in listed
     assert listed.count("\n") == 2
-    others = {key: each for key, each in report.sections.items() if key != "models"}
+    others = {key: record for key, record in report.sections.items() if key != "models"}
     assert tables.losses(replace(report, sections=others)) == "None in this run."
 
 

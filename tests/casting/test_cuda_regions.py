@@ -17,7 +17,7 @@ MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg}
 def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]
-    return [t for each in value for t in tensors(each)] if isinstance(value, (list, tuple)) else []
+    return [t for element in value for t in tensors(element)] if isinstance(value, (list, tuple)) else []
 
 
 @pytest.mark.filterwarnings("ignore")  # deprecated ops in torch's lists
@@ -33,7 +33,7 @@ def test_case_lists_give_torchs_bits(name, dtype):
     for op, args, *rest in getattr(lists, name):
         if isinstance(args, str) or not hasattr(module, op):
             continue  # einsum's equation in the list does not fit its matrices
-        kwargs = next((each for each in rest if isinstance(each, dict)), {})
+        kwargs = next((value for value in rest if isinstance(value, dict)), {})
         results = []
         for autocast in (torch.autocast, amp_plugin.autocast):
             with autocast("cuda", dtype=dtype):

@@ -179,7 +179,7 @@ def test_every_kind_of_input_is_cast_or_passed():
         @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
         def forward(ctx, tensor, mapping, items, generator, point, text, array, double, integer):
             seen.update(locals())
-            seen["generator"] = [each.dtype for each in generator]
+            seen["generator"] = [tensor.dtype for tensor in generator]
             return tensor * 1
 
         @staticmethod
@@ -191,7 +191,7 @@ def test_every_kind_of_input_is_cast_or_passed():
     array = np.ones(2, dtype=np.float16)
     with amp_plugin.autocast("cpu"):
         Look.apply(
-            half, {"a": half}, [half, (half,)], (each for each in [half]), Point(half, 1), "text", array,
+            half, {"a": half}, [half, (half,)], (tensor for tensor in [half]), Point(half, 1), "text", array,
             half.double(), torch.ones(1, dtype=torch.int64),
         )  # fmt: skip
     f32 = torch.float32
@@ -255,7 +255,7 @@ def test_the_device_is_that_of_the_arguments(device):
     inside.float().sum().backward()
     with amp_plugin.autocast(device, dtype=BF16):
         outside.sum().backward()
-    assert [each[:2] for each in Anywhere.seen] == [(device, True), (device, False)]
+    assert [call[:2] for call in Anywhere.seen] == [(device, True), (device, False)]
     assert Anywhere.seen[0][2] is torch.float16
 
 

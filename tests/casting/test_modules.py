@@ -126,11 +126,11 @@ def test_an_instance_computes_as_in_fp32_and_survives_copies(cast_back):
     assert list(net.state_dict()) == list(plain.state_dict())
     assert inspect.signature(net.norm.forward) == inspect.signature(plain.norm.forward)
     outside = BF16 if cast_back else FP32
-    for each in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        assert dtypes_of(each, each.norm) == [(BF16, outside)]
+    for twin in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert dtypes_of(twin, twin.norm) == [(BF16, outside)]
         x = torch.randn(2, 4, dtype=BF16)
         expected = plain.norm(x.float())
-        assert in_bf16(each.norm, x).equal(expected.to(outside))
+        assert in_bf16(twin.norm, x).equal(expected.to(outside))
     plain.load_state_dict(net.state_dict())
 
 
@@ -159,7 +159,7 @@ def test_a_lazy_module_stays_in_fp32_when_it_gets_its_shape():
 def test_functions_and_methods():
     @run_in(FP32, keep="index")
     def function(x, *more, index=None):
-        return x.dtype, [each.dtype for each in more], index.dtype, torch.is_autocast_enabled("cpu")
+        return x.dtype, [tensor.dtype for tensor in more], index.dtype, torch.is_autocast_enabled("cpu")
 
     half, double, number = torch.ones(1, dtype=FP16), torch.ones(1).double(), torch.ones(1, dtype=torch.long)
     answer = in_bf16(function, half, half, double, number, index=half)
@@ -169,7 +169,7 @@ def test_functions_and_methods():
 
     @run_in(FP32, keep={"more"})
     def keeps_the_rest(x, *more, flag):
-        return x.dtype, [each.dtype for each in more], flag.dtype
+        return x.dtype, [tensor.dtype for tensor in more], flag.dtype
 
     assert keeps_the_rest(half, half, half, flag=half) == (FP32, [FP16, FP16], FP32)
 

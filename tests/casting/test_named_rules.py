@@ -177,6 +177,13 @@ class TestEnvironment:
         with amp_plugin.autocast("cpu", rules=OpRules.default("cpu")):
             assert torch.softmax(self.x, 0).dtype is torch.bfloat16
 
+    def test_default_rules_that_a_program_sets_win(self, file):
+        amp_plugin.set_default_rules(OpRules.default("cpu"))
+        with amp_plugin.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+        with torch.autocast("cpu"):
+            assert torch.softmax(self.x, 0).dtype is torch.bfloat16
+
     def test_another_device_is_told(self, file):
         file.write_text("device_type: cuda")
         with pytest.warns(

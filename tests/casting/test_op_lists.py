@@ -56,8 +56,8 @@ def unpack(case):
     op, args, *rest = case
     if isinstance(args, str):  # einsum keeps its equation apart
         args, rest = (args, *rest[0]), rest[1:]
-    kwargs = next((each for each in rest if isinstance(each, dict)), {})
-    expected = next((each for each in rest if isinstance(each, torch.dtype)), None)
+    kwargs = next((value for value in rest if isinstance(value, dict)), {})
+    expected = next((value for value in rest if isinstance(value, torch.dtype)), None)
     return op, args, kwargs, expected
 
 
@@ -65,7 +65,7 @@ def cast(value, dtype):
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Iterable) and not isinstance(value, str):
-        return type(value)(cast(each, dtype) for each in value)
+        return type(value)(cast(element, dtype) for element in value)
     return value
 
 
@@ -81,7 +81,7 @@ def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for each in value for tensor in tensors(each)]
+        return [tensor for element in value for tensor in tensors(element)]
     return []
 
 
@@ -197,7 +197,7 @@ def test_cuda_case_with_fake_tensors(fake_cuda, list_name, number, module, kind)
     ours = outcome(mode, lists, list_name, number, module, native=True)
     op, *_ = unpack(getattr(lists, list_name)[number])
     name = f"{list_name}-{number}-{op}"
-    failed = [each for each in ours if isinstance(each, tuple)]
+    failed = [dtypes for dtypes in ours if isinstance(dtypes, tuple)]
     if name in CANNOT_RUN_FAKE:
         if torch.cuda.is_available():
             pytest.skip("fakes ask the device there is; test_cuda_regions.py runs the case on it")
@@ -209,7 +209,7 @@ def test_cuda_case_with_fake_tensors(fake_cuda, list_name, number, module, kind)
     _, _, _, expected = unpack(getattr(lists, list_name)[number])
     if kind != "builtin":
         wanted = expected or (torch.float16 if kind == "lower" else kind)
-        assert all(dtype is wanted for each in ours for dtype in each)
+        assert all(dtype is wanted for dtypes in ours for dtype in dtypes)
 
 
 @pytest.mark.native

@@ -291,7 +291,7 @@ class TestTorchsDefects:
                 yield mm_dtype()
 
         async def collect():
-            return [(each, torch.is_autocast_enabled("cpu")) async for each in body()]
+            return [(value, torch.is_autocast_enabled("cpu")) async for value in body()]
 
         assert asyncio.run(collect()) == [(torch.bfloat16, False)] * 2
 

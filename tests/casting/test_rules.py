@@ -35,8 +35,7 @@ def registered_by_torch(tmp_path_factory):
     assert answer.returncode == 0, answer.stderr
     names = json.loads(answer.stdout)
     return {
-        device: {full_name(each) for each in ops if not re.search(r"\.(names_|\w*[Dd]imname)", each)}
-        - NO_RULE
+        device: {full_name(op) for op in ops if not re.search(r"\.(names_|\w*[Dd]imname)", op)} - NO_RULE
         for device, ops in names.items()
     }
 
@@ -80,7 +79,7 @@ def test_an_op_name_means_every_functional_overload():
     assert "aten::softmax.int" in overloads_of("aten::softmax")
     assert overloads_of(torch.ops.aten.sum) == overloads_of("aten::sum")
     assert "aten::sum.dim_IntList" in overloads_of("aten::sum")
-    assert not any("out" in each for each in overloads_of("aten::sum"))
+    assert not any("out" in name for name in overloads_of("aten::sum"))
 
 
 def test_unknown_names_are_errors_with_the_nearest():
@@ -339,6 +338,6 @@ class _seen_dtypes(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.name == f"aten::{self.name}":
-            self.seen.append([each.dtype for each in args if isinstance(each, torch.Tensor)])
-            args = [each.float() if isinstance(each, torch.Tensor) else each for each in args]
+            self.seen.append([value.dtype for value in args if isinstance(value, torch.Tensor)])
+            args = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
         return func(*args, **(kwargs or {}))

@@ -171,8 +171,8 @@ class TestCompile:
         compiled = torch.compile(lambda x: torch.softmax(x @ x, 0), backend="aot_eager", fullgraph=True)
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
         seen = []
-        for each in (None, rules, None):
-            amp_plugin.set_default_rules(each)
+        for chosen in (None, rules, None):
+            amp_plugin.set_default_rules(chosen)
             try:
                 with torch.autocast("cpu"):
                     seen.append(compiled(x).dtype)
@@ -371,7 +371,7 @@ class TestCapture:
         def run(autocast):
             program = torch.export.export(Model(autocast), (X,), strict=strict)
             targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
-            return program.module()(X), [str(each) for each in targets]
+            return program.module()(X), [str(target) for target in targets]
 
         (ours, our_graph), (theirs, their_graph) = run(amp_plugin.autocast), run(torch.autocast)
         assert_same([ours], [theirs])

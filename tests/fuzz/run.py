@@ -55,7 +55,9 @@ class Run:
     def backward(self, name: str, kind: str, pairs: Any) -> None:
         """Tell the oracle of a backward from a scaled loss."""
         oracle, scaler = self.oracle, self.scene["scaler"]
-        oracle.shown = {each: scaler.get_scale(each or None) for each in oracle.scales.names}
+        oracle.shown = {
+            name_of_loss: scaler.get_scale(name_of_loss or None) for name_of_loss in oracle.scales.names
+        }
         oracle.backward(name, lambda: value_of(kind, pairs, oracle.params), {i for i, _ in pairs})
         for index in self.owned_by("takes_gradients"):
             oracle.params[index].grad = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -284,15 +285,15 @@ def test_the_extension_does_without_the_headers_of_the_dispatcher() -> None:
         assert [file.name for file in files if heavy in file.read_text()] == []
 
 
-def check_without_warnings(sources: list[Path], folder: Path) -> None:
+def check_without_warnings(sources: list[Path], folder: Path, machine: Machine | None = None) -> None:
     """Let the compiler read ``sources`` as one translation unit, with every warning an error."""
     with_python = [python_headers()] if sources[0].parent.name == "python" else []
     includes = [f"-I{build.SOURCES}", *(f"-isystem{path}" for path in (*include_dirs(), *with_python))]
     joined = Unit(name="all", sources=tuple(sources)).file(folder)
     command = [
         *find_compiler().command,
-        *compile_flags(),
-        *("-O0", "-Werror", "-fsyntax-only"),
+        *compile_flags(machine),
+        *("-O0", "-Werror", "-Wno-psabi", "-fsyntax-only"),  # vectors are returned by what is inlined only
         *includes,
         str(joined),
     ]
@@ -309,6 +310,19 @@ def test_our_own_sources_compile_without_a_warning(part: str, tmp_path: Path) ->
         check_without_warnings(sorted((build.SOURCES / part).glob("*.cpp")), tmp_path)
     else:
         assert "warning:" not in messages
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+@pytest.mark.parametrize(("capability", "architecture"), [("AVX2", "x86-64-v3"), ("DEFAULT", "x86-64-v2")])
+def test_the_arithmetic_of_other_machines_compiles(
+    capability: str, architecture: str, tmp_path: Path
+) -> None:
+    arithmetic = [file for file in build.SOURCES.glob("*.cpp") if file.name.startswith(build.ARITHMETIC)]
+    check_without_warnings(
+        arithmetic, tmp_path, Machine(architecture=architecture, capability=capability, portable=True)
+    )
 
 
 def messages_of_this_build(part: str) -> str | None:

@@ -48,7 +48,7 @@ def test_measuring_and_unscaling(device, norm_type, bad, scale_dtype):
             getattr(multi_tensor, op)(ours, inverse, norm_type),
             getattr(reference, op)(plain, inverse, norm_type),
         )
-        assert all(same(one, other) for one, other in zip(ours, plain, strict=True))
+        assert all(same(mine, other) for mine, other in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -61,7 +61,7 @@ def test_a_scale_in_place_of_its_inverse(device, norm_type):
             getattr(multi_tensor, op)(ours, scale, norm_type, True),
             getattr(multi_tensor, op)(plain, scale.reciprocal(), norm_type),
         )
-        assert all(same(one, other) for one, other in zip(ours, plain, strict=True))
+        assert all(same(mine, other) for mine, other in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -70,7 +70,7 @@ def test_multiplying(device, factor):
     ours, plain = gradients(device), gradients(device)
     factor = torch.tensor(factor, device=device)
     assert multi_tensor.multiply_(ours, factor).item() == reference.multiply_(plain, factor).item()
-    assert all(same(one, other) for one, other in zip(ours, plain, strict=True))
+    assert all(same(mine, other) for mine, other in zip(ours, plain, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -85,7 +85,7 @@ def test_casting(device):
     for target in SHORT:
         ours = [torch.empty_like(grad, dtype=target) for grad in gradients(device)]
         multi_tensor.cast(gradients(device), ours)
-        assert all(same(one, g.to(target)) for one, g in zip(ours, gradients(device), strict=True))
+        assert all(same(mine, g.to(target)) for mine, g in zip(ours, gradients(device), strict=True))
     with pytest.raises(ValueError, match="cast: 1 tensors to copy and 0 to write"):
         multi_tensor.cast(gradients(device)[:1], [])
 

@@ -69,8 +69,8 @@ def test_norm_and_product(kernel, dtype, size, norm_type):
         assert (found.item(), flags.tolist()) == (0.0, [0, 0])
         norms.append(norm.item())
     assert norms[0] == norms[1], "clipping folded and in place give the same bits"
-    for one, before in zip(grads, start, strict=True):
-        assert same(one, (before.to(one.dtype) * 2.0**-10).to(one.dtype))
+    for grad, before in zip(grads, start, strict=True):
+        assert same(grad, (before.to(grad.dtype) * 2.0**-10).to(grad.dtype))
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
@@ -83,7 +83,7 @@ def test_a_scale_may_be_given_in_place_of_its_inverse(kernel, norm_type, scale_d
             measured = getattr(kernel, name)(ours, scale, norm_type, True)
             right = getattr(kernel, name)(theirs, scale.reciprocal(), norm_type)
             assert all(
-                same(one, other) for one, other in zip([*measured, *ours], [*right, *theirs], strict=True)
+                same(mine, other) for mine, other in zip([*measured, *ours], [*right, *theirs], strict=True)
             )
 
 

@@ -309,18 +309,35 @@ def test_numbers_as_tensors(kernel):
     assert as_tensor[5][0].item() == 5.0
 
 
+SPECIAL = [-0.0, 0.0, math.inf, -math.inf, math.nan, 3e38, -3e38, 1e-30, -1e-30, 2.0]
+
+
+def bits(tensor):
+    """The bits of float32 numbers; any nan is as good as another."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, math.nan), tensor).view(torch.int32)
+
+
 @pytest.mark.native
-def test_infinite_gradients_step_as_in_torch():
-    """Nobody asked for a check: what torch makes of an infinity, we do."""
-    given = Adam([(40,)])
-    given.grads[0][3], given.grads[0][7] = math.inf, math.nan
-    theirs, ours = given.tensors(), given.tensors()
-    options = {**ADAM, "grad_scale": torch.tensor(3.7e4)}
-    torch_adam(theirs, decoupled_weight_decay=True, **options)
-    OP.adam_(*ours, [], [], decoupled_weight_decay=True, **options)
-    for name, right, got in zip(NAMES, theirs, ours, strict=False):
-        if name != "grad" and right:
-            assert torch.equal(right[0].nan_to_num(7.0, 8.0, 9.0), got[0].nan_to_num(7.0, 8.0, 9.0)), name
+@pytest.mark.parametrize("scale", [0.25, 1.0, 3.7e4])
+def test_special_gradients_step_as_in_torch(scale):
+    """Nobody asked for a check: what torch makes of an infinity, we do; a zero keeps its sign."""
+    given = Adam([(2 * VECTOR,)])
+    given.grads[0][: len(SPECIAL)] = torch.tensor(SPECIAL)
+    given.exp_avg[0][: len(SPECIAL)] = 0
+    late = {"grad_scale": torch.tensor(scale)}
+    for call, of_torch, options in (
+        (OP.adam_, torch_adam, {**ADAM, "decoupled_weight_decay": True, "beta1": 0.9}),
+        (OP.adam_, torch_adam, {**ADAM, "decoupled_weight_decay": False, "beta1": 0.3}),
+        (OP.sgd_, torch_sgd, {**SGD, "first_step": True, "weight_decay": 0.0}),
+        (OP.sgd_, torch_sgd, {**SGD, "first_step": False, "nesterov": True}),
+    ):
+        theirs, ours = given.tensors(), given.tensors()
+        if call is OP.sgd_:
+            theirs, ours = theirs[:3], ours[:3]
+        of_torch(theirs, **options, **late)
+        call(*ours, [], [], **options, **late)
+        for right, got in zip(theirs[:1] + theirs[2:], ours[:1] + ours[2:], strict=True):
+            assert all(torch.equal(bits(r), bits(g)) for r, g in zip(right, got, strict=True)), options
 
 
 SGD = {

@@ -21,6 +21,7 @@ OPS = {
     "add": lambda x: x + x,
     "baddbmm": lambda x: torch.baddbmm(x.unsqueeze(1), x.unsqueeze(2), x.unsqueeze(1)),
     "conv": lambda x: functional.conv1d(x.unsqueeze(1), x[:, :3].unsqueeze(1)),
+    "conv transposed": lambda x: functional.conv_transpose1d(x.unsqueeze(1), x[:1, :3].unsqueeze(1)),
     "cosh": lambda x: (x / 1e3).cosh(),
     "cumsum": lambda x: x.cumsum(-1),
     "dot": lambda x: x[0] @ x[1],

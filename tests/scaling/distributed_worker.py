@@ -188,6 +188,19 @@ def mesh_2d(rank, world):
     return out
 
 
+def four_steps(model, optimizer, scaler, rank, *, fold):
+    """Train on batches of which one rank's third is infinite; return the norms, None for infinity."""
+    norms = []
+    for i in range(4):
+        x = torch.full((2, 5), 1.0 + i) * (math.inf if i == 2 and rank == 0 else 1.0)
+        optimizer.zero_grad()
+        scaler.scale(model(x).square().mean()).backward()
+        norms.append(scaler.clip_grad_norm_(optimizer, 0.5, fold=fold).item())
+        scaler.step(optimizer)
+        scaler.update()
+    return [norm if math.isfinite(norm) else None for norm in norms]
+
+
 def fsdp2(rank, world, fused):
     from torch.distributed.fsdp import fully_shard
 
@@ -196,16 +209,9 @@ def fsdp2(rank, world, fused):
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**10)
-    norms = []
-    for i in range(4):
-        x = torch.full((2, 5), 1.0 + i) * (math.inf if i == 2 and rank == 0 else 1.0)
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean()).backward()
-        norms.append(scaler.clip_grad_norm_(optimizer, 0.5, fold=fused).item())
-        scaler.step(optimizer)
-        scaler.update()
+    norms = four_steps(model, optimizer, scaler, rank, fold=fused)
     return {
-        "norms": [n if math.isfinite(n) else None for n in norms],
+        "norms": norms,
         "values": [value_of(p) for p in model.parameters()],
         "scale": scaler.get_scale(),
     }
@@ -220,20 +226,13 @@ def fsdp1(rank, world, fused):
     model = FullyShardedDataParallel(inner, use_orig_params=True, device_id=torch.device("cpu"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**10, sharded_groups=[dist.group.WORLD])
-    norms = []
-    for i in range(4):
-        x = torch.full((2, 5), 1.0 + i) * (math.inf if i == 2 and rank == 0 else 1.0)
-        optimizer.zero_grad()
-        scaler.scale(model(x).square().mean()).backward()
-        norms.append(scaler.clip_grad_norm_(optimizer, 0.5, fold=fused).item())
-        scaler.step(optimizer)
-        scaler.update()
+    norms = four_steps(model, optimizer, scaler, rank, fold=fused)
     empty = [p.grad is None or p.grad.numel() == 0 for p in inner.parameters()]
     with FullyShardedDataParallel.summon_full_params(model):
         values = [value_of(p) for p in inner.parameters()]
     return {
         "empty": empty,
-        "norms": [n if math.isfinite(n) else None for n in norms],
+        "norms": norms,
         "values": values,
         "scale": scaler.get_scale(),
     }

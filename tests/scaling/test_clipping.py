@@ -36,8 +36,8 @@ class Model:
 
 
 def assert_close(ours, right, rtol=1e-6):
-    for one, other in zip(ours, right, strict=True):
-        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=0)
+    for clipped, other in zip(ours, right, strict=True):
+        torch.testing.assert_close(clipped.double(), other, rtol=rtol, atol=0)
 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)

@@ -87,11 +87,11 @@ def test_ddp(two):
             optimizer.step()
         expected.append((skipped, norm, [p.sum().item() for p in model.parameters()]))
     for result in two:
-        for one, (skipped, norm, values) in zip(result["ddp"], expected, strict=True):
-            assert one["skipped"] == skipped
-            assert one["values"] == pytest.approx(values, rel=1e-5)
+        for mine, (skipped, norm, values) in zip(result["ddp"], expected, strict=True):
+            assert mine["skipped"] == skipped
+            assert mine["values"] == pytest.approx(values, rel=1e-5)
             if not skipped:
-                assert one["clip"] == one["norm"] == pytest.approx(norm, rel=1e-6)
+                assert mine["clip"] == mine["norm"] == pytest.approx(norm, rel=1e-6)
         assert set(result["ddp"][1]["found"]) == {"module.weight"}
 
 

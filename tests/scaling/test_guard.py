@@ -189,7 +189,7 @@ def test_optimizers_decide_each_for_itself(weights):
     scaler.step(one.optimizer)
     scaler.step(other.optimizer)
     assert (one.value, other.value) == (-1.0, 0.0)
-    assert [scaler.skipped_steps(each.optimizer) for each in (one, other)] == [0, 1]
+    assert [scaler.skipped_steps(model.optimizer) for model in (one, other)] == [0, 1]
 
 
 def test_an_optimizer_without_gradients_steps(weights):

@@ -170,13 +170,13 @@ def test_gradients_that_a_clip_by_norm_has_written_are_stepped_in_one_pass(write
         theirs = Run(kind, scaler=GradScaler("cpu", init_scale=2.0**10, one_pass=False))
         theirs.params, theirs.optimizer = copy.deepcopy((run.params, run.optimizer))
         seen = []
-        for one in (run, theirs):
-            one.scaler.register(one.optimizer)
-            one.backward(seed)
-            WRITERS[writer](one)
-            seen.append([param.grad.clone() for param in one.params])
-            one.scaler.step(one.optimizer)
-            one.scaler.update()
+        for side in (run, theirs):
+            side.scaler.register(side.optimizer)
+            side.backward(seed)
+            WRITERS[writer](side)
+            seen.append([param.grad.clone() for param in side.params])
+            side.scaler.step(side.optimizer)
+            side.scaler.update()
         clipped = writer in {"clip", "clip of parameters"}
         assert run.scaler.last_step(run.optimizer).one_pass is clipped
         assert not theirs.scaler.last_step(theirs.optimizer).one_pass

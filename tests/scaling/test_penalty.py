@@ -45,8 +45,8 @@ def test_the_penalty_and_its_gradients(kind, oracle, low):
     scaler.scale(penalty).backward()
     scaler.unscale_(optimizer)
     ours = [p.grad for p in model.parameters() if p.grad is not None]
-    for one, other in zip(ours, expected, strict=True):
-        torch.testing.assert_close(one, other, **tolerance)
+    for grad_of_ours, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(grad_of_ours, other, **tolerance)
 
 
 def test_small_gradients_survive_only_scaled():

@@ -80,7 +80,7 @@ class World:
     def backward(self, index, gradient):
         """A loss over one optimizer's parameters, or over all of them."""
         indices = range(len(self.optimizers)) if gradient % 2 == 0 else [index]
-        used = [i for one in indices for i in self.model.owned(one)]
+        used = [i for optimizer in indices for i in self.model.owned(optimizer)]
         loss = sum((self.params[i] * gradient).sum() for i in used)
         self.scaler.scale(loss).backward()
         self.model.backward(indices, gradient)

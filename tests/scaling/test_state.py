@@ -61,10 +61,13 @@ def test_it_survives_weights_only_loading(weights, tmp_path):
     assert torch.load(tmp_path / "scaler.pt", weights_only=True) == state
 
 
-def test_empty_and_foreign_states_warn_and_change_nothing(weights):
+def test_empty_states_raise_and_foreign_ones_warn_and_change_nothing(weights):
     scaler = used(GradScaler, weights)
     before = scaler.state_dict()
-    with pytest.warns(UserWarning, match="empty, possibly because it was saved from a disabled instance"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"source state dict is empty, possibly because .*\. Do not load it, and the scaler",
+    ):
         scaler.load_state_dict({})
     apex = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
     with pytest.warns(

@@ -32,8 +32,8 @@ def update_after_each_optimizer(scaler_for, weights):
     a, b = weights(), weights()
     scaler = scaler_for(a.optimizer, b.optimizer)
     scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
-    for one in (a, b):
-        scaler.step(one.optimizer)
+    for model in (a, b):
+        scaler.step(model.optimizer)
         scaler.update()
     return a.value, b.value
 
@@ -44,8 +44,8 @@ def overflow_in_the_first_optimizer(scaler_for, weights):
     scaler = scaler_for(a.optimizer, b.optimizer)
     scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
     a.params[0].grad[0] = float("inf")
-    for one in (a, b):
-        scaler.step(one.optimizer)
+    for model in (a, b):
+        scaler.step(model.optimizer)
         scaler.update()
     return a.value, b.value
 
@@ -55,10 +55,10 @@ def clip_both_then_update_after_each(scaler_for, weights):
     a, b = weights(), weights()
     scaler = scaler_for(a.optimizer, b.optimizer)
     scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
-    for one in (a, b):
-        scaler.unscale_(one.optimizer)
-    for one in (a, b):
-        scaler.step(one.optimizer)
+    for model in (a, b):
+        scaler.unscale_(model.optimizer)
+    for model in (a, b):
+        scaler.step(model.optimizer)
         scaler.update()
     return a.value, b.value
 
@@ -310,11 +310,11 @@ def test_optimizers_without_gradients(weights):
     a, b = weights(), weights()
     scaler = fresh(GradScaler, a.optimizer, b.optimizer, growth_interval=100)
     scaler.scale(a.loss(3.0)).backward()
-    for one in (b, a, b):
-        scaler.ensure_unscaled(one.optimizer)
-        scaler.clip_grad_norm_(one.optimizer, 1e9)
-    for one in (b, a):
-        scaler.step(one.optimizer)
+    for model in (b, a, b):
+        scaler.ensure_unscaled(model.optimizer)
+        scaler.clip_grad_norm_(model.optimizer, 1e9)
+    for model in (b, a):
+        scaler.step(model.optimizer)
     scaler.update()
     assert (a.value, b.value) == (-3.0, 0.0)
     assert scaler.last_step(b.optimizer).norm is None
@@ -326,8 +326,8 @@ def test_an_optimizer_met_late_is_unscaled_by_the_scale_of_its_backward(weights)
     a, b = weights(), weights()
     scaler = fresh(GradScaler)  # nobody is registered
     scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
-    for one in (a, b):
-        scaler.step(one.optimizer)
+    for model in (a, b):
+        scaler.step(model.optimizer)
         scaler.update()
     assert (a.value, b.value) == (-3.0, -5.0)
 

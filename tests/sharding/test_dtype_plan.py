@@ -201,7 +201,11 @@ class TestContradictions:
     def test_the_plans_own_shards_and_whole_models_pass(self, mesh):
         net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
         check_against_plan(net, dtypes)
-        check_against_plan(fully_shard(net, dtypes, mesh=mesh), dtypes)
+        sharded = fully_shard(net, dtypes, mesh=mesh)
+        check_against_plan(sharded, dtypes)
+        units = list(shard_units(sharded))
+        assert {unit.gathered for unit in units} == {BF16, FP32}
+        assert {unit.reduced for unit in units} == {FP32}
 
     def test_another_precision_in_evaluation(self):
         with pytest.raises(ValueError, match="eval_precision='fp32' does not work under FSDP, which gathers"):

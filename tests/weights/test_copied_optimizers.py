@@ -59,7 +59,7 @@ def test_a_copy_with_its_model_goes_on_bit_for_bit(way, weights, make):
 def test_a_copy_alone_keeps_what_makes_its_weights_exact(way):
     model, optimizer, store = trained()
     twin = WAYS[way](optimizer)
-    rests, twins = (each.state_dict()["amp_plugin_weights"]["rests"] for each in (optimizer, twin))
+    rests, twins = (stepped.state_dict()["amp_plugin_weights"]["rests"] for stepped in (optimizer, twin))
     assert all(torch.equal(rests[number], twins[number]) for number in rests)
     give_gradients(5, model)
     optimizer.step()

@@ -69,8 +69,8 @@ def test_500_steps_equal_the_float32_run(name, weights):
         optimizer.step()
         ours.step()
     if ours.defaults.get("fused"):  # a vectorized loop: within a bit of the last place
-        for one, other in zip(exact(store, stored), reference.state_dict().values(), strict=True):
-            torch.testing.assert_close(one, other, rtol=2.0**-23, atol=0)
+        for mine, other in zip(exact(store, stored), reference.state_dict().values(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2.0**-23, atol=0)
     else:
         assert_same(store, stored, reference)
     states = [o.state_dict() for o in (optimizer, ours)]
@@ -394,8 +394,8 @@ def scaled_run(make, weights, *, steps=12, sync_free=False, fold=False, poison=(
 def test_overflows_are_skipped_and_clipping_is_the_same(make, options, weights):
     ours, reference = scaled_run(make, weights, **options), scaled_run(make, "fp32", **options)
     for stored, plain in zip(ours, reference, strict=True):
-        for one, other in zip(stored, plain, strict=True):
-            torch.testing.assert_close(one, other, rtol=2.0**-22, atol=0)
+        for mine, other in zip(stored, plain, strict=True):
+            torch.testing.assert_close(mine, other, rtol=2.0**-22, atol=0)
 
 
 def test_the_hooks_do_not_keep_a_clip_from_being_folded():
@@ -454,7 +454,7 @@ def test_an_optimizer_and_its_model_are_freed():
     _, stored, store = pair()
     optimizer = torch.optim.SGD(stored.parameters(), lr=0.1)
     store.add(optimizer)
-    gone = [weakref.ref(thing) for thing in (stored, optimizer, store)]
+    gone = [weakref.ref(owner) for owner in (stored, optimizer, store)]
     del stored, optimizer, store
     gc.collect()
     assert [ref() for ref in gone] == [None] * 3

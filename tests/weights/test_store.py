@@ -56,7 +56,7 @@ def assert_same(one, other):
 
 def saved(*things):
     file = io.BytesIO()
-    torch.save([thing.state_dict() for thing in things], file)
+    torch.save([owner.state_dict() for owner in things], file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
@@ -204,17 +204,17 @@ def test_frozen_weights_stay_as_they_came():
 
 def test_a_weight_that_is_thawed_later_is_stored_at_its_first_step():
     plain, model = network(), network()
-    for each in (plain, model):
-        each[0].requires_grad_(False)
+    for net in (plain, model):
+        net[0].requires_grad_(False)
     plain[0].bfloat16().float()
     model[0].bfloat16()
     runs = []
-    for each in (plain, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-5)
-        if each is model:
+    for net in (plain, model):
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-5)
+        if net is model:
             store = store_weights(model, optimizer)
-        each[0].requires_grad_(True)
-        go_on(each, optimizer, 0, 20)
+        net[0].requires_grad_(True)
+        go_on(net, optimizer, 0, 20)
         runs.append(optimizer)
     assert len(store) == 4
     assert_same(plain, model)

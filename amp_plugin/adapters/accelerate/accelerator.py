@@ -22,28 +22,26 @@ from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement, sh
 from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.preparation import Preparation
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
 from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation
-from amp_plugin.adapters.float8 import leave_out, refuse_device
+from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of_ours
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
-from amp_plugin.casting.fp32_modules import apply_fp32_modules, matching, require_matches
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
-from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
-from amp_plugin.sharding.contradictions import check_against_plan
 from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.sharding.fsdp1 import add_up_in_fp32
 
 T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -110,8 +108,6 @@ class AmpAccelerator(Accelerator):
         self._recorder = Recorder()
         self._metrics = StepMetrics()
         ask_in_transformers()
-        self._wanted_in_fp32: Sequence[str] = self._options.fp32_modules
-        self._found_in_fp32: set[str] = set()
         self._engaged = False
         self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
@@ -137,6 +133,7 @@ class AmpAccelerator(Accelerator):
             engagement.warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
         self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
+        self._preparation = Preparation(self._weights, self._options.fp32_modules, self.ao_recipe_handler)
         self.register_load_state_pre_hook(self._remember_folder)
         if self.ao_recipe_handler is not None:
             refuse_device(
@@ -196,31 +193,23 @@ class AmpAccelerator(Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
+        if not self._engaged:
+            return super().prepare(*args, **kwargs)
         models = [module for module in args if isinstance(module, nn.Module)]
-        if self._engaged:
+        self._preparation.set_up(models)
+        if self._changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
             for model in models:
-                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
-            self._keep_in_fp32(models)
-            if self._changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
-                for model in models:
-                    self._mix(model)
+                self._mix(model)
         with ExitStack() as stack:
-            stack.enter_context(self._shown_to_accelerate(_wanted_in_fp32=()))  # they are in fp32 by now
-            if self._engaged and self.native_amp and self.is_fsdp2:
+            stack.enter_context(self._preparation.is_over())
+            if self.native_amp and self.is_fsdp2:
                 stack.enter_context(sharding.fp32_units_apart(models, self._plan))
             prepared = super().prepare(*args, **kwargs)
-        if self._engaged:
-            self._check_shards(prepared)
-            self._register_names()
-            self._weights.add(self._models, map(torch_optimizer, self._optimizers))
+        if self.native_amp and self.distributed_type == DistributedType.FSDP:
+            sharding.check_prepared(prepared, self._plan)
+        self._register_names()
+        self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
-
-    def _check_shards(self, prepared: Any) -> None:
-        if self.distributed_type == DistributedType.FSDP and self.native_amp:
-            for model in prepared if isinstance(prepared, tuple) else [prepared]:
-                if isinstance(model, nn.Module):
-                    check_against_plan(model, self._plan)
-                    add_up_in_fp32(model)
 
     @property
     def dtype_plan(self) -> DtypePlan:
@@ -232,28 +221,14 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             return super().prepare_model(model, *args, **kwargs)  # type: ignore[no-any-return]
         if not getattr(model, "_is_accelerate_prepared", False):
-            if not kwargs.get("evaluation_mode", len(args) > 1 and args[1]):
-                self._weights.set_up(model, matching(model, self._wanted_in_fp32))
-            self._keep_in_fp32([model])
+            evaluated = kwargs.get("evaluation_mode", len(args) > 1 and args[1])
+            self._preparation.set_up([model], trained=not evaluated)
             if self._changes_forward:
                 self._mix(model)
         with self._shown_to_accelerate(native_amp=False):  # its own wrapper stays off
             prepared: nn.Module = super().prepare_model(model, *args, **kwargs)
         self._weights.wrap(prepared)
         return prepared
-
-    def _keep_in_fp32(self, models: Sequence[nn.Module]) -> None:
-        """Put the modules that ``fp32_modules`` names under fp32; each name must be found by now."""
-        found = {model: matching(model, self._wanted_in_fp32) for model in models}
-        self._found_in_fp32.update(*found.values())
-        if models:
-            require_matches(
-                models, [name for name in self._wanted_in_fp32 if name not in self._found_in_fp32]
-            )
-        for model, patterns in found.items():
-            names = apply_fp32_modules(model, patterns)
-            if names and self.ao_recipe_handler is not None:
-                leave_out(self.ao_recipe_handler, model, names)
 
     def _mix(self, module: nn.Module) -> None:
         training = replace(self._region(self.mixed_precision), cast_cache=self._window_cache())
@@ -354,15 +329,10 @@ class AmpAccelerator(Accelerator):
         return value
 
     def _explain(self, step: ReadStep) -> str:
-        optimizers = [given for given in self._optimizers if id(given) == step.key]
+        optimizer = next(optimizer for optimizer in self._optimizers if id(optimizer) == step.key)
         models = [self.unwrap_model(model) for model in self._models]
-        replay = Replay(
-            optimizer=torch_optimizer(optimizers[0]),
-            result=step.result,
-            in_a_row=step.in_a_row,
-            calls=tuple(self._recorder.calls),
-            params=[param for model in models for param in model.parameters()],
-        )
+        params = [param for model in models for param in model.parameters()]
+        replay = self._recorder.replay_of(step, torch_optimizer(optimizer), params)
         return explanation(replay, models[0] if len(models) == 1 else None)
 
     # -- gradients -------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class MixedForward:
     def _notice_mode(self) -> None:
         """Forget cast weights when training and evaluation alternate: weights are swapped there (EMA).
 
-        Evaluation without ``eval()`` is told by ``no_grad``.
+        Evaluation without ``eval()`` is recognised by ``no_grad``.
         """
         mode = (self.module.training, torch.is_grad_enabled())
         if mode != self.mode:

@@ -181,7 +181,7 @@ class Settings:
         Raises:
             ValueError: a number is out of range; the text names what set it.
         """
-        return self.build(lambda: LossScaleOptions(**self._given(LossScaleOptions)))
+        return self.build(lambda: LossScaleOptions.among(self.values))
 
     def adapter(self) -> AdapterOptions:
         """Return the other options.
@@ -189,11 +189,9 @@ class Settings:
         Raises:
             ValueError: a number is out of range; the text names what set it.
         """
-        return self.build(lambda: AdapterOptions(**self._given(AdapterOptions)))
-
-    def _given(self, options: type[LossScaleOptions | AdapterOptions]) -> dict[str, Any]:
-        names = {option.name for option in fields(options)}
-        return {name: value for name, value in self.values.items() if name in names}
+        names = {option.name for option in fields(AdapterOptions)}
+        given = {name: value for name, value in self.values.items() if name in names}
+        return self.build(lambda: AdapterOptions(**given))
 
     def build(self, make: Callable[[], Made]) -> Made:
         """Call ``make``; a ValueError about an option also names what set it.

@@ -15,8 +15,9 @@ from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
 from amp_plugin.adapters.precision_names import TRAINING_DTYPES
 from amp_plugin.casting.fp32_modules import matching
+from amp_plugin.sharding.contradictions import check_against_plan
 from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.fully_shard import modules_in_fp32
 from amp_plugin.sharding.unit_policies import (
     apart_and_beside,
@@ -76,6 +77,18 @@ def check_options(precision: str, settings: Settings, distributed: DistributedTy
             "gradients are reduced in the dtype of the weights; for DDP use Accelerate's "
             "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
         )
+
+
+def check_prepared(prepared: Any, plan: DtypePlan) -> None:
+    """Compare what shards the prepared models with the plan; let micro-batches add up in fp32.
+
+    Raises:
+        ValueError: a model cannot do what was asked for.
+    """
+    for model in prepared if isinstance(prepared, tuple) else [prepared]:
+        if isinstance(model, nn.Module):
+            check_against_plan(model, plan)
+            add_up_in_fp32(model)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ _REMEDIES = "use mixed_precision='bf16', or raise AmpKwargs(max_skips_in_a_row=.
 
 
 class SkipLedger:
-    """The skips of one iteration, told truthfully and without waiting for the device.
+    """The skips of one iteration, known without waiting for the device.
 
-    An iteration is over when an optimizer steps that has already stepped in it: so a skip is told
-    until then, and never of an optimizer that did not step.
+    An iteration is over when an optimizer steps that has already stepped in it: so a skip counts
+    until then, and never for an optimizer that did not step.
 
     Args:
         exact: wait for the device instead, at each step.

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
+from amp_plugin.adapters.lightning.user_hooks import is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.adapters.precision_names import TRAINING_DTYPES
 from amp_plugin.casting.autocast_module import autocast_module
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
@@ -59,6 +59,7 @@ class FabricPrecision(PrecisionCore):
     advice = "for Fabric without precision=...; the Trainer takes AmpPrecision"
 
     def _begin(self) -> None:
+        super()._begin()
         self._modules: _Known[nn.Module] = _Known()
         self._wrapped: _Known[nn.Module] = _Known()
         self._optimizers: _Known[Optimizer] = _Known()
@@ -131,7 +132,7 @@ class FabricPrecision(PrecisionCore):
 
     def convert_output(self, data: Any) -> Any:
         """Return fp16 and bf16 outputs as fp32, for losses outside the module; others as they are."""
-        if TRAINING_DTYPES[self.settings.precision] is torch.float32:
+        if self.settings.training_dtype is torch.float32:
             return data
         return apply_to_collection(data, Tensor, _as_fp32)
 
@@ -149,10 +150,18 @@ class FabricPrecision(PrecisionCore):
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
         optimizer = self._unwrap(optimizer)
-        output = self._scaler_of(optimizer).step(optimizer, **kwargs)
-        self._scaler.update()
+        scaler = self._scaler_of(optimizer)
+        if self._is_step_seen and scaler.has_scaled and kwargs.get("closure") is None:
+            scaler.ensure_unscaled(optimizer)
+        output = scaler.step(optimizer, **kwargs)
+        scaler.update()
         self._report(optimizer, self._scaler.last_step(optimizer))
         return output
+
+    @functools.cached_property
+    def _is_step_seen(self) -> bool:
+        """Whether a subclass has an ``optimizer_step``, which may look at gradients after the step."""
+        return is_extended(self, (FabricPrecision,), "optimizer_step")
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amp_plugin.adapters.endless_skips import EndlessSkips, explanation
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked, number
-from amp_plugin.scaling.replay import Recorder, Replay
+from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.weight_bytes import weight_bytes
@@ -149,14 +149,7 @@ class Monitor:
 
     def _explain(self, trainer: Any, pl_module: Any, step: ReadStep) -> str:
         optimizer = next(optimizer for optimizer in trainer.optimizers if id(optimizer) == step.key)
-        replay = Replay(
-            optimizer=optimizer,
-            result=step.result,
-            in_a_row=step.in_a_row,
-            calls=tuple(self._recorder.calls),
-            params=list(pl_module.parameters()),
-        )
-        return explanation(replay, pl_module)
+        return explanation(self._recorder.replay_of(step, optimizer, pl_module.parameters()), pl_module)
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
+from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.foreign_scaler import scaler_in_place_of_ours, scaler_shown
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
-from amp_plugin.adapters.lightning.settings import PrecisionSettings, checked_loss_scale
+from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
 from amp_plugin.adapters.precision_names import (
@@ -24,14 +24,10 @@ from amp_plugin.adapters.precision_names import (
     PrecisionName,
     StockName,
     TrainingPrecision,
-    checked_precision,
-    checked_training_precision,
-    weights_meant,
 )
 from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
-from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
@@ -98,53 +94,22 @@ class PrecisionCore:
         one_pass: bool = True,
         on_nonfinite: OnNonfinite = "skip",
     ) -> None:
-        self.settings = settings = PrecisionSettings(
-            precision=(name := checked_training_precision(precision)),
-            eval_precision=(
-                None if eval_precision is None else checked_precision("eval_precision", eval_precision)
-            ),
-            device=device,
-            rules=rules,
-            fp32_modules=fp32_modules,
-            weights=weights_meant(precision, weights),
-            reduce=reduce,
-            cast_cache=cast_cache,
-            exact_schedulers=exact_schedulers,
-            float8_config=self._float8_config(float8_config) if name == "fp8" else None,
-            loss_scale=checked_loss_scale(
-                init_scale=init_scale,
-                growth_factor=growth_factor,
-                backoff_factor=backoff_factor,
-                growth_interval=growth_interval,
-                min_scale=min_scale,
-                max_scale=max_scale,
-                hysteresis=hysteresis,
-                hysteresis_mode=hysteresis_mode,
-                on_min_scale=on_min_scale,
-                dynamic=dynamic,
-            ),
-            fp16_gradients=fp16_gradients,
-            one_pass=one_pass,
-            on_nonfinite=on_nonfinite,
-        )
+        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, locals())
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
-        self.observers: list[Observer] = []
-        self._desired_input_dtype = TRAINING_DTYPES[name]  # read by Lightning's throughput monitor
+        self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
-        self._rules: OpRules | None = None
-        self._cast_cache: CastCache | None = None
-        self._attempted_steps = 0
-        self._hand_stepped = HandSteppedSchedulers(exact=exact_schedulers)
         self._begin()
         if scaler is not None:
             self.scaler = scaler
 
     def _begin(self) -> None:
-        """Set what a framework's plugin begins with: a subclass's ``__init__`` would hide the options."""
-
-    def _float8_config(self, given: Any) -> Any:
-        return checked_config(f"{type(self).__name__}('fp8')", given)
+        """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
+        self.observers: list[Observer] = []
+        self._rules: OpRules | None = None
+        self._cast_cache: CastCache | None = None
+        self._attempted_steps = 0
+        self._hand_stepped = HandSteppedSchedulers(exact=self.settings.exact_schedulers)
 
     def __repr__(self) -> str:
         """Show the precision, and how weights are stored if not as usual."""
@@ -253,9 +218,7 @@ class PrecisionCore:
         """Keep cast weights from micro-batch to micro-batch where that saves casts."""
         asked = self.settings.cast_cache
         worthwhile = window > 1 and native_core().loaded
-        if TRAINING_DTYPES[self.settings.precision] is not torch.float32 and (
-            worthwhile if asked is None else asked
-        ):
+        if self.settings.training_dtype is not torch.float32 and (worthwhile if asked is None else asked):
             self._cast_cache = CastCache()
 
     def teardown(self) -> None:
@@ -310,10 +273,6 @@ class PrecisionCore:
 
     def _no_region(self) -> torch.autocast:
         return autocast(self.device, enabled=False)
-
-    @staticmethod
-    def _forget_casts() -> None:
-        invalidate()
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -404,8 +363,14 @@ class PrecisionCore:
         return {**self._scaler.state_dict(), "optimizer_steps": self.optimizer_steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of a loss scale: ours, torch's or a stock plugin's."""
+        """Load the state of a loss scale: ours, torch's or a stock plugin's; an empty one warns."""
         if not self.settings.scales_loss:
+            return
+        if not state_dict:
+            warn_user(
+                f"{self!r}: the checkpoint was not saved in fp16 and holds no loss scale; it stays at "
+                f"{self._scaler.get_scale():g}"
+            )
             return
         self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import torch
+from typing_extensions import Self
+
+from amp_plugin.adapters.float8 import checked_config
 from amp_plugin.adapters.option_checks import flag, number, rules_from
 from amp_plugin.adapters.precision_names import (
     STOCK_NAMES,
     TRAINING_DTYPES,
     PrecisionName,
     TrainingPrecision,
+    checked_precision,
+    checked_training_precision,
+    weights_meant,
 )
 from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
@@ -61,6 +68,34 @@ class PrecisionSettings:
         if self.rules is not None:
             object.__setattr__(self, "rules", rules_from(self.rules))
 
+    @classmethod
+    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> Self:
+        """Check the arguments of a plugin.
+
+        Args:
+            owner: the plugin's class.
+            given: the arguments by name, and whatever else; what they may be is said there.
+        """
+        precision = checked_training_precision(given["precision"])
+        in_eval = given["eval_precision"]
+        return cls(
+            **{option.name: given[option.name] for option in fields(cls) if option.name in given}
+            | {
+                "precision": precision,
+                "eval_precision": None if in_eval is None else checked_precision("eval_precision", in_eval),
+                "weights": weights_meant(given["precision"], given["weights"]),
+                "float8_config": (
+                    checked_config(f"{owner}('fp8')", given["float8_config"]) if precision == "fp8" else None
+                ),
+                "loss_scale": _checked_loss_scale(given),
+            }
+        )
+
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """The dtype that training computes in; bfloat16 for fp8."""
+        return TRAINING_DTYPES[self.precision]
+
     @property
     def op_rules(self) -> OpRules | None:
         """The rules, read from their file."""
@@ -70,7 +105,7 @@ class PrecisionSettings:
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of a model, for the engine that shards it."""
         return DtypePlan(
-            compute=TRAINING_DTYPES[self.precision],  # type: ignore[arg-type] # a name is made of it
+            compute=self.training_dtype,  # type: ignore[arg-type] # a name is made of it
             fp32_modules=self.fp32_modules,
             reduce=self.reduce,
             weights=self.weights,
@@ -87,20 +122,14 @@ class PrecisionSettings:
         return self.precision == "fp16"
 
 
-def checked_loss_scale(**options: Any) -> LossScaleOptions:
-    """Return the options of a loss scale, each of the type of its default.
-
-    Raises:
-        TypeError: one is of another type.
-        ValueError: a number is out of range, or a word unknown.
-    """
-    for name, value in options.items():
-        default = getattr(LossScaleOptions(), name)
-        if isinstance(default, bool):
-            flag(name, value)
-        elif not isinstance(default, str):
-            number(name, value, none=default is None)
-    return LossScaleOptions(**options)
+def _checked_loss_scale(given: Mapping[str, Any]) -> LossScaleOptions:
+    """Return the options of a loss scale, each of the type of its default."""
+    for option in fields(LossScaleOptions):
+        if isinstance(option.default, bool):
+            flag(option.name, given[option.name])
+        elif not isinstance(option.default, str):
+            number(option.name, given[option.name], none=option.default is None)
+    return LossScaleOptions.among(given)
 
 
 def _check_names(option: str, given: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.parameter_names import params_of
 
 
@@ -58,7 +59,24 @@ class StrayGradients:
         finally:
             self._expected = before
 
-    def of(self, optimizer: Optimizer) -> list[Tensor]:
+    def refuse(self, optimizer: Optimizer, scaler: GradScaler, *, scaled: bool) -> None:
+        """Raise if an optimizer is to step with gradients that did not come from ``manual_backward``.
+
+        Args:
+            optimizer: it is about to step.
+            scaler: knows its gradients.
+            scaled: whether ``manual_backward`` has run since its last step.
+
+        Raises:
+            RuntimeError: their loss was not scaled; the text names them.
+        """
+        strays = self._of(optimizer)
+        if not scaled and scaler.has_new_gradients(optimizer):
+            strays = [param for param in params_of(optimizer) if param.grad is not None]
+        if strays:
+            raise RuntimeError(_text(optimizer, strays, scaler.parameter_names(optimizer)))
+
+    def _of(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters of an optimizer that have a stray gradient now."""
         if not self._strays:
             return []
@@ -70,14 +88,8 @@ class StrayGradients:
         ]
 
 
-def stray_text(optimizer: Optimizer, strays: list[Tensor], names: list[str]) -> str:
-    """Say which gradients are stray and what to write instead, for the error.
-
-    Args:
-        optimizer: the optimizer that was to step.
-        strays: those of its parameters that have stray gradients.
-        names: the names of all its parameters.
-    """
+def _text(optimizer: Optimizer, strays: list[Tensor], names: list[str]) -> str:
+    """Say which gradients are stray and what to write instead; ``names`` are those of all parameters."""
     name_of = dict(zip(map(id, params_of(optimizer)), names, strict=True))
     listed = ", ".join(name_of[id(param)] for param in strays[:3]) + (", ..." if strays[3:] else "")
     return (

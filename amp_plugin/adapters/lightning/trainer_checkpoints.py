@@ -1,4 +1,4 @@
-"""Checkpoints that the stock plugins read, and theirs read here."""
+"""Exchange checkpoints with the stock plugins, in both directions."""
 
 from __future__ import annotations
 

@@ -31,11 +31,11 @@ from amp_plugin.adapters.lightning.strategies import (
     refuse_unsupported,
     scaler_options,
 )
-from amp_plugin.adapters.lightning.stray_gradients import StrayGradients, stray_text
+from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.casting.invalidate import invalidate
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -102,6 +102,7 @@ class TrainerPrecision(TrainerCheckpoints):
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
+        super()._begin()
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
         self._runs_again = False
@@ -205,7 +206,7 @@ class TrainerPrecision(TrainerCheckpoints):
         """Forget cast weights between training and evaluation: callbacks swap in averaged ones there."""
         if evaluating is not self._evaluated:
             self._evaluated = evaluating
-            self._forget_casts()
+            invalidate()
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
@@ -295,14 +296,15 @@ class TrainerPrecision(TrainerCheckpoints):
         result = closure()
         if self._scaler.is_enabled():
             self._unscale(optimizer, model)
-        elif self.observers and self._norm_is_lost(model):
+        elif self.observers and (not self._may_skip or self._hooks_of(model).norm_is_lost):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._is_clip_unseen(model)
+        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._hooks_of(model).clip_is_unseen
         try:
             self._after_closure(model, optimizer)
         finally:
             self._leaves_clip_to_step = False
-        if (self._scaler.has_scaled or not self._scaler.is_enabled()) and self._is_clipped_last(model):
+        measured = self._scaler.has_scaled or not self._scaler.is_enabled()
+        if measured and self._hooks_of(model).clip_is_last:
             self._scaler.assume_unchanged(optimizer)
         return result
 
@@ -310,46 +312,23 @@ class TrainerPrecision(TrainerCheckpoints):
     def _may_skip(self) -> bool:
         return self._scaler.is_enabled() or self.settings.on_nonfinite != "ignore"
 
-    def _norm_is_lost(self, model: Any) -> bool:
-        """Whether nothing else takes the norm of unscaled gradients, or only once they were changed."""
-        trainer = model.trainer
-        by_value = (trainer.gradient_clip_val or 0) > 0 and trainer.gradient_clip_algorithm == "value"
-        return not self._may_skip or (not self._manual and (by_value or self._hooks_of(model).read_gradients))
-
     def _unscale(self, optimizer: Optimizer, model: Any) -> None:
         """Refuse gradients of unscaled losses; unscale the others if a hook may read them."""
         scaled = self._stepped_after.get(id(optimizer), 0) != self._backwards
         self._stepped_after[id(optimizer)] = self._backwards
         if self._manual:
-            self._refuse_stray_gradients(optimizer, scaled=scaled)
+            self._strays.refuse(optimizer, self._scaler, scaled=scaled)
         if scaled and self._hooks_of(model).read_gradients:
             self._scaler.ensure_unscaled(optimizer)
-
-    def _is_clip_unseen(self, model: Any) -> bool:
-        """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
-        return self._is_clipped_last(model) and not self._hooks_of(model).read_gradients
-
-    def _is_clipped_last(self, model: Any) -> bool:
-        """Whether the step follows on Lightning's own clipping, without user code in between."""
-        clips = (model.trainer.gradient_clip_val or 0) > 0
-        return clips and not (self._manual or self._hooks_of(model).clip)
 
     def _hooks_of(self, model: Any) -> UserHooks:
         if self._user_hooks is None:
             overridden = self.package.utilities.model_helpers.is_overridden
-            self._user_hooks = UserHooks(model, overridden, self._is_extended)
+            self._user_hooks = UserHooks(model, overridden, self._is_extended, manual=self._manual)
         return self._user_hooks
 
     def _is_extended(self, method: str) -> bool:
         return is_extended(self, (TrainerPrecision, self._plain), method)
-
-    def _refuse_stray_gradients(self, optimizer: Optimizer, *, scaled: bool) -> None:
-        """Raise if gradients did not come from ``manual_backward``: their loss was not scaled."""
-        strays = self._strays.of(optimizer)
-        if not scaled and self._scaler.has_new_gradients(optimizer):
-            strays = [param for param in params_of(optimizer) if param.grad is not None]
-        if strays:
-            raise RuntimeError(stray_text(optimizer, strays, self._scaler.parameter_names(optimizer)))
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._holds.after_step(optimizer, result)

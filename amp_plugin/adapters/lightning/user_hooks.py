@@ -25,6 +25,7 @@ class UserHooks:
         model: the LightningModule.
         is_overridden: whether a user has written a hook of a module or a callback.
         is_extended: whether a user has written a method of the plugin.
+        manual: whether the module steps optimizers itself.
     """
 
     def __init__(
@@ -32,10 +33,13 @@ class UserHooks:
         model: Any,
         is_overridden: Callable[[str, Any], bool],
         is_extended: Callable[[str], bool],
+        *,
+        manual: bool,
     ) -> None:
         self._model = model
         self._is_overridden = is_overridden
         self._is_extended = is_extended
+        self._manual = manual
 
     @cached_property
     def read_gradients(self) -> bool:
@@ -57,6 +61,26 @@ class UserHooks:
         return any(map(self._is_extended, _CLIPPING_OF_PLUGINS)) or any(
             self._is_overridden(method, self._model) for method in methods
         )
+
+    @property
+    def clip_is_last(self) -> bool:
+        """Whether the step follows on Lightning's own clipping, without code of the user in between."""
+        return self._clips and not (self._manual or self.clip)
+
+    @property
+    def clip_is_unseen(self) -> bool:
+        """Whether no code of the user can tell a clip in the gradients from one that the step works in."""
+        return self.clip_is_last and not self.read_gradients
+
+    @property
+    def norm_is_lost(self) -> bool:
+        """Whether the norm of unscaled gradients is taken only once they may have been changed."""
+        by_value = self._clips and self._model.trainer.gradient_clip_algorithm == "value"
+        return not self._manual and (by_value or self.read_gradients)
+
+    @property
+    def _clips(self) -> bool:
+        return (self._model.trainer.gradient_clip_val or 0) > 0
 
 
 def is_extended(plugin: Any, known: tuple[type, ...], method: str) -> bool:

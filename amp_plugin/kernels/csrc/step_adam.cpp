@@ -30,21 +30,23 @@ struct AdamRule {
         correction(std::sqrt(1 - std::pow(options.beta2, step))),
         decay(static_cast<float>(options.weight_decay)),
         kept(static_cast<float>(1 - options.lr * options.weight_decay)),
-        lerp(static_cast<float>(1 - options.beta1)),
+        share(static_cast<float>(1 - options.beta1)),
         beta2(static_cast<float>(options.beta2)),
         square(static_cast<float>(1 - options.beta2)),
         eps(static_cast<float>(options.eps)),
         step_size(static_cast<float>(-options.lr / (1 - std::pow(options.beta1, step)))),
         decays(options.weight_decay != 0 && !options.decoupled),
-        shrinks(options.weight_decay != 0 && options.decoupled) {}
+        shrinks(options.weight_decay != 0 && options.decoupled),
+        starts_at_grad(share >= 0.5F) {
+    if (share >= 0.5F) share -= 1;  // the first moment moves from the gradient, as in torch's lerp
+  }
 
   [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
     grad = divisor.divide(grad);
-    if (decays) grad = at::vec::fmadd(param, Floats(decay), grad);
-    if (shrinks) param = param * Floats(kept);
+    grad = decays.of(at::vec::fmadd(param, Floats(decay), grad), grad);
+    param = shrinks.of(param * Floats(kept), param);
     const Floats difference = grad - states[0];
-    states[0] = lerp < 0.5F ? at::vec::fmadd(Floats(lerp), difference, states[0])
-                            : at::vec::fmadd(Floats(lerp - 1), difference, grad);
+    states[0] = at::vec::fmadd(Floats(share), difference, starts_at_grad.of(grad, states[0]));
     states[1] = at::vec::fmadd(Floats(square) * grad, grad, states[1] * Floats(beta2));
     Floats largest = states[1];
     if constexpr (amsgrad) largest = states[2] = at::vec::maximum(states[2], states[1]);
@@ -53,8 +55,8 @@ struct AdamRule {
   }
 
   Divisor divisor, correction;
-  float decay, kept, lerp, beta2, square, eps, step_size;
-  bool decays, shrinks;
+  float decay, kept, share, beta2, square, eps, step_size;
+  Choice decays, shrinks, starts_at_grad;
 };
 
 double incremented(const at::Tensor& step) {

@@ -30,23 +30,24 @@ struct SgdRule {
         momentum(static_cast<float>(options.momentum)),
         damped(static_cast<float>(1 - options.dampening)),
         step_size(static_cast<float>(-options.lr)),
+        decays(options.weight_decay != 0),
         nesterov(options.nesterov),
-        first_step(options.first_step) {}
+        starts(options.first_step) {}
 
   [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
     grad = divisor.divide(grad);
-    if (decay != 0) grad = at::vec::fmadd(param, Floats(decay), grad);
+    grad = decays.of(at::vec::fmadd(param, Floats(decay), grad), grad);
     if constexpr (has_momentum) {
       Floats& buffer = states[0];
-      buffer = first_step ? grad : at::vec::fmadd(Floats(damped), grad, buffer * Floats(momentum));
-      grad = nesterov ? at::vec::fmadd(buffer, Floats(momentum), grad) : buffer;
+      buffer = starts.of(grad, at::vec::fmadd(Floats(damped), grad, buffer * Floats(momentum)));
+      grad = nesterov.of(at::vec::fmadd(buffer, Floats(momentum), grad), buffer);
     }
     return at::vec::fmadd(grad, Floats(step_size), param);
   }
 
   Divisor divisor;
   float decay, momentum, damped, step_size;
-  bool nesterov, first_step;
+  Choice decays, nesterov, starts;
 };
 
 }  // namespace

@@ -58,21 +58,39 @@ template <typename T>
 // (Markstein, 1990), but for results below float32's normal range.
 class Divisor {
  public:
-  explicit Divisor(double divisor)
-      : divisor_(static_cast<float>(divisor)), inverse_(1 / divisor_), is_one_(divisor_ == 1) {}
+  explicit Divisor(double divisor) : divisor_(static_cast<float>(divisor)), inverse_(1 / divisor_) {}
 
   [[gnu::always_inline]] Floats divide(Floats x) const {
-    if (is_one_) return x;
     const Floats quotient = x * Floats(inverse_);
     const Floats rest = at::vec::fmadd(quotient, Floats(-divisor_), x);
     const Floats corrected = at::vec::fmadd(rest, Floats(inverse_), quotient);
-    return Floats::blendv(quotient, corrected, rest == rest);  // of an infinity there is no rest
+    // Without a rest the quotient is exact, down to the sign of a zero; of an infinity there is none.
+#if defined(CPU_CAPABILITY_AVX512)
+    constexpr int kZeroInfinityOrNan = 0x9F;
+    return _mm512_mask_mov_ps(corrected, _mm512_fpclass_ps_mask(rest, kZeroInfinityOrNan), quotient);
+#else
+    const Floats zero_or_nan = rest - rest;
+    return Floats::blendv(quotient, corrected, (zero_or_nan == Floats(0)) & (rest != Floats(0)));
+#endif
   }
 
  private:
   float divisor_;
   float inverse_;
-  bool is_one_;
+};
+
+// A choice between two numbers that is the same for all, made of both. With branches the loop's instructions
+// follow each other in pieces that the compiler does not order: a step of a pair then takes 1.4 of this.
+class Choice {
+ public:
+  explicit Choice(bool first) : mask_(std::bit_cast<float>(first ? 0xFFFFFFFFU : 0U)) {}
+
+  [[gnu::always_inline]] Floats of(const Floats& first, const Floats& second) const {
+    return Floats::blendv(second, first, Floats(mask_));
+  }
+
+ private:
+  float mask_;
 };
 
 // A float32 parameter.
@@ -97,31 +115,41 @@ struct CopiedWeight : Fp32Weight {
 // As many elements as Floats holds, as bits.
 using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 
-// The numbers at `data`, each in 32 bits, with their sign if they have one.
-template <typename Short>
-[[gnu::always_inline]] inline Words widened(const Short* data) {
+// The signed 16-bit numbers at `data`, each in 32 bits.
+[[gnu::always_inline]] inline Words widened(const int16_t* data) {
 #if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes halves
   const __m256i shorts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data));
-  const bool has_sign = std::is_signed_v<Short>;
-  return reinterpret_cast<Words>(has_sign ? _mm512_cvtepi16_epi32(shorts) : _mm512_cvtepu16_epi32(shorts));
+  return reinterpret_cast<Words>(_mm512_cvtepi16_epi32(shorts));
 #else
-  using Shorts = Short [[gnu::vector_size(sizeof(Floats) / 2)]];
-  using Same =
-      std::conditional_t<std::is_signed_v<Short>, int32_t, uint32_t> [[gnu::vector_size(sizeof(Floats))]];
+  using Shorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+  using Ints = int32_t [[gnu::vector_size(sizeof(Floats))]];
   Shorts shorts;
   std::memcpy(&shorts, data, sizeof(shorts));
-  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Same));
+  return reinterpret_cast<Words>(__builtin_convertvector(shorts, Ints));
 #endif
 }
 
-// The low 16 bits of each.
-[[gnu::always_inline]] inline void store_low_halves(const Words& words, void* data) {
-#if defined(CPU_CAPABILITY_AVX512)
-  _mm256_storeu_si256(static_cast<__m256i*>(data), _mm512_cvtepi32_epi16(reinterpret_cast<__m512i>(words)));
+// Of two vectors of 32 bits, the high halves to one place and the low ones, their highest bit turned, to
+// another.
+[[gnu::always_inline]] inline void store_halves(const Words (&words)[2], uint16_t* high, uint16_t* low) {
+#if defined(CPU_CAPABILITY_AVX512)  // of the general form GCC makes twice as many instructions
+  const __m512i low_first =
+      _mm512_broadcast_i32x4(_mm_set_epi8(15, 14, 11, 10, 7, 6, 3, 2, 13, 12, 9, 8, 5, 4, 1, 0));
+  const __m512i first = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[0]), low_first);
+  const __m512i second = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(words[1]), low_first);
+  const __m512i even = _mm512_set_epi64(14, 12, 10, 8, 6, 4, 2, 0);
+  const __m512i odd = _mm512_set_epi64(15, 13, 11, 9, 7, 5, 3, 1);
+  const __m512i lows = _mm512_permutex2var_epi64(first, even, second);
+  _mm512_storeu_si512(low, _mm512_xor_si512(lows, _mm512_set1_epi16(INT16_MIN)));
+  _mm512_storeu_si512(high, _mm512_permutex2var_epi64(first, odd, second));
 #else
   using Shorts = uint16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
-  const auto shorts = __builtin_convertvector(words, Shorts);
-  std::memcpy(data, &shorts, sizeof(shorts));
+  for (int i = 0; i < 2; ++i) {
+    const auto highs = __builtin_convertvector(words[i] >> 16, Shorts);
+    const auto lows = __builtin_convertvector(words[i] ^ 0x8000U, Shorts);
+    std::memcpy(high + i * Block::kHalf, &highs, sizeof(highs));
+    std::memcpy(low + i * Block::kHalf, &lows, sizeof(lows));
+  }
 #endif
 }
 
@@ -131,44 +159,43 @@ template <typename Short>
 // whole, for which the processor waits until they are written (1.2 to 1.4 of the step of a float32).
 struct PairedWeight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
-    const auto* high = static_cast<const uint16_t*>(row.param) + at;
+    const auto* high = static_cast<const int16_t*>(row.param) + at;
     const auto* low = static_cast<const int16_t*>(row.beside) + at;
     fetch_ahead(high);
     fetch_ahead(low);
     return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
   }
 
+  // pack_weight of each. What is missing from the high half is the low 16 bits as they are; rounding turns
+  // the highest of them.
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
-    auto* low = static_cast<int16_t*>(row.beside) + at;
-    if (block.low.has_inf_nan() || block.high.has_inf_nan()) return split_each(block, high, low);
-    split(block.low, high, low);
-    split(block.high, high + Block::kHalf, low + Block::kHalf);
+    auto* low = static_cast<uint16_t*>(row.beside) + at;
+    const bool not_finite = (block.low + block.high).has_inf_nan();
+    if (__builtin_expect(not_finite, false)) return store_each(block.low, block.high, high, low);
+    Words rounded[2];
+    block.low.store(&rounded[0]);
+    block.high.store(&rounded[1]);
+    for (Words& words : rounded) words += 0x8000U;
+    store_halves(rounded, high, low);
   }
 
  private:
-  // unpack_weight of each.
-  [[gnu::always_inline]] static Floats joined(const uint16_t* high, const int16_t* low) {
+  // unpack_weight of each; the shift drops what widening put before a high half.
+  [[gnu::always_inline]] static Floats joined(const int16_t* high, const int16_t* low) {
     const Words bits = (widened(high) << 16) + widened(low);
     return Floats::loadu(&bits);
   }
 
-  // pack_weight of each; all are finite. What is missing from the high half is the low 16 bits as they are.
-  [[gnu::always_inline]] static void split(const Floats& values, uint16_t* high, int16_t* low) {
-    Words bits;
-    values.store(&bits);
-    store_low_halves((bits + 0x8000U) >> 16, high);
-    store_low_halves(bits, low);
-  }
-
-  [[gnu::noinline]] static void split_each(const Block& block, uint16_t* high, int16_t* low) {
+  [[gnu::noinline, gnu::cold]] static void store_each(
+      Floats first, Floats second, uint16_t* high, uint16_t* low) {
     alignas(64) uint32_t bits[Block::kSize];
-    block.low.store(bits);
-    block.high.store(bits + Block::kHalf);
+    first.store(bits);
+    second.store(bits + Block::kHalf);
     for (int64_t i = 0; i < Block::kSize; ++i) {
       const WeightPair pair = pack_weight(bits[i]);
       high[i] = pair.high;
-      low[i] = pair.low;
+      low[i] = static_cast<uint16_t>(pair.low);
     }
   }
 };

@@ -1,15 +1,13 @@
-"""Run a script unchanged and list the casts that autocast makes in it."""
+"""The casts of a script as rows of data, added up in groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from amp_plugin.casting.cast_log import CastLog, log_casts
+from amp_plugin.casting.cast_log import CastLog
 from amp_plugin.casting.casts import Cast, CastTotals
-from amp_plugin.program import Program
-from amp_plugin.program_run import ProgramRun, run_program
 
 _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
     "cast": lambda cast: {
@@ -23,23 +21,6 @@ _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
     "module": lambda cast: {"module": cast.module},
     "op": lambda cast: {"op": cast.op},
 }
-
-
-def run_logged(program: Program, arguments: Sequence[str]) -> tuple[CastLog, ProgramRun]:
-    """Run a program with a cast log open.
-
-    Args:
-        program: A file or a module.
-        arguments: Its arguments.
-
-    Returns:
-        The closed log of its casts, and how the program ended.
-
-    Raises:
-        RuntimeError: The native core is not loaded.
-    """
-    log = log_casts()
-    return log, run_program(program, arguments, around=log)
 
 
 def rows(log: CastLog, by: str) -> list[dict[str, Any]]:
