@@ -18,5 +18,7 @@ def is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
-    sharded = (module for module in list(_module_state_mapping) if isinstance(module, FSDPModule))
-    return any(parameter is tensor for module in sharded for parameter in module.parameters())
+    sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    seen: set[torch.nn.Module] = set()  # most lie in another's
+    modules = (module for outer in sharded for _, module in outer.named_modules(seen))
+    return any(parameter is tensor for module in modules for parameter in module._parameters.values())

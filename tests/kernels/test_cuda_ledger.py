@@ -98,6 +98,25 @@ def test_a_scale_may_be_given_in_place_of_its_inverse(dtype):
     assert [grad.tolist() for grad in grads] == [grad.tolist() for grad in expected]
 
 
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 33])
+def test_each_gradient_of_each_block_is_compared(count):
+    """They are looked up in blocks of 16."""
+    params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(count)]
+    for param in params:
+        param.grad = torch.full((4,), 0.5, device="cuda")
+    ledger, inverse, squares = make_ledger(), scalar(1.0), count
+    for param in params:
+        param.grad, squares = torch.full((4,), 1.5, device="cuda"), squares + 8
+        for _ in range(2):
+            assert ledger.norm_check(params, inverse, 2.0)[0].item() == pytest.approx(math.sqrt(squares))
+    versions = [param.grad._version for param in params]
+    ledger.multiply_(params, scalar(2.0))
+    assert [param.grad._version for param in params] == [version + 1 for version in versions]
+    for param in params[::-1]:
+        param.grad, squares = None, squares - 9
+        assert ledger.norm_check(params, inverse, 2.0)[0].item() == pytest.approx(2 * math.sqrt(squares))
+
+
 def other_dtype(grad):  # as wide, at the same address
     return grad.view(torch.bfloat16)
 

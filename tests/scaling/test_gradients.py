@@ -69,6 +69,30 @@ def test_parameters_and_gradients_can_be_swapped_under_a_ledger(ledger_of):
     assert ledger.compare(params, 1) == 2
 
 
+@pytest.mark.parametrize("count", [15, 16, 17, 33])
+def test_every_gradient_of_many_is_looked_at(ledger_of, count):
+    """The native ledger follows pointers in blocks of 16."""
+    params = some_params(count)
+    for param in params:
+        param.grad = torch.ones(4)
+    ledger = ledger_of()
+    ledger.remember(params, 1)
+    for i, param in enumerate(params):
+        param.grad.add_(1)
+        assert ledger.compare(params, 1) == 1
+        param.grad = torch.ones(4)
+        assert ledger.compare(params, 1) == 2
+        param.grad = None
+        assert (ledger.count(params), ledger.compare(params, 1)) == (count - 1, -1)
+        params[i] = torch.nn.Parameter(torch.ones(4).half())
+        params[i].grad = torch.ones(4).half()
+        assert ledger.first_half(params) == i
+        params[i] = param
+        param.grad = torch.ones(4)
+        ledger.remember(params, 1)
+        assert (ledger.first_half(params), ledger.compare(params, 1)) == (-1, 0)
+
+
 def test_hooks_on_finished_gradients_are_found(ledger_of):
     params = some_params()
     ledger = ledger_of()

@@ -52,7 +52,7 @@ def loss_of(net, step, share, factor=None):
 
 
 def optimizer_of(params, *, fused=False):
-    return torch.optim.AdamW(params, lr=1e-2, fused=fused)
+    return torch.optim.AdamW(params, lr=1e-2, fused=fused, foreach=not fused)  # as torch chooses on a GPU
 
 
 def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS):

@@ -81,13 +81,17 @@ Table Device::table(const Rows& rows, Handle stream) {
 }
 
 Table Device::table(at::TensorList tensors, Handle stream) {
-  if (const std::optional<Table> kept = kept_table(tensors, stream)) return *kept;
+  if (!tensors.empty()) {
+    const std::optional<KeptTable> kept = kept_table(tensors.size(), tensors[0], stream);
+    if (kept && are_of(kept->rows->data(), tensors, device())) return kept->table;
+  }
   return table(rows_of(tensors, {}, device()), stream);
 }
 
-std::optional<Table> Device::kept_table(at::TensorList tensors, Handle stream) {
+std::optional<KeptTable> Device::kept_table(size_t count, const at::Tensor& first, Handle stream) {
+  if (count == 0) return std::nullopt;
   const InContext context(context_);
-  return is_captured(stream) ? std::nullopt : tables_.kept(tensors, stream);
+  return is_captured(stream) ? std::nullopt : tables_.kept(count, first, stream);
 }
 
 Handle Device::function(size_t kernel) {

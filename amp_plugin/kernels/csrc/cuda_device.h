@@ -42,8 +42,8 @@ class Device {
   Table table(const Rows& rows, Handle stream);
   // Of dense tensors that are read, or written in place.
   Table table(at::TensorList tensors, Handle stream);
-  // The same where it is on the device and nothing is captured, without a wait; see TableCache::kept.
-  std::optional<Table> kept_table(at::TensorList tensors, Handle stream);
+  // One on the device where nothing is captured, without a wait; see TableCache::kept.
+  std::optional<KeptTable> kept_table(size_t count, const at::Tensor& first, Handle stream);
   int64_t uploads() const { return tables_.uploads(); }
 
   // Launches a kernel; the arguments have exactly the types of its parameters.

@@ -33,14 +33,19 @@ GradientTable::GradientTable(Device& device, at::TensorList gradients)
   table_ = device.table(gradients, stream_);
 }
 
-std::unique_ptr<KnownGradients> GradientTable::kept(at::TensorList gradients, const at::Tensor& scale) {
+std::unique_ptr<KnownGradients> GradientTable::kept(
+    size_t count, const at::Tensor& first, const at::Tensor& scale) {
   if (!scale.is_cuda()) return nullptr;
   Device* device = Device::find(scale.device().index());
   if (device == nullptr) return nullptr;
   const Handle stream = device->stream();
-  const std::optional<Table> table = device->kept_table(gradients, stream);
-  if (!table) return nullptr;
-  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, *table, gradients.size()));
+  std::optional<KeptTable> kept = device->kept_table(count, first, stream);
+  if (!kept) return nullptr;
+  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, std::move(*kept), count));
+}
+
+bool GradientTable::are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const {
+  return are_of(rows_->data() + begin, gradients, count, device_.device());
 }
 
 Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const {

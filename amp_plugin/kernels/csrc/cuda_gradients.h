@@ -17,19 +17,21 @@ class GradientTable final : public KnownGradients {
   // The table of dense gradients; it is uploaded if one of them has moved.
   GradientTable(Device& device, at::TensorList gradients);
   // See known_gradients().
-  static std::unique_ptr<KnownGradients> kept(at::TensorList gradients, const at::Tensor& scale);
+  static std::unique_ptr<KnownGradients> kept(size_t count, const at::Tensor& first, const at::Tensor& scale);
 
+  bool are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const override;
   // One launch each.
   Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const override;
   at::Tensor multiply_(const at::Tensor& factor) const override;
 
  private:
-  GradientTable(Device& device, Handle stream, const Table& table, size_t count)
-      : device_(device), stream_(stream), table_(table), count_(count) {}
+  GradientTable(Device& device, Handle stream, KeptTable kept, size_t count)
+      : device_(device), stream_(stream), table_(kept.table), rows_(std::move(kept.rows)), count_(count) {}
 
   Device& device_;
   Handle stream_;
   Table table_;
+  KeptRows rows_;  // null for gradients that need no comparison
   size_t count_;
 };
 

@@ -40,7 +40,6 @@ void require_aligned(uint64_t address, uint64_t numel, size_t size, size_t i, si
       ", no multiple of its element size of ", size, " bytes; pass tensor.clone()");
 }
 
-// Whether the tensor is what the row was made of; false also where rows_of would raise, or copy first.
 bool is_of(const Row& row, const at::Tensor& tensor, c10::Device device) {
   if (!is_plain(tensor) || tensor.device() != device) return false;
   c10::TensorImpl& impl = *tensor.unsafeGetTensorImpl();
@@ -75,6 +74,24 @@ void give_back(void* held) {
 }
 
 }  // namespace
+
+bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device) {
+  for (size_t i = 0; i < count; ++i) {  // so that all are on their way before one is waited for
+    const auto* storage = tensors[i]->unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    __builtin_prefetch(reinterpret_cast<const char*>(storage) + 16);
+    __builtin_prefetch(reinterpret_cast<const char*>(storage) + 60);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!is_of(rows[i], *tensors[i], device)) return false;
+  }
+  return true;
+}
+
+bool are_of(const Row* rows, at::TensorList tensors, c10::Device device) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return is_of(*rows++, tensor, device);
+  });
+}
 
 uint8_t code_of(at::ScalarType type) {
   switch (type) {
@@ -168,26 +185,16 @@ const TableCache::Entry* TableCache::find(const Rows& rows, Handle stream) {
   return nullptr;
 }
 
-std::optional<Table> TableCache::kept(at::TensorList tensors, Handle stream) {
-  if (tensors.empty()) return std::nullopt;
-  std::shared_ptr<const std::vector<Row>> rows;
-  Table table;
-  {
-    const std::unique_lock lock(mutex_, std::try_to_lock);
-    if (!lock.owns_lock()) return std::nullopt;
-    const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
-      return candidate.stream == stream && candidate.rows->size() == tensors.size() &&
-          candidate.table.count == tensors.size() && is_of(candidate.rows->front(), tensors[0], device_);
-    });
-    if (entry == entries_.end()) return std::nullopt;
-    entries_.splice(entries_.begin(), entries_, entry);
-    rows = entry->rows;
-    table = entry->table;
-  }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    if (!is_of((*rows)[i], tensors[i], device_)) return std::nullopt;
-  }
-  return table;
+std::optional<KeptTable> TableCache::kept(size_t count, const at::Tensor& first, Handle stream) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return std::nullopt;
+  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
+    return candidate.stream == stream && candidate.rows->size() == count && candidate.table.count == count &&
+        is_of(candidate.rows->front(), first, device_);
+  });
+  if (entry == entries_.end()) return std::nullopt;
+  entries_.splice(entries_.begin(), entries_, entry);
+  return KeptTable{.rows = entry->rows, .table = entry->table};
 }
 
 // From pinned memory, which torch's host allocator hands out again only behind the copy.

@@ -56,6 +56,16 @@ struct Rows {
 };
 Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device);
 
+// Whether tensors are what the rows were made of; false also where rows_of would raise, or copy first.
+bool are_of(const Row* rows, const at::Tensor* const* tensors, size_t count, c10::Device device);
+bool are_of(const Row* rows, at::TensorList tensors, c10::Device device);
+
+using KeptRows = std::shared_ptr<const std::vector<Row>>;
+struct KeptTable {
+  KeptRows rows;  // read while others look up tables
+  Table table;
+};
+
 // The tables of one device.
 //
 // A table is immutable once it is on the device, but for what kernels leave in it and take away again. It is
@@ -67,15 +77,16 @@ class TableCache {
 
   // For a launch on the stream; one that is captured gets a table that lives as long as its graph.
   Table of(const Rows& rows, Handle stream, bool captured);
-  // The one on the device of dense tensors that are read, or written in place: each is read once. None if one
-  // has moved, or if somebody else is looking up a table now, and may wait for the device.
-  std::optional<Table> kept(at::TensorList tensors, Handle stream);
+  // The one on the device of so many dense tensors that are read, or written in place, of which the first has
+  // not moved; the caller compares the others. None if there is none, or if somebody else is looking up a
+  // table now, and may wait for the device.
+  std::optional<KeptTable> kept(size_t count, const at::Tensor& first, Handle stream);
   int64_t uploads() const { return uploads_; }
 
  private:
   struct Entry {
     Handle stream;
-    std::shared_ptr<const std::vector<Row>> rows;  // read while others look up tables
+    KeptRows rows;
     Memory::Block memory;
     Table table;
   };

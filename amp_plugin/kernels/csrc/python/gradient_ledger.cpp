@@ -22,6 +22,7 @@
 #include "../op_calls.h"
 #include "../plain_tensor.h"
 #include "binding.h"
+#include "gradient_blocks.h"
 #include "local_gradient.h"
 
 namespace amp_plugin {
@@ -97,20 +98,17 @@ std::vector<at::Tensor> gradients(List params) {
   return grads;
 }
 
-// The gradients without references of their own, which cost two atomic operations a tensor. Good while the
+// Gradients without references of their own, which cost two atomic operations a tensor. Good while the
 // GIL is held: parameters keep their gradients, and nobody replaces those during a call.
 class BorrowedGradients {
  public:
-  explicit BorrowedGradients(List params)
-      : memory_(std::make_unique_for_overwrite<std::byte[]>(params.size() * sizeof(at::Tensor))) {
-    auto* next = reinterpret_cast<at::Tensor*>(memory_.get());
-    for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
-      if (!grad.defined()) continue;
-      new (next++)
-          at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(local_part(grad)));  // never destroyed
-      ++count_;
-    }
+  explicit BorrowedGradients(size_t most)
+      : memory_(std::make_unique_for_overwrite<std::byte[]>(most * sizeof(at::Tensor))) {}
+
+  void add(const at::Tensor& grad) {
+    new (reinterpret_cast<at::Tensor*>(memory_.get()) + count_)
+        at::Tensor(c10::MaybeOwnedTraits<at::Tensor>::createBorrow(grad));  // never destroyed
+    ++count_;
   }
 
   at::TensorList tensors() const { return {reinterpret_cast<const at::Tensor*>(memory_.get()), count_}; }
@@ -120,55 +118,94 @@ class BorrowedGradients {
   size_t count_ = 0;
 };
 
+struct Known {
+  BorrowedGradients grads;
+  std::unique_ptr<KnownGradients> table;  // null where the op has to be called
+};
+
+// The parameters' own gradients, all there and plain. No table if one is not so, or has moved.
+Known known_whole(List params, const at::Tensor& scale) {
+  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
+  const bool same = visit_blocks(params, [&](size_t begin, const GradientBlock& grads, size_t count) {
+    for (size_t i = 0; i < count; ++i) {
+      if (!grads[i]->defined()) return false;
+      known.grads.add(*grads[i]);
+    }
+    if (begin == 0) known.table = known_gradients(params.size(), *grads[0], scale);
+    return known.table != nullptr && known.table->are_same(begin, grads.data(), count);
+  });
+  if (!same) known.table = nullptr;
+  return known;
+}
+
+// The gradients that there are, of DTensors this rank's part.
+Known known_parts(List params, const at::Tensor& scale) {
+  Known known{.grads = BorrowedGradients(params.size()), .table = nullptr};
+  visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
+    if (grad.defined()) known.grads.add(local_part(grad));
+    return true;
+  });
+  const at::TensorList grads = known.grads.tensors();
+  if (!grads.empty()) known.table = known_gradients(grads.size(), grads[0], scale);
+  for (size_t i = 0; known.table != nullptr && i < grads.size(); ++i) {
+    const at::Tensor* grad = &grads[i];
+    if (!known.table->are_same(i, &grad, 1)) known.table = nullptr;
+  }
+  return known;
+}
+
 // Launches on gradients on a GPU that have not moved, past the dispatcher, which would read each once more.
 // `launch` takes them; no result where the op has to be called.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
     -> std::optional<decltype(launch(std::declval<const KnownGradients&>()))> {
   if (!scale.is_cuda() || !op_calls::nobody_watches()) return std::nullopt;
-  const BorrowedGradients grads(params);
-  const std::unique_ptr<KnownGradients> known = known_gradients(grads.tensors(), scale);
-  if (known == nullptr) return std::nullopt;
-  if (writes) increment_versions(grads.tensors());
+  Known known = known_whole(params, scale);
+  if (known.table == nullptr) known = known_parts(params, scale);
+  if (known.table == nullptr) return std::nullopt;
+  if (writes) increment_versions(known.grads.tensors());
   const python::WithoutGil others_may_run;  // a launch waits where the device is far behind
-  return launch(*known);
+  return launch(*known.table);
 }
 
 class GradientLedger {
  public:
   int64_t count(List params) const {
     int64_t present = 0;
-    for (size_t i = 0; i < params.size(); ++i) present += grad_of(param_at(params, i)).defined();
+    visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
+      present += grad.defined();
+      return true;
+    });
     return present;
   }
 
   void remember(List params, int64_t slot) {
     std::vector<Mark>& marks = marks_[slot];
     marks.resize(params.size());
-    for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
+    visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
       if (grad.defined())
         mark(marks[i], grad);
       else
         marks[i] = Mark{};
-    }
+      return true;
+    });
   }
 
   int64_t compare(List params, int64_t slot) const {
     const auto found = marks_.find(slot);
     int64_t worst = kSame;
-    for (size_t i = 0; i < params.size(); ++i) {
+    const bool in_place = visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
       const Mark* seen = found == marks_.end() ? nullptr : &found->second.at(i);
-      const at::Tensor& grad = grad_of(param_at(params, i));
       if (!grad.defined()) {
         if (seen != nullptr && seen->address != nullptr && worst == kSame) worst = kGone;
       } else if (seen == nullptr || seen->address != owner_of(grad) || seen->offset != offset_of(grad)) {
-        return kNew;
+        return false;
       } else if (seen->version != version_of(grad)) {
         worst = kChanged;
       }
-    }
-    return worst;
+      return true;
+    });
+    return in_place ? worst : kNew;
   }
 
   // A ledger of the parameters at these positions, with all that was noted of them.
@@ -186,16 +223,16 @@ class GradientLedger {
   std::tuple<Owned, Owned> survey(List params) const {
     const at::Tensor* first = nullptr;
     std::vector<int64_t> present;
-    for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
-      if (!grad.defined()) continue;
+    const bool alike = visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
+      if (!grad.defined()) return true;
       if (!is_plain(grad) || !is_supported(grad.scalar_type()) ||
           (first != nullptr && first->device() != grad.device()))
-        return {python::none(), python::none()};
+        return false;
       if (first == nullptr) first = &grad;
       present.push_back(static_cast<int64_t>(i));
-    }
-    if (first == nullptr) return {python::none(), python::none()};
+      return true;
+    });
+    if (!alike || first == nullptr) return {python::none(), python::none()};
     const bool has_all = present.size() == params.size();
     return {python::owned(THPDevice_New(first->device())), has_all ? python::none() : to_python(present)};
   }
@@ -221,11 +258,12 @@ class GradientLedger {
   }
 
   int64_t first_half(List params) const {
-    for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
-      if (grad.defined() && grad.scalar_type() == at::kHalf) return static_cast<int64_t>(i);
-    }
-    return -1;
+    int64_t position = -1;
+    visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
+      if (grad.defined() && grad.scalar_type() == at::kHalf) position = static_cast<int64_t>(i);
+      return position < 0;
+    });
+    return position;
   }
 
   // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
