@@ -32,7 +32,7 @@ from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.compiler import SharedObject, jobs, python_headers
 from amp_plugin.kernels.prebuilt import FOLDER, find_prebuilt
 from amp_plugin.kernels.shared_object import Built, obtain
-from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, link_flags
+from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, link_flags, vector_flags
 from amp_plugin.user_warnings import warn_user
 
 SOURCES = Path(__file__).parent / "csrc"
@@ -208,13 +208,17 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
         sources=_library_sources(sources),
         headers=_files(sources, "*.h"),
         include_dirs=include_dirs(),
-        compile_flags=compile_flags(machine),
+        compile_flags=compile_flags(
+            "-O1"
+        ),  # what decides about one op has no loops; above it, no call is faster
         link_flags=(
             *link_flags("torch_cpu", "c10", portable=machine.portable),
             f"-Wl,-soname,{LIBRARY}",
         ),
         joined=_joined(),
         apart=_apart(),
+        vector_flags=vector_flags(machine),
+        vectorized=(*ARITHMETIC, FOR_CUDA),
     )
 
 
@@ -227,7 +231,7 @@ def region_target(sources: Path, machine: Machine, folder: Path | None = None) -
         sources=_files(sources / "python", "*.cpp"),
         headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
         include_dirs=(*include_dirs(), python_headers()),
-        compile_flags=compile_flags(machine),
+        compile_flags=compile_flags(),
         link_flags=(
             *link_flags("torch_python", "torch_cpu", "c10", portable=machine.portable),
             *paths,

@@ -47,10 +47,12 @@ class Unit:
     Attributes:
         name: What its object file is called.
         sources: One or more C++ files; they share one anonymous namespace.
+        flags: For the compiler, besides those of all units.
     """
 
     name: str
     sources: tuple[Path, ...]
+    flags: tuple[str, ...] = ()
 
     def file(self, folder: Path) -> Path:
         """Return the file to compile; one that includes all sources is written to ``folder``."""
@@ -71,6 +73,8 @@ class SharedObject:
         headers: Our own headers, which the sources include by name.
         include_dirs: Folders with the headers of others.
         compile_flags: For each source; no paths.
+        vector_flags: Besides, for a unit with a source that loops over elements; they come last and win.
+        vectorized: How the names of such sources begin.
         link_flags: For the linker.
         joined: Compile all sources as one translation unit. Torch's headers are most of the work, and
             are then read once; a change to one source compiles all of them again.
@@ -86,11 +90,13 @@ class SharedObject:
     link_flags: tuple[str, ...]
     joined: bool = False
     apart: tuple[tuple[str, ...], ...] = ()
+    vector_flags: tuple[str, ...] = ()
+    vectorized: tuple[str, ...] = ()
 
     def units(self) -> tuple[Unit, ...]:
         """Return the translation units: one or a few of all sources if they are joined, else one each."""
         if not self.joined or len(self.sources) == 1:
-            return tuple(Unit(name=source.stem, sources=(source,)) for source in self.sources)
+            return tuple(self._unit(source.stem, [source]) for source in self.sources)
         name = self.file_name.partition(".")[0]
         grouped = [
             [source for source in self.sources if source.name.startswith(group)] for group in self.apart
@@ -100,7 +106,11 @@ class SharedObject:
             (name, rest),
             *((f"{name}_{words[0]}apart", files) for words, files in zip(self.apart, grouped, strict=True)),
         ]
-        return tuple(Unit(name=part, sources=tuple(files)) for part, files in parts if files)
+        return tuple(self._unit(part, files) for part, files in parts if files)
+
+    def _unit(self, name: str, sources: Sequence[Path]) -> Unit:
+        computes = any(source.name.startswith(self.vectorized) for source in sources)
+        return Unit(name=name, sources=tuple(sources), flags=self.vector_flags if computes else ())
 
 
 def find_compiler() -> Compiler:
@@ -189,7 +199,8 @@ def compile_shared_object(
         RuntimeError: A command failed; the text is the command and all it printed.
     """
     messages = compile_objects(compiler, target, objects, folder)
-    inputs = [str(objects[unit]) for unit in target.units()]
+    # Of a function in several units the linker takes the first: that of the units with more flags.
+    inputs = [str(objects[unit]) for unit in sorted(target.units(), key=lambda unit: not unit.flags)]
     result = str(folder / target.file_name)
     return messages + _run([*compiler.command, *inputs, *target.link_flags, "-o", result])
 
@@ -204,7 +215,8 @@ def compile_objects(
     def compile_unit(unit: Unit) -> str:
         unfinished = folder / objects[unit].name
         file = unit.file(folder)
-        arguments = [*target.compile_flags, *own, *others, "-c", str(file), "-o", str(unfinished)]
+        flags = [*target.compile_flags, *unit.flags, *own, *others]
+        arguments = [*flags, "-c", str(file), "-o", str(unfinished)]
         messages = _run([*compiler.command, *arguments])
         unfinished.replace(objects[unit])
         return messages

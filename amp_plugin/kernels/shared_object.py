@@ -116,6 +116,7 @@ def _compilation_identity(target: SharedObject) -> dict[str, str]:
         "torch commit": str(torch.version.git_version),
         "cpu": cpu_identity(),
         "compile flags": " ".join(target.compile_flags),
+        "vector flags": " ".join(target.vector_flags),
     }
 
 

@@ -18,7 +18,7 @@ from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.compiler import Unit, find_compiler, included_headers, python_headers
-from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs
+from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, vector_flags
 from tests.warm_processes import call
 
 LIBRARY = 'extern "C" int small_answer() { return 42; }\n'
@@ -241,6 +241,7 @@ def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatc
     vectors = {source for source in library.sources if has_vectors(source)}
     assert len(vectors) > 3
     assert vectors <= set(arithmetic.sources)
+    assert (rest.flags, arithmetic.flags) == ((), vector_flags())
 
 
 @pytest.mark.parametrize(
@@ -292,7 +293,8 @@ def check_without_warnings(sources: list[Path], folder: Path, machine: Machine |
     joined = Unit(name="all", sources=tuple(sources)).file(folder)
     command = [
         *find_compiler().command,
-        *compile_flags(machine),
+        *compile_flags(),
+        *vector_flags(machine),
         *("-O0", "-Werror", "-Wno-psabi", "-fsyntax-only"),  # vectors are returned by what is inlined only
         *includes,
         str(joined),

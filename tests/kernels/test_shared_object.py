@@ -158,6 +158,23 @@ def test_a_group_of_joined_sources_is_a_unit_of_its_own(
     assert len(calls.read_text().split()) == 2
 
 
+@pytest.mark.parametrize("joined", [False, True])
+def test_sources_that_compute_get_more_flags(sources: Path, root: Path, joined: bool) -> None:
+    (sources / "other.cpp").write_text('extern "C" int other() { return COMPUTES; }\n')
+    wanted = dataclasses.replace(
+        target(sources),
+        joined=joined,
+        apart=(("other",),),
+        vector_flags=("-DCOMPUTES=5",),
+        vectorized=("other",),
+    )
+    assert {unit.sources[0].name: unit.flags for unit in wanted.units()}["other.cpp"] == ("-DCOMPUTES=5",)
+    assert [unit.flags for unit in wanted.units()].count(()) == len(wanted.units()) - 1
+    assert ctypes.CDLL(str(obtain(wanted, root).path)).other() == 5
+    changed = dataclasses.replace(wanted, vector_flags=("-DCOMPUTES=6",))
+    assert ctypes.CDLL(str(obtain(changed, root).path)).other() == 6
+
+
 def test_an_error_in_joined_sources_names_the_source(sources: Path, root: Path) -> None:
     (sources / "other.cpp").write_text("\nint other() { return unheard_of; }\n")
     with pytest.raises(RuntimeError, match=r"other\.cpp:2:.*error:.*unheard_of"):

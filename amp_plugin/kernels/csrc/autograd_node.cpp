@@ -1,15 +1,40 @@
 #include "autograd_node.h"
 
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_to_copy_ops.h>
 #include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/generated/Functions.h>
 #include <torch/csrc/autograd/variable.h>
+
+#include "new_tensor.h"
+
+// As in <torch/csrc/autograd/generated/Functions.h>, which includes the headers of all ops. The rest of its
+// virtual functions are found in torch's own table.
+namespace torch::autograd::generated {
+struct TORCH_API ToCopyBackward0 : public TraceableFunction {
+  using TraceableFunction::TraceableFunction;
+  variable_list apply(variable_list&& grads) override;
+  at::TensorOptions self_options;
+};
+}  // namespace torch::autograd::generated
 
 namespace amp_plugin {
 namespace {
 
 // torch's own backward of a cast.
 using CastBackward = torch::autograd::generated::ToCopyBackward0;
+
+// Whether a node that torch makes holds its options where the declaration above has them.
+bool is_as_declared() {
+  const c10::AutoGradMode with_grad(true);
+  const at::Tensor leaf = new_tensor({0}, at::kDouble).requires_grad_();
+  const at::Tensor cast = at::_ops::_to_copy::call(
+      leaf, at::kFloat, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
+  const auto* node = dynamic_cast<const CastBackward*>(cast.grad_fn().get());
+  if (node == nullptr) return false;
+  const at::TensorOptions& options = node->self_options;
+  return options.dtype() == leaf.dtype() && options.device() == leaf.device() && options.has_layout() &&
+      options.layout() == at::kStrided && !options.pinned_memory_opt().value_or(false);
+}
 
 // torch counts references to nodes inside them since 2.12, before in a shared_ptr.
 template <typename Node>
@@ -46,11 +71,16 @@ void find_gradients(const c10::TensorImpl* const* tensors, size_t count, const a
 }
 
 at::Tensor attached_cast(const at::Tensor& buffer, const at::Tensor& weight) {
+  static const bool is_known = is_as_declared();
+  TORCH_CHECK(
+      is_known, "amp_plugin: this torch keeps the backward of a cast in an unknown layout; use one of torch ",
+      "2.11 to 2.15, or regions without a CastCache.");
   at::Tensor cast = buffer.variable_data();
   auto node = make_node<CastBackward>();
   node->self_options = weight.options();
-  node->set_next_edges(torch::autograd::collect_next_edges(weight));
-  torch::autograd::set_history(cast, node);
+  node->set_next_edges({torch::autograd::impl::gradient_edge(weight)});
+  const uint32_t output = node->add_input_metadata(cast);
+  torch::autograd::impl::set_gradient_edge(cast, {std::move(node), output});
   return cast;
 }
 
