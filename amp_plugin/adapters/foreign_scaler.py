@@ -82,8 +82,13 @@ class ForeignScaler(GradScaler):
 
         Gradients in place of those of a dropped batch are shown to it too; torch's scaler raises then.
         """
+        self._unscale(optimizer, unseen=self._losses == 0)
+
+    def _unscale(self, optimizer: Any, *, unseen: bool) -> None:
+        """Unscale once; ``unseen`` losses, which a program scales itself, may have come after that."""
         seen = self._unscaled.get(optimizer)
-        if _has_gradients(optimizer) and (seen is None or seen.are_replaced(self._losses)):
+        again = seen is not None and (unseen or self._losses > seen.losses) and seen.are_replaced()
+        if _has_gradients(optimizer) and (seen is None or again):
             self.theirs.unscale_(optimizer)
             self._unscaled[optimizer] = _Unscaled(optimizer, self._losses)
 
@@ -106,7 +111,7 @@ class ForeignScaler(GradScaler):
             self._results[optimizer] = StepResult.unscaled()
             return value
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
-            self.ensure_unscaled(optimizer)
+            self._unscale(optimizer, unseen=False)
         before = self.current_scale()
         with _watched(optimizer) as taken:
             value = self.theirs.step(optimizer, *args, **kwargs)
@@ -175,22 +180,17 @@ class ForeignScaler(GradScaler):
 
 
 class _Unscaled:
-    """The gradients of an optimizer that were unscaled, after some number of losses."""
+    """The gradients of an optimizer that were unscaled, after some number of ``losses``."""
 
     def __init__(self, optimizer: Any, losses: int) -> None:
-        self._losses = losses
+        self.losses = losses
         self._params = [*params_of(optimizer)] if isinstance(optimizer, Optimizer) else []
         self._ledger = make_ledger()
         self._ledger.remember(self._params, 0)
 
-    def are_replaced(self, losses: int) -> bool:
-        """Whether later losses have made others, as after ``zero_grad()`` without a step.
-
-        Args:
-            losses: how many there have been by now.
-        """
-        changed = losses > self._losses and self._ledger.compare(self._params, 0)
-        return bool(changed == GradientLedger.NEW)
+    def are_replaced(self) -> bool:
+        """Whether there are others in their place, as after ``zero_grad()`` without a step."""
+        return bool(self._ledger.compare(self._params, 0) == GradientLedger.NEW)
 
 
 _CALLS = ("scale", "unscale_", "step", "update")

@@ -103,7 +103,7 @@ class CallReport:
             caller=site.where.caller,
             dtype=result.dtype,
             limit=torch.finfo(result.dtype).max,
-            rule=rule_of(self.traits.name, result.device.type),
+            rule=rule_of(self.traits.name, result.device.type, is_transposed=self._is_transposed),
             output=summarise(result),
             inputs=tuple(self._summary(argument) for argument in shown),
             numbers=tuple(self.scalars.items()),

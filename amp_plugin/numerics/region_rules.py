@@ -72,12 +72,13 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     return tuple(name for name in names if names_an_op(name))
 
 
-def rule_of(op: str, device_type: str) -> str:
+def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:
     """Return the rule that autocast has for an op: the open region's, else the default one.
 
     Args:
-        op: full name of what ran.
+        op: full name of what ran; one that no program calls so has the rules of those it may be called as.
         device_type: ``"cpu"``, ``"cuda"``, ...
+        is_transposed: as for :func:`callers_of`.
 
     Returns:
         A value of OpRule; ``"unchanged"`` too where no autocast is known for the device.
@@ -87,8 +88,9 @@ def rule_of(op: str, device_type: str) -> str:
     rules = _rules(device_type).rules
     if op in rules:
         return rules[op].value
-    name = autocast_name(op)
-    found = {rule.value for known, rule in rules.items() if known.split(".")[0] == name}
+    name, callers = autocast_name(op), callers_of(op, is_transposed=is_transposed)
+    names = {name} if name in callers else {name, *callers}
+    found = {rule.value for known, rule in rules.items() if known.split(".")[0] in names}
     return ", ".join(sorted(found)) or "unchanged"
 
 

@@ -88,12 +88,15 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         """Report the infinities that nothing has come of, but that are still there, and not on purpose."""
         self._scaled.close(self._origins.alive)
         if (overflow := self._scaled.last) is not None:
-            self._report(
-                overflow, f"gradients that are not finite, in the last {self._scaled.passes} backward passes"
-            )
+            passes = f"{self._scaled.passes} backward passes" if self._scaled.passes > 1 else "backward pass"
+            self._report(overflow, f"gradients that are not finite, in the last {passes}")
+        left: dict[object, list[Origin]] = {}
         for origin in dict.fromkeys(self._origins.alive()):
-            if origin.is_accident and not origin.is_scaled_gradient:
-                self._report(origin, "still there at the end of the region")
+            if origin.is_accident and not (origin.is_scaled_gradient or origin.is_reported):
+                left.setdefault(_line_of(origin), []).append(origin)
+        for first, *others in left.values():
+            more = f", and {len(others)} more that this line made" if others else ""
+            self._report(first, f"still there at the end of the region{more}")
 
     def _arrive(self, report: CallReport) -> None:
         """Report what has reached a loss, a gradient or a Python number by this op."""
@@ -208,7 +211,7 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
     def _add_consequence(self, origin: Origin, headline: str) -> None:
         """Tell of a derivative at the point where the op itself was not finite as part of that finding."""
         before = origin.finding
-        if before is not None and headline not in before.consequences:
+        if before is not None and headline not in {before.headline, *before.consequences}:
             origin.finding = replace(before, consequences=(*before.consequences, headline))
             self._amended(before, origin.finding)
 
@@ -262,7 +265,14 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         if first.is_reported or first.finding is None:
             return ()
         first.is_reported = True
-        return (first.finding.headline,)
+        is_other = origin.finding is None or first.finding.headline != origin.finding.headline
+        return (first.finding.headline,) if is_other else ()  # two gradients of one op
+
+
+def _line_of(origin: Origin) -> object:
+    """Return what the same op in the same line, as in a loop, has in common."""
+    found = origin.finding
+    return origin if found is None else (found.op, found.module, found.place)
 
 
 def _constants(report: CallReport) -> list[float]:

@@ -178,7 +178,7 @@ def _by_storage(
 ) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
     """Yield parameters that are stored as they are, then those in 16 bits with their weights."""
     if view is None:
-        yield params, []
+        yield params if isinstance(params, list) else list(params), []  # a tuple, where a program has put one
         return
     weights = view.weights(params)
     yield [param for param, weight in zip(params, weights, strict=True) if weight is None], []

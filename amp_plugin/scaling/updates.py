@@ -195,8 +195,11 @@ def _checked(new_scale: float | Tensor) -> float | Tensor:
             )
             raise ValueError(msg)
         return new_scale
-    value = float(new_scale)
+    msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
+    try:
+        value = float(new_scale)
+    except (TypeError, ValueError) as error:
+        raise ValueError(msg) from error
     if not 0 < value < float("inf"):
-        msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
         raise ValueError(msg)
     return value

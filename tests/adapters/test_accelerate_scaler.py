@@ -99,6 +99,39 @@ def test_what_it_does_is_told_saved_and_copied(tmp_path):
     assert accelerator.scaler.get_scale() == 4.0
 
 
+@pytest.mark.parametrize("new", [ours, stock])
+def test_gradients_after_a_dropped_batch_are_not_taken_for_unscaled_ones(new):
+    accelerator = new()
+    net, optimizer = replaced(accelerator, torchs(), "after prepare")
+    accelerator.backward(net(BATCHES[0]).square().mean())
+    accelerator.clip_grad_norm_(net.parameters(), 1.0)
+    optimizer.zero_grad()  # no step: the batch is dropped
+    accelerator.backward(net(BATCHES[1]).square().mean())
+    with pytest.raises(RuntimeError, match=r"unscale_\(\) has already been called on this optimizer"):
+        accelerator.clip_grad_norm_(net.parameters(), 1.0)
+
+
+def test_gradients_that_a_program_replaces_after_a_clip_are_stepped_with():
+    finals = []
+    for new in (ours, stock):
+        accelerator = new()
+        net, optimizer = replaced(accelerator, torchs(), "after prepare")
+        for batch in BATCHES:
+            accelerator.backward(net(batch).square().mean())
+            accelerator.clip_grad_norm_(net.parameters(), 0.1)
+            for param in net.parameters():
+                param.grad = param.grad + 0.01
+            optimizer.step()
+            optimizer.zero_grad()
+        finals.append([*net.parameters()])
+    torch.testing.assert_close(*finals, rtol=0, atol=0)
+
+
+def test_unscaling_before_a_loss_says_what_is_missing():
+    with pytest.raises(RuntimeError, match=r"unscale_gradients\(\) before any accelerator.backward\(loss\)"):
+        ours().unscale_gradients()
+
+
 def test_what_is_no_scaler_is_refused():
     accelerator = ours()
     before = accelerator.scaler

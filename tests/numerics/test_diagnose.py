@@ -215,8 +215,35 @@ def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
     assert found(lambda: skipped.append(train(12, 2.0**20).skipped_steps())) is None
     assert skipped[0] > 2
     assert "in 20 backward passes" in found(lambda: train(30, 2.0**60)).reached
-    assert "in the last 1 backward passes" in found(lambda: train(1, 2.0**60)).reached
+    assert "in the last backward pass" in found(lambda: train(1, 2.0**60)).reached
     assert found(lambda: train(12, 2.0**20), strict=True).direction == "backward"
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.ConvTranspose1d])
+def test_a_convolution_has_the_rule_it_is_called_by(kind):
+    conv = kind(2, 2, 3)
+    nn.init.constant_(conv.weight, 1.0)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            conv(torch.full((2, 2, 5), 6e4)).sum().backward()
+
+    finding = found(program)
+    assert (finding.op, finding.rule) == ("aten::convolution.default", "lower_precision")
+
+
+def test_two_gradients_of_one_op_are_told_once():
+    conv = nn.ConvTranspose1d(2, 2, 3)
+    inputs = torch.full((2, 2, 5), 10.0, requires_grad=True)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            outputs = conv(inputs)
+        outputs.backward(torch.full_like(outputs, 6e4))
+
+    finding = found(program)
+    assert (finding.op, finding.consequences) == ("aten::convolution_backward.default", ())
+    assert finding.rule_names[0] == "aten::conv_transpose1d"
 
 
 def test_a_step_that_overflows_a_weight():
@@ -251,6 +278,17 @@ def test_an_infinity_that_is_left_at_the_end():
     finding = found(lambda: kept.append(torch.full((2,), 12.0, dtype=torch.float16).exp()))
     assert finding.reached == "still there at the end of the region"
     assert "exp overflows fp16 above 11.09; give aten::exp the rule fp32" in finding.advice
+
+
+def test_what_a_loop_leaves_is_one_finding():
+    tens = torch.full((2,), 12.0, dtype=torch.float16)
+    with diagnose(keep_going=True) as diagnosis:
+        kept = [tens.exp() for _ in range(3)]
+        kept.append(tens.cosh())
+    assert [finding.reached for finding in diagnosis.findings] == [
+        "still there at the end of the region, and 2 more that this line made",
+        "still there at the end of the region",
+    ]
 
 
 def test_strict_stops_where_an_infinity_is_made():

@@ -527,3 +527,11 @@ def test_a_loss_scaled_by_hand_is_stepped_in_one_pass():
         run.scaler.update()
         assert run.scaler.last_step(run.optimizer).one_pass
     assert all(map(torch.equal, run.values(), theirs.values()))
+
+
+def test_parameters_may_be_kept_in_a_tuple():
+    run, theirs = Run("adamw"), Run("adamw")
+    run.optimizer.param_groups[0]["params"] = (*run.optimizer.param_groups[0]["params"],)
+    for seed in range(2):
+        assert run.step(seed).one_pass is theirs.step(seed).one_pass
+    assert all(map(torch.equal, run.values(), theirs.values()))

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+import re
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -224,8 +225,9 @@ def test_new_scale_may_be_a_number_or_a_tensor(weights):
     for value in (2, 2.0, torch.tensor(2.0)):
         scaler.update(value)
         assert scaler.get_scale() == 2.0
-    with pytest.raises(ValueError, match="new_scale=-1 is not allowed"):
-        scaler.update(-1)
+    for wrong in (-1, "large", [1.0]):
+        with pytest.raises(ValueError, match=re.escape(f"new_scale={wrong!r} is not allowed; give a finite")):
+            scaler.update(wrong)
     with pytest.raises(ValueError, match="floating tensor of one element, got \\(2,\\) of torch.float32"):
         scaler.update(torch.ones(2))
 

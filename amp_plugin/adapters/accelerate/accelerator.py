@@ -23,6 +23,7 @@ from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
 from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
 from amp_plugin.adapters.accelerate.preparation import Preparation
+from amp_plugin.adapters.accelerate.refusals import refuse_before_backward
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
@@ -342,6 +343,7 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             super().unscale_gradients(optimizer)
             return
+        refuse_before_backward(self._grad_scaler, "unscale_gradients()")
         given: Any = self._optimizers if optimizer is None else optimizer
         for prepared in given if isinstance(given, list | tuple) else [given]:
             self._grad_scaler.ensure_unscaled(torch_optimizer(prepared))
