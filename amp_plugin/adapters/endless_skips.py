@@ -15,13 +15,14 @@ class EndlessSkips(SkipsInARow):
 
     Args:
         limit: skipped steps in a row that end the run; 0: never.
-        remedies: what else to try, the end of the error's text.
+        in_fp16: what else to try where a loss was scaled, for the error's text.
+        option: how a program writes the limit, for its end.
     """
 
-    def __init__(self, limit: int, remedies: str) -> None:
+    def __init__(self, limit: int, *, in_fp16: str, option: str) -> None:
         super().__init__()
         self.limit = limit
-        self._remedies = remedies
+        self._in_fp16, self._option = in_fp16, option
 
     def results(self, *, wait: bool, explain: Callable[[ReadStep], str]) -> Iterator[StepResult]:
         """Read the results in order, and yield them.
@@ -39,11 +40,16 @@ class EndlessSkips(SkipsInARow):
             yield step.result
 
     def _text(self, step: ReadStep) -> str:
-        report = step.result.overflow_report()
+        result, report = step.result, step.result.overflow_report()
+        if result.is_scaled:
+            why = f"because gradients overflowed (loss scale {result.scale_after:g}; {report.summary()})"
+            else_try = f"{self._in_fp16}, or"
+        else:
+            why = f"because gradients are not finite ({report.summary()}), although nothing is scaled"
+            else_try = "or"
         return (
-            f"{step.in_a_row} optimizer steps in a row were skipped because gradients overflowed (loss "
-            f"scale {step.result.scale_after:g}; {report.summary()}). {report.meaning()} Look for nan in the "
-            f"loss or the data, {self._remedies}"
+            f"{step.in_a_row} optimizer steps in a row were skipped {why}. {report.meaning()} Look for nan "
+            f"in the loss or the data, {else_try} raise {self._option}"
         )
 
 

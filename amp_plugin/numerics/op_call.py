@@ -50,9 +50,12 @@ def results_of(output: Any) -> list[Argument]:
 
 
 def made_by(traits: OpTraits, arguments: Sequence[Argument], output: Any) -> list[Argument]:
-    """Return what an op has made: the arguments it has written, and the results that are none of these."""
+    """Return what an op has made: the arguments it has written, and the results that are none of these.
+
+    A result that is written in parts only is left out.
+    """
     written = [argument for argument in arguments if argument.name in traits.written]
-    known = {id(argument.tensor) for argument in written}
+    known = {id(argument.tensor) for argument in written} | {id(output[i]) for i in traits.partly_unwritten}
     return [*written, *(result for result in results_of(output) if id(result.tensor) not in known)]
 
 

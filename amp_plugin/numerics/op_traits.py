@@ -19,6 +19,9 @@ _UNWRITTEN = frozenset(
      "_resize_output_", "resize_as_", "empty_quantized"}
 )  # fmt: skip
 
+# These results are room for the backward pass, of which only the parts that it reads are written.
+_ROOM = {"_ctc_loss": frozenset({1})}
+
 # These move elements and compute none.
 _MOVING = frozenset(
     {"_to_copy", "cat", "clone", "constant_pad_nd", "copy", "copy_", "diag_embed", "embedding", "flip",
@@ -50,6 +53,7 @@ class OpTraits:
         overwritten: those of them that it does not read.
         is_view: it computes nothing, its results share memory with an argument.
         is_unwritten: its results are memory with whatever was there.
+        partly_unwritten: positions of results of which that is true in parts.
         moves: it moves elements and computes none.
         is_pointwise: each element of a result depends on the elements in that place.
         is_listwise: it treats the elements of its lists one by one.
@@ -64,6 +68,7 @@ class OpTraits:
     overwritten: frozenset[str]
     is_view: bool
     is_unwritten: bool
+    partly_unwritten: frozenset[int]
     moves: bool
     is_pointwise: bool
     is_listwise: bool
@@ -87,6 +92,7 @@ def traits_of(op: OpOverload) -> OpTraits:
         overwritten=written if packet in _OVERWRITING else written & out,
         is_view=op.is_view or packet in _VIEWS,
         is_unwritten=packet in _UNWRITTEN,
+        partly_unwritten=_ROOM.get(packet, frozenset()),
         moves=packet in _MOVING,
         is_pointwise=torch.Tag.pointwise in op.tags or base in _IN_PLACE_OF_EACH,
         is_listwise=packet.startswith(("_foreach_", "_fused_")),

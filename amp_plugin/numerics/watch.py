@@ -127,6 +127,9 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
     def _look(self, report: CallReport, before: list[GivenTensor], output: Any) -> None:
         """Look at the results, and at the arguments that were written."""
         results = made_by(report.traits, report.arguments, output)
+        for position in report.traits.partly_unwritten:
+            self._origins.forget(output[position])
+            self._unjudged.set(output[position], report.site())
         if report.traits.is_unwritten or report.traits.is_collective:
             sent = self._sent(report)
             for result in results:

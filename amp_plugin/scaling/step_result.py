@@ -121,6 +121,11 @@ class StepResult:
         return self._skipped
 
     @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients came with a loss scale."""
+        return self._scale_before is not None
+
+    @property
     def scale_before(self) -> float:
         """The loss scale the gradients came with."""
         return 1.0 if self._scale_before is None else float(self._scale_before.item())

@@ -192,8 +192,10 @@ def test_the_monitor_stops_a_run_that_only_skips(precision):
     run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
     with pytest.raises(
         RuntimeError, match=r"3 optimizer steps in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
-    ):
+    ) as error:
         run.fit(Learner(torch.optim.AdamW, fused=False), loader)
+    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
+    assert ("use AmpPrecision('bf16')" in str(error.value)) is (precision == "fp16")
     assert run.callback_metrics["skipped_steps"] == 2.0
     assert torch.isnan(run.callback_metrics["grad_norm"])
 
@@ -221,8 +223,10 @@ def test_accelerate_stops_a_run_that_only_skips(precision):
             optimizer.step()
     with pytest.raises(
         RuntimeError, match=r"3 optimizer steps in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
-    ):
+    ) as error:
         optimizer.step()
+    assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
+    assert ("use mixed_precision='bf16'" in str(error.value)) is (precision == "fp16")
 
 
 class LogOfZero(Learner):

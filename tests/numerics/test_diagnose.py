@@ -273,6 +273,20 @@ def test_memory_that_nobody_wrote():
     assert "use torch.zeros" in finding.advice
 
 
+def test_room_for_a_backward_pass_that_is_written_in_parts():
+    logits = torch.zeros(6, 2, 5, requires_grad=True)
+    targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 4])
+    torch.use_deterministic_algorithms(True)  # new memory is filled with nan
+    try:
+        with diagnose():
+            steps = torch.tensor([6, 6])
+            loss = nn.functional.ctc_loss(logits.log_softmax(2), targets, steps, lengths, zero_infinity=True)
+            loss.backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert logits.grad.isfinite().all()
+
+
 def test_an_infinity_that_is_left_at_the_end():
     kept = []
     finding = found(lambda: kept.append(torch.full((2,), 12.0, dtype=torch.float16).exp()))

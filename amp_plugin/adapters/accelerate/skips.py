@@ -11,7 +11,7 @@ from amp_plugin.adapters.late_skips import LateSkips
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 
-_REMEDIES = "use mixed_precision='bf16', or raise AmpKwargs(max_skips_in_a_row=...)"
+_IN_FP16, _OPTION = "use mixed_precision='bf16'", "AmpKwargs(max_skips_in_a_row=...)"
 
 
 class SkipLedger:
@@ -31,7 +31,7 @@ class SkipLedger:
     ) -> None:
         self._explain = explain
         self._exact = exact
-        self._endless = EndlessSkips(max_in_a_row, _REMEDIES)
+        self._endless = EndlessSkips(max_in_a_row, in_fp16=_IN_FP16, option=_OPTION)
         self._told: dict[int, bool] = {}
         self._late_skips: dict[int, LateSkips] = {}
 

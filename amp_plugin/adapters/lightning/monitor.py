@@ -62,11 +62,11 @@ class Monitor:
                 raise ValueError(msg)
         self.max_skips_in_a_row = max_skips_in_a_row
         self.every_n_steps = every_n_steps
-        remedies = (
-            "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16'), or raise "
-            "AmpMonitor(max_skips_in_a_row=...)"
+        self._skips = EndlessSkips(
+            max_skips_in_a_row,
+            in_fp16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
+            option="AmpMonitor(max_skips_in_a_row=...)",
         )
-        self._skips = EndlessSkips(max_skips_in_a_row, remedies)
         self._recorder = Recorder()
         self._stepped_in_batch: dict[int, StepResult] = {}
         self._warned = False
