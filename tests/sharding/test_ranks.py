@@ -114,8 +114,9 @@ def assert_only_the_plans(run, report):
     front, strategy = run.split()
     assert report["missing"] == []
     found = {(op, dtype): (elements, calls) for op, dtype, elements, _, _, calls in report["extra"]}
-    groups = {"tp": 5, "hsdp": 2}.get(strategy, 1)
-    assert found.pop(("all_reduce", "fp64")) == (2, groups)  # overflow and norm, once a group of ranks
+    layouts, groups = {"tp": (2, 2), "hsdp": (1, 2)}.get(strategy, (1, 1))
+    once_a_group = (layouts + 1, groups)  # elements and calls: norms and the overflow
+    assert found.pop(("all_reduce", "fp64")) == once_a_group
     if front == "trainer":
         assert found.pop(("broadcast", "int64")) == (1, 1)  # the Trainer asks whether to stop
     if strategy == "tp":

@@ -91,10 +91,10 @@ auto call(const Op& op, const std::vector<at::Tensor>& grads, const Arguments&..
 std::vector<at::Tensor> gradients(List params) {
   std::vector<at::Tensor> grads;
   grads.reserve(params.size());
-  for (size_t i = 0; i < params.size(); ++i) {
-    const at::Tensor& grad = grad_of(param_at(params, i));
+  visit_gradients(params, [&](size_t /*i*/, const at::Tensor& grad) {
     if (grad.defined()) grads.push_back(local_part(grad));
-  }
+    return true;
+  });
   return grads;
 }
 
