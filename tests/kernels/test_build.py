@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -231,8 +232,7 @@ def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("MAX_JOBS", "2")
     monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
     library = build.library_target(build.SOURCES, Machine.this())
-    rest, arithmetic = library.units()
-    assert {*arithmetic.sources, *rest.sources} == set(library.sources)
+    rest, arithmetic, *_ = library.units()  # after the rest of the library, before what is for CUDA
 
     def has_vectors(source: Path) -> bool:
         files = [source, *included_headers(source, library.headers)]
@@ -284,6 +284,16 @@ def test_the_extension_does_without_the_headers_of_the_dispatcher() -> None:
     )
     for heavy in ("<ATen/core/dispatch/", "<ATen/record_function.h>", "<torch/"):
         assert [file.name for file in files if heavy in file.read_text()] == []
+
+
+def test_the_backward_of_a_cast_holds_what_we_declare_of_it() -> None:
+    """Its struct is declared in autograd_node.cpp too: another member, and memory beside the node is written."""
+    header = include_dirs()[0] / "torch/csrc/autograd/generated/Functions.h"
+    of_torch = re.search(r"struct TORCH_API ToCopyBackward0 .*?\n};", header.read_text(), re.DOTALL)
+    assert of_torch is not None
+    members = re.findall(r"^  [\w:<>, ]+ \w+;$", of_torch[0], re.MULTILINE)
+    assert members == ["  at::TensorOptions self_options;"]
+    assert members[0] in (build.SOURCES / "autograd_node.cpp").read_text()
 
 
 def check_without_warnings(sources: list[Path], folder: Path, machine: Machine | None = None) -> None:
