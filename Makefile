@@ -10,7 +10,7 @@
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
 # make wheels  build a wheel with the native core inside, for the torch of .venv, into dist/
-# make bench   measure ours beside torch.amp and the stock plugins on the CPU, under 10 minutes, and write
+# make bench   measure ours beside torch.amp and the stock plugins on the CPU, some 10 minutes, and write
 #              benchmarks/results/, the tables of docs/measurements.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
 #
