@@ -19,6 +19,6 @@ def is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
 
     sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
-    seen: set[torch.nn.Module] = set()  # most lie in another's
-    modules = (module for outer in sharded for _, module in outer.named_modules(seen))
+    seen: set[torch.nn.Module] = set()  # the root holds the others
+    modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
     return any(parameter is tensor for module in modules for parameter in module._parameters.values())

@@ -208,9 +208,7 @@ def library_target(sources: Path, machine: Machine) -> SharedObject:
         sources=_library_sources(sources),
         headers=_files(sources, "*.h"),
         include_dirs=include_dirs(),
-        compile_flags=compile_flags(
-            "-O1"
-        ),  # what decides about one op has no loops; above it, no call is faster
+        compile_flags=compile_flags("-O1"),  # dispatch code has no loops: no call is faster above -O1
         link_flags=(
             *link_flags("torch_cpu", "c10", portable=machine.portable),
             f"-Wl,-soname,{LIBRARY}",

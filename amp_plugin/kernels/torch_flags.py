@@ -45,7 +45,7 @@ class Machine:
 def compile_flags(level: str = "-O2") -> tuple[str, ...]:
     """Return the flags for every source, paths apart; ``level`` is how much the compiler optimizes.
 
-    The compiler does not hear of this machine's instruction sets: Torch's headers then leave out those of
+    The compiler does not hear of this machine's instruction sets: torch's headers then leave out those of
     its vectors, a quarter of all text.
     """
     return (

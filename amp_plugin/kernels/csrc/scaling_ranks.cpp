@@ -1,4 +1,4 @@
-// pack_measurements_ and unpack_measurements on the CPU: a few scalars, told in kernels/rank_reference.py.
+// pack_measurements_ and unpack_measurements on the CPU, a few scalars; see kernels/rank_reference.py.
 
 #include <ATen/core/Tensor.h>
 
