@@ -16,6 +16,8 @@ from pathlib import Path
 
 _NAMES = ("g++", "c++", "clang++")
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"(?:.*/)?([^"/]+)"', re.MULTILINE)
+_GCC = re.compile(r"\bg\+\+|\bgcc\b|\(GCC\)|^c\+\+ ", re.IGNORECASE)
+_MOST_HEAP = 1 << 30  # bytes
 _ERROR = re.compile(r"^.*\b(?:error|undefined reference)\b.*$", re.MULTILINE)
 _PACKAGES = {
     "debian": {"compiler": "g++", "Python.h": "python3-dev"},
@@ -38,6 +40,17 @@ class Compiler:
 
     command: tuple[str, ...]
     version: str
+
+    def memory_flags(self) -> tuple[str, ...]:
+        """Return flags that let GCC use more memory before it looks for some to free.
+
+        It starts at an eighth of the machine's memory, 128 MB at most, and frees next to nothing of torch's
+        headers: a twelfth of the time. A unit takes 1 GB at most either way.
+        """
+        if not _GCC.search(self.version):
+            return ()
+        eighth = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+        return ("--param", f"ggc-min-heapsize={min(eighth, _MOST_HEAP) // 1024}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +228,7 @@ def compile_objects(
     def compile_unit(unit: Unit) -> str:
         unfinished = folder / objects[unit].name
         file = unit.file(folder)
-        flags = [*target.compile_flags, *unit.flags, *own, *others]
+        flags = [*compiler.memory_flags(), *target.compile_flags, *unit.flags, *own, *others]
         arguments = [*flags, "-c", str(file), "-o", str(unfinished)]
         messages = _run([*compiler.command, *arguments])
         unfinished.replace(objects[unit])

@@ -1,65 +1,67 @@
 #include "autograd_node.h"
 
+#include <ATen/core/VariableHooksInterface.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_to_copy_ops.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/library.h>
 
-#include "new_tensor.h"
+#include <atomic>
+#include <cstddef>
+#include <memory>
 
-// As in <torch/csrc/autograd/generated/Functions.h>, which includes the headers of all ops. The rest of its
-// virtual functions are found in torch's own table.
-namespace torch::autograd::generated {
-struct TORCH_API ToCopyBackward0 : public TraceableFunction {
-  using TraceableFunction::TraceableFunction;
-  variable_list apply(variable_list&& grads) override;
-  at::TensorOptions self_options;
-};
-}  // namespace torch::autograd::generated
+// As in <torch/csrc/autograd/variable.h>. Autograd's headers include those of half of torch: a fifth of the
+// library's compile time.
+namespace torch::autograd {
+struct PostAccumulateGradHook;
+namespace impl {
+TORCH_API std::unique_ptr<PostAccumulateGradHook>& post_acc_grad_hooks(const at::Tensor& tensor);
+}
+}  // namespace torch::autograd
 
 namespace amp_plugin {
 namespace {
 
-// torch's own backward of a cast.
-using CastBackward = torch::autograd::generated::ToCopyBackward0;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
 
-// Whether a node that torch makes holds its options where the declaration above has them.
-bool is_as_declared() {
-  const c10::AutoGradMode with_grad(true);
-  const at::Tensor leaf = new_tensor({0}, at::kDouble).requires_grad_();
-  const at::Tensor cast = at::_ops::_to_copy::call(
-      leaf, at::kFloat, std::nullopt, std::nullopt, std::nullopt, false, std::nullopt);
-  const auto* node = dynamic_cast<const CastBackward*>(cast.grad_fn().get());
-  if (node == nullptr) return false;
-  const at::TensorOptions& options = node->self_options;
-  return options.dtype() == leaf.dtype() && options.device() == leaf.device() && options.has_layout() &&
-      options.layout() == at::kStrided && !options.pinned_memory_opt().value_or(false);
-}
+// Below autograd, and without kernels of its own: only a call that names it comes to the kernel below.
+constexpr DispatchKey kMadeAlready = DispatchKey::CustomRNGKeyId;
 
-// torch counts references to nodes inside them since 2.12, before in a shared_ptr.
-template <typename Node>
-auto make_node() {
-  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
-    return c10::make_intrusive<Node>();
-  } else {
-    return std::make_shared<Node>();
-  }
+thread_local at::Tensor made;
+
+// Stands in for the computation of a cast whose result is there.
+at::Tensor take_made(
+    const at::Tensor& /*self*/, std::optional<at::ScalarType> /*dtype*/, std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> /*device*/, std::optional<bool> /*pin_memory*/, bool /*non_blocking*/,
+    std::optional<at::MemoryFormat> /*memory_format*/) {
+  return std::move(made);
 }
 
 void prefetch(const void* object, size_t offset) {
   __builtin_prefetch(static_cast<const char*>(object) + offset);
 }
 
+// Where autograd's part of a tensor holds the gradient: every one is of the same class or derived from it.
+ptrdiff_t offset_of_gradient(const c10::AutogradMetaInterface& known) {
+  return reinterpret_cast<const char*>(&known.grad()) - reinterpret_cast<const char*>(&known);
+}
+
 }  // namespace
 
 // Without the virtual call behind Tensor::grad(), which reads another cache line.
 void find_gradients(const c10::TensorImpl* const* tensors, size_t count, const at::Tensor** gradients) {
-  using torch::autograd::AutogradMeta;
   static const at::Tensor nothing;
+  static std::atomic<ptrdiff_t> offset{0};  // 0 until the first tensor that autograd knows
   constexpr size_t kSize = sizeof(c10::TensorImpl);
   for (size_t i = 0; i < count; ++i) {
-    const auto* known = static_cast<const AutogradMeta*>(tensors[i]->autograd_meta());
-    gradients[i] = known == nullptr ? &nothing : &known->grad_;
+    const c10::AutogradMetaInterface* known = tensors[i]->autograd_meta();
+    gradients[i] = &nothing;
+    if (known == nullptr) continue;
+    ptrdiff_t at = offset.load(std::memory_order_relaxed);
+    if (at == 0) offset.store(at = offset_of_gradient(*known), std::memory_order_relaxed);
+    gradients[i] = reinterpret_cast<const at::Tensor*>(reinterpret_cast<const char*>(known) + at);
     __builtin_prefetch(gradients[i]);
   }
   for (size_t i = 0; i < count; ++i) {
@@ -70,23 +72,20 @@ void find_gradients(const c10::TensorImpl* const* tensors, size_t count, const a
   }
 }
 
+// Torch's own kernel makes the node, as for any cast; what it calls below itself is the kernel above.
 at::Tensor attached_cast(const at::Tensor& buffer, const at::Tensor& weight) {
-  static const bool is_known = is_as_declared();
-  TORCH_CHECK(
-      is_known, "amp_plugin: this torch keeps the backward of a cast in an unknown layout; use one of torch ",
-      "2.11 to 2.15, or regions without a CastCache.");
-  at::Tensor cast = buffer.variable_data();
-  auto node = make_node<CastBackward>();
-  node->self_options = weight.options();
-  node->set_next_edges({torch::autograd::impl::gradient_edge(weight)});
-  const uint32_t output = node->add_input_metadata(cast);
-  torch::autograd::impl::set_gradient_edge(cast, {std::move(node), output});
-  return cast;
+  const DispatchKey autograd = c10::getAutogradKeyFromBackend(weight.key_set().highestBackendKey());
+  made = at::Tensor(buffer.variable_data());
+  return at::_ops::_to_copy::redispatch(
+      DispatchKeySet({autograd, kMadeAlready}), weight, buffer.scalar_type(), std::nullopt, std::nullopt,
+      std::nullopt, false, std::nullopt);
 }
 
 bool has_post_accumulate_hooks(const at::Tensor& param) {
-  const auto* meta = torch::autograd::impl::get_autograd_meta(param);
-  return meta != nullptr && meta->post_acc_grad_hooks_ != nullptr;
+  const bool is_known = param.unsafeGetTensorImpl()->autograd_meta() != nullptr;
+  return is_known && torch::autograd::impl::post_acc_grad_hooks(param) != nullptr;
 }
 
 }  // namespace amp_plugin
+
+TORCH_LIBRARY_IMPL(aten, CustomRNGKeyId, library) { library.impl("_to_copy", amp_plugin::take_made); }

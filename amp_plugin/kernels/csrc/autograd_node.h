@@ -1,4 +1,4 @@
-// The one place that needs torch's autograd headers, the largest of all.
+// What autograd knows of a tensor, asked without its headers.
 #pragma once
 
 #include <ATen/core/Tensor.h>

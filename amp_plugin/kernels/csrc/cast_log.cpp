@@ -2,7 +2,6 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/library.h>
 
 #include <cstdint>
 #include <mutex>
@@ -10,6 +9,8 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+
+#include "boxed_kernel.h"
 
 namespace amp_plugin {
 
@@ -78,15 +79,24 @@ void log_refresh(const at::Tensor& memory, c10::ScalarType to, const c10::Tensor
       /*cached=*/false);
 }
 
+namespace {
+
+bool log_casts(bool on) { return cast_log_on.exchange(on); }
+
+int64_t set_scope(int64_t wanted) { return std::exchange(scope, wanted); }
+
+std::tuple<std::vector<std::string>, std::vector<int64_t>> take_log() {
+  auto& log = the_log();
+  const std::lock_guard lock(log.mutex);
+  return {std::exchange(log.texts, {}), std::exchange(log.numbers, {})};
+}
+
+}  // namespace
+
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_log_casts(bool on) -> bool", [](bool on) { return cast_log_on.exchange(on); });
-  library.def(
-      "_cast_log_scope(int scope) -> int", [](int64_t wanted) { return std::exchange(scope, wanted); });
-  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", []() {
-    auto& log = the_log();
-    const std::lock_guard lock(log.mutex);
-    return std::make_tuple(std::exchange(log.texts, {}), std::exchange(log.numbers, {}));
-  });
+  library.def("_log_casts(bool on) -> bool", boxed<log_casts>());
+  library.def("_cast_log_scope(int scope) -> int", boxed<set_scope>());
+  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", boxed<take_log>());
 }
 
 }  // namespace amp_plugin

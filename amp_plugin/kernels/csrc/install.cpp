@@ -1,10 +1,9 @@
 // Registers the autocast kernels with the dispatcher, and takes them back.
-#include <torch/library.h>
-
 #include <map>
 #include <mutex>
 
 #include "autocast_kernel.h"
+#include "boxed_kernel.h"
 #include "list_kernel.h"
 #include "region_casts.h"
 
@@ -123,10 +122,10 @@ class Installation {
   std::map<Where, c10::RegistrationHandleRAII> handles_;
 };
 
-DeviceType device_named(c10::string_view name) { return c10::Device(std::string(name)).type(); }
+DeviceType device_named(std::string_view name) { return c10::Device(std::string(name)).type(); }
 
 void set_rules(
-    c10::string_view device, int64_t number, const std::vector<std::string>& ops, at::IntArrayRef rules,
+    std::string_view device, int64_t number, const std::vector<std::string>& ops, at::IntArrayRef rules,
     at::IntArrayRef keep) {
   TORCH_CHECK(
       number >= 0 && number < kMaxRuleSets, "amp_plugin: rule set number ", number, " is out of range.");
@@ -136,30 +135,31 @@ void set_rules(
   }
 }
 
-void watch_writes(c10::string_view device, const std::vector<std::string>& ops) {
+void watch_writes(std::string_view device, const std::vector<std::string>& ops) {
   for (const auto& op : ops) Installation::get().watch(device_named(device), op);
+}
+
+void set_defaults(std::string_view device, int64_t number) {
+  set_default_rules(device_named(device), static_cast<int>(number));
+}
+
+void uninstall() { Installation::get().uninstall(); }
+
+std::vector<std::string> installed(std::string_view device) {
+  return Installation::get().installed(device_named(device));
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def(
-      "_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()",
-      [](c10::string_view device, int64_t number, std::vector<std::string> ops, at::IntArrayRef rules,
-         at::IntArrayRef keep) { set_rules(device, number, ops, rules, keep); });
-  library.def(
-      "_watch_writes(str device, str[] ops) -> ()",
-      [](c10::string_view device, std::vector<std::string> ops) { watch_writes(device, ops); });
-  library.def(
-      "_set_default_rules(str device, int number) -> ()", [](c10::string_view device, int64_t number) {
-        set_default_rules(device_named(device), static_cast<int>(number));
-      });
-  library.def("_innermost_regions() -> int[]", [] { return innermost_regions(); });
-  library.def("_uninstall() -> ()", [] { Installation::get().uninstall(); });
-  library.def("_installed(str device) -> str[]", [](c10::string_view device) {
-    return Installation::get().installed(device_named(device));
-  });
-  library.def("_kept_cast_count() -> int", [] { return kept_cast_count(); });
+      "_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()", boxed<set_rules>());
+  library.def("_watch_writes(str device, str[] ops) -> ()", boxed<watch_writes>());
+  library.def("_set_default_rules(str device, int number) -> ()", boxed<set_defaults>());
+  library.def("_innermost_regions() -> int[]", boxed<innermost_regions>());
+  library.def("_uninstall() -> ()", boxed<uninstall>());
+  library.def("_installed(str device) -> str[]", boxed<installed>());
+  library.def("_kept_cast_count() -> int", boxed<kept_cast_count>());
 }
 
 }  // namespace amp_plugin

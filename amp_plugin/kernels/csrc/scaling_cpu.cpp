@@ -60,6 +60,12 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
     Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
     partial.power = power;
     return partial;
+  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {  // too rare for a loop of
+                                                                                  // theirs
+    const double power = run_chunk<T, norm, false>(values, count, static_cast<Wide<T>>(factor)).power;
+    Partial partial = run_chunk<T, Norm::none, true>(values, count, static_cast<Wide<T>>(factor));
+    partial.power = power;
+    return partial;
   } else {
     Partial partial = run_chunk<T, norm, write>(values, count, static_cast<Wide<T>>(factor));
     if constexpr (norm == Norm::two) {

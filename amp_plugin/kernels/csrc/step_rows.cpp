@@ -90,18 +90,27 @@ Row StepRows::row_of(size_t i) {
   const at::Tensor* beside = nullptr;
   if (!tensors_.remainders.empty()) beside = &tensors_.remainders[i];
   if (!tensors_.copies.empty()) beside = &tensors_.copies[i];
-  bool as_it_is = param.is_non_overlapping_and_dense() && same_memory_order(param, tensors_.grads[i]) &&
+  const Weight weight =
+      weight_of(param, tensors_.copies.empty() ? nullptr : beside, !tensors_.remainders.empty());
+  const at::Tensor* grad = &tensors_.grads[i];
+  at::Tensor widened;
+  if (device_.is_cpu() && !has_loop(grad->scalar_type(), weight)) {
+    widened = grad->to(at::kFloat);
+    held_.push_back(widened);
+    grad = &widened;
+  }
+  bool as_it_is = param.is_non_overlapping_and_dense() && same_memory_order(param, *grad) &&
       (beside == nullptr || same_memory_order(param, *beside));
   for (const at::TensorList& states : tensors_.states) {
     as_it_is = as_it_is && (states.empty() || same_memory_order(param, states[i]));
   }
   Row row{};
   row.numel = param.numel();
-  row.grad_type = tensors_.grads[i].scalar_type();
-  row.weight = weight_of(param, tensors_.copies.empty() ? nullptr : beside, !tensors_.remainders.empty());
+  row.grad_type = grad->scalar_type();
+  row.weight = weight;
   row.param = flat(param, as_it_is, true).mutable_data_ptr();
   row.beside = beside == nullptr ? nullptr : flat(*beside, as_it_is, true).mutable_data_ptr();
-  row.grad = flat(tensors_.grads[i], as_it_is, false).const_data_ptr();
+  row.grad = flat(*grad, as_it_is, false).const_data_ptr();
   for (size_t state = 0; state < kMostStates; ++state) {
     if (tensors_.states[state].empty()) continue;
     row.states[state] = flat(tensors_.states[state][i], as_it_is, true).mutable_data_ptr<float>();

@@ -24,6 +24,14 @@ struct StepTensors {
 // What holds a parameter: float32 alone, float32 and a 16-bit copy, or a bfloat16 with its remainder.
 enum class Weight : uint8_t { fp32, fp32_and_half, fp32_and_bfloat16, bfloat16_pair };
 
+// Whether the CPU steps such a gradient as it is: one in float32, or in the dtype that the model computes
+// with. Torch makes no others, unless a parameter's grad_dtype asks for it. Those are widened first.
+constexpr bool has_loop(at::ScalarType grad, Weight weight) {
+  if (grad == at::kFloat) return true;
+  if (weight == Weight::fp32) return false;
+  return grad == (weight == Weight::fp32_and_half ? at::kHalf : at::kBFloat16);
+}
+
 struct Row {
   void* param;
   void* beside;  // the copy or the remainder

@@ -45,22 +45,20 @@ void step_range(const Row row, int64_t begin, int64_t end, const Rule rule) {
 template <typename Rule>
 using RangeFunction = void (*)(Row, int64_t, int64_t, Rule);
 
-template <typename Rule, typename Grad>
-RangeFunction<Rule> range_function(Weight weight) {
-  switch (weight) {
-    case Weight::fp32_and_half: return step_range<Rule, Grad, CopiedWeight<at::Half>>;
-    case Weight::fp32_and_bfloat16: return step_range<Rule, Grad, CopiedWeight<at::BFloat16>>;
-    case Weight::bfloat16_pair: return step_range<Rule, Grad, PairedWeight>;
-    default: return step_range<Rule, Grad, Fp32Weight>;
-  }
-}
-
+// A loop for each pair of dtypes that has_loop() names.
 template <typename Rule>
 RangeFunction<Rule> range_function(const Row& row) {
-  switch (row.grad_type) {
-    case at::kHalf: return range_function<Rule, at::Half>(row.weight);
-    case at::kBFloat16: return range_function<Rule, at::BFloat16>(row.weight);
-    default: return range_function<Rule, float>(row.weight);
+  using at::BFloat16, at::Half;
+  const bool wide = row.grad_type == at::kFloat;
+  switch (row.weight) {
+    case Weight::fp32_and_half:
+      return wide ? step_range<Rule, float, CopiedWeight<Half>> : step_range<Rule, Half, CopiedWeight<Half>>;
+    case Weight::fp32_and_bfloat16:
+      return wide ? step_range<Rule, float, CopiedWeight<BFloat16>>
+                  : step_range<Rule, BFloat16, CopiedWeight<BFloat16>>;
+    case Weight::bfloat16_pair:
+      return wide ? step_range<Rule, float, PairedWeight> : step_range<Rule, BFloat16, PairedWeight>;
+    default: return step_range<Rule, float, Fp32Weight>;
   }
 }
 

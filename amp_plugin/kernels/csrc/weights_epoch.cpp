@@ -1,12 +1,13 @@
 #include "weights_epoch.h"
 
-#include <ATen/Context.h>
-#include <ATen/Tensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <dlfcn.h>
-#include <torch/library.h>
 
 #include <atomic>
+
+#include "boxed_kernel.h"
 
 namespace amp_plugin {
 namespace {
@@ -44,7 +45,7 @@ bool records(const Guard& guard, c10::DeviceType device) {
 bool cuda_records() {
   const auto* guard = guard_of(c10::DeviceType::CUDA);
   if (guard == nullptr || guard->deviceCount() == 0) return false;
-  const auto& cuda = at::globalContext().getAcceleratorHooksInterface(c10::DeviceType::CUDA);
+  const auto& cuda = at::detail::getCUDAHooks();
   return cuda.hasPrimaryContext(guard->getDevice().index()) && records(*guard, c10::DeviceType::CUDA);
 }
 
@@ -64,14 +65,22 @@ bool is_capturing(c10::DeviceType device) {
   return guard == nullptr || records(*guard, device);
 }
 
+namespace {
+
+void forget_captured_steps() { captured.store(false, std::memory_order_release); }
+
+void note_weights_written(const at::Tensor& /*epoch*/) { invalidate_weight_casts(); }
+
+}  // namespace
+
 // Compilers drop calls without inputs and outputs; one that writes a tensor stays in their graphs.
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def("_invalidate_weight_casts(Tensor(a!) epoch) -> ()", {at::Tag::cudagraph_unsafe});
-  library.def("_forget_captured_steps() -> ()", [] { captured.store(false, std::memory_order_release); });
+  library.def("_forget_captured_steps() -> ()", boxed<forget_captured_steps>());
 }
 
 TORCH_LIBRARY_IMPL(amp_plugin, CompositeExplicitAutograd, library) {
-  library.impl("_invalidate_weight_casts", [](at::Tensor& /*epoch*/) { invalidate_weight_casts(); });
+  library.impl("_invalidate_weight_casts", boxed<note_weights_written>());
 }
 
 }  // namespace amp_plugin
