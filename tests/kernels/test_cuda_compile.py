@@ -64,6 +64,12 @@ def test_no_header_of_a_toolkit_is_included(file):
         assert (SOURCES / header.strip('"')).exists()
 
 
+@pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
+def test_no_lambda_is_generic(file):
+    """NVRTC 12 and 13.0 take a lambda with ``auto`` parameters for a function of the host and refuse it."""
+    assert not re.search(r"\]\s*\([^)]*\bauto\b", file.read_text())
+
+
 def test_a_cubin_is_compiled_once(cache, monkeypatch):
     code = cached_cubin(UPDATE_SCALE, "sm_90")
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: pytest.fail("compiled again"))
@@ -187,30 +193,9 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_compile, "SOURCES", tmp_path)
     with pytest.raises(
         RuntimeError, match=r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"
-    ):
+    ) as caught:
         compile_cubin(Kernel(name="broken"), "sm_90")
-
-
-def ptx_of(name):
-    from cuda.bindings import nvrtc
-
-    source = (SOURCES / f"{name}.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"", 0, [], [])
-    options = [b"-arch=compute_90", b"-std=c++17", b"-DNORM=Squares", f"-I{SOURCES}".encode()]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    assert int(status) == 0
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = bytearray(size)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(program)
-    return ptx.decode()
-
-
-@pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "cast"])
-def test_loads_and_stores_are_sixteen_bytes_wide(name):
-    ptx = ptx_of(name)
-    assert ptx.count("ld.global.ca.v4.u32") >= 12  # 4 in flight for each width of element
-    assert (ptx.count("st.global.wb.v4.u32") >= 12) is (name != "norm_check")
+    assert "\0" not in str(caught.value)  # NVRTC ends its log with one, and grep takes such text for binary
 
 
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():
