@@ -12,13 +12,14 @@ from rich.console import Console
 from tests import on_gpu
 from tests.on_gpu import ROOT, Step, main, missing, run, steps, summary
 
+PASSES = Step(name="passes", command=(sys.executable, "-c", ""))
+FAILS = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(3)"))
+
 
 def test_each_step_is_run_or_named():
     console = Console(width=120, file=io.StringIO())
-    passes = Step(name="passes", command=(sys.executable, "-c", ""))
-    fails = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(3)"))
     lacks = Step(name="lacks", command=("nothing",), needs=("pytest", "no_such_package", "/no/such/program"))
-    console.print(summary([run(step) for step in (passes, fails, lacks)]))
+    console.print(summary([run(step) for step in (PASSES, FAILS, lacks)]))
     text = console.file.getvalue()
     assert "passed" in text
     assert "FAILED, exit status 3" in text
@@ -27,20 +28,58 @@ def test_each_step_is_run_or_named():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert main() == 2
+    assert main([]) == 2
     assert "torch sees no CUDA device; make test-host-device" in capsys.readouterr().out
 
 
-def test_a_failure_is_the_exit_status(monkeypatch, capsys):
+@pytest.fixture
+def with_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    passes = Step(name="passes", command=(sys.executable, "-c", ""))
-    monkeypatch.setattr(on_gpu, "steps", lambda: [passes])
-    assert main() == 0
-    fails = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(1)"))
-    monkeypatch.setattr(on_gpu, "steps", lambda: [fails, passes])
-    assert main() == 1
-    assert "a GPU, torch" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_a_failure_is_the_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "steps", lambda: [PASSES])
+    assert main([]) == 0
+    monkeypatch.setattr(on_gpu, "steps", lambda: [FAILS, PASSES])
+    assert main([]) == 1
+    said = capsys.readouterr().out
+    assert "a GPU, torch" in said
+    assert said.index("fails: FAILED, exit status 3") < said.rindex("passes: ")  # told as it ends
+
+
+@pytest.mark.usefixtures("with_a_gpu")
+def test_some_steps_are_asked_for_by_name(monkeypatch, capsys):
+    monkeypatch.setattr(on_gpu, "steps", lambda: [FAILS, PASSES])
+    assert main(["passes"]) == 0
+    assert "fails" not in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["pases"])
+    assert "there is no step pases; there are fails, passes" in capsys.readouterr().err
+
+
+def test_a_step_that_hangs_is_ended():
+    sleeps = Step(name="sleeps", command=(sys.executable, "-c", "import time; time.sleep(60)"))
+    assert run(sleeps, limit=0.2).verdict == "FAILED, ended after 0 s"
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        ("def test_a(): pass\ndef test_b(): pytest.skip()", "passed: 1 passed, 0 failed, 1 skipped"),
+        ("def test_b(): pytest.skip()", "FAILED, nothing ran: 0 passed, 0 failed, 1 skipped"),
+        ("def test_a(): pass\ndef test_c(): 1 / 0", "FAILED, exit status 1: 1 passed, 1 failed, 0 skipped"),
+        ("import no_such_package", "FAILED, exit status 2: 0 passed, 1 failed, 0 skipped"),
+    ],
+    ids=["passes", "skips", "fails", "cannot be read"],
+)
+def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path):
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{lines}")
+    alone = ("--noconftest", "--disable-plugin-autoload", "-q", "-p", "no:cacheprovider", "-c", tmp_path / "none.ini", tmp_path)
+    (tmp_path / "none.ini").touch()
+    step = Step(name="tests", command=(sys.executable, "-m", "pytest", *map(str, alone)))
+    assert run(step).verdict == verdict
 
 
 def test_what_the_steps_name_is_there():

@@ -5,9 +5,15 @@
 
 using namespace amp_plugin;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) pack_weights(Table table) {
-  for_each_pair(table, [](u64 master, u64 high, u64 low, u64 at, auto group) {
-    constexpr int kCount = decltype(group)::kCount;
+// Not a lambda in the kernel: NVRTC 13.0 takes one for a function of the host.
+struct Pack {
+  template <typename Group>
+  __device__ void operator()(u64 master, u64 high, u64 low, u64 at, Group) const {
+    constexpr int kCount = Group::kCount;
     store_pair<kCount>(high, low, at, load_lanes<Float32, kCount>(master, at));
-  });
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) pack_weights(Table table) {
+  for_each_pair(table, Pack());
 }
