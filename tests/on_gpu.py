@@ -5,7 +5,7 @@ is not installed. What is promised comes first. Each step has a time limit and a
 goes to a log, and its outcome is kept when it ends, so nothing is lost if the run is cut off.
 
     python -m tests.on_gpu                        every step
-    python -m tests.on_gpu kernels bandwidth      some, by the names in the summary; outcomes of others are kept
+    python -m tests.on_gpu doctor bandwidth       some, by the names in the summary; outcomes of others are kept
     python -m tests.on_gpu --rest --within 540    those without an outcome yet, as many as fit in 540 s
     python -m tests.on_gpu --list                 the steps, and how long each may take
     python -m tests.on_gpu --results FOLDER       for outcomes.json, summary.txt, on-gpu.log, and the figures

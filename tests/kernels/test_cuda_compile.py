@@ -64,12 +64,6 @@ def test_no_header_of_a_toolkit_is_included(file):
         assert (SOURCES / header.strip('"')).exists()
 
 
-@pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
-def test_no_lambda_is_generic(file):
-    """NVRTC 12 and 13.0 take a lambda with ``auto`` parameters for a function of the host and refuse it."""
-    assert not re.search(r"\]\s*\([^)]*\bauto\b", file.read_text())
-
-
 def test_a_cubin_is_compiled_once(cache, monkeypatch):
     code = cached_cubin(UPDATE_SCALE, "sm_90")
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: pytest.fail("compiled again"))
@@ -196,6 +190,12 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     ) as caught:
         compile_cubin(Kernel(name="broken"), "sm_90")
     assert "\0" not in str(caught.value)  # NVRTC ends its log with one, and grep takes such text for binary
+
+
+@pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
+def test_no_lambda_has_a_parameter_of_any_type(file):
+    """NVRTC 13.0, which torch 2.11 brings, takes one in a kernel for a function of the host; newer ones do not."""
+    assert re.findall(r"\]\([^()]*\bauto\b[^()]*\)", file.read_text()) == []
 
 
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():
