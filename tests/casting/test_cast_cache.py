@@ -262,6 +262,31 @@ def test_every_use_has_a_node_of_its_own_without_the_regions_cache():
     assert not torch.equal(gradients(cache=CastCache())[0], separate[0])
 
 
+def test_the_node_of_a_kept_cast_is_torchs_own():
+    cache, weight = CastCache(), nn.Parameter(torch.randn(4, 3))
+    seen = []
+    for _ in range(2):  # cast, then kept
+        with amp_plugin.autocast("cpu", dtype=BF16, cache=cache, cache_enabled=False):
+            product = torch.mm(torch.randn(2, 4), weight)
+        node = product.grad_fn.next_functions[1][0]
+        assert node.name() == "ToCopyBackward0"
+        assert node.next_functions[0][0].variable is weight
+        grad = node(torch.ones(4, 3, dtype=BF16))
+        seen.append((grad.dtype, grad.device, grad.layout))
+    assert seen == [(torch.float32, weight.device, torch.strided)] * 2
+    assert (cache.casts, cache.refreshes) == (1, 1)
+
+
+def test_other_casts_are_computed_beside_kept_ones():
+    """Torch's kernel takes the kept cast in place of a computation only when it is told to."""
+    cache, weight = CastCache(), nn.Parameter(torch.randn(4, 3))
+    with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):
+        torch.mm(torch.randn(2, 4), weight)
+        other = torch.randn(4, 3, requires_grad=True)
+        assert torch.equal(other.to(BF16), other.detach().to(BF16))
+        assert torch.equal(weight.to(torch.float16), weight.detach().to(torch.float16))
+
+
 def test_update_inside_a_region():
     cache, model = CastCache(), make_model()
     with amp_plugin.autocast("cpu", dtype=BF16, cache=cache):

@@ -286,14 +286,11 @@ def test_the_extension_does_without_the_headers_of_the_dispatcher() -> None:
         assert [file.name for file in files if heavy in file.read_text()] == []
 
 
-def test_the_backward_of_a_cast_holds_what_we_declare_of_it() -> None:
-    """Its struct is declared in autograd_node.cpp too: another member, and memory beside the node is written."""
-    header = include_dirs()[0] / "torch/csrc/autograd/generated/Functions.h"
-    of_torch = re.search(r"struct TORCH_API ToCopyBackward0 .*?\n};", header.read_text(), re.DOTALL)
-    assert of_torch is not None
-    members = re.findall(r"^  [\w:<>, ]+ \w+;$", of_torch[0], re.MULTILINE)
-    assert members == ["  at::TensorOptions self_options;"]
-    assert members[0] in (build.SOURCES / "autograd_node.cpp").read_text()
+def test_the_library_does_without_the_headers_of_autograd() -> None:
+    library = build.library_target(build.SOURCES, Machine.this())
+    assert "autograd_node.cpp" in {source.name for source in library.sources}
+    for heavy in ("#include <torch/csrc/autograd/", "<ATen/Context.h>", "<ATen/ops/empty.h>"):
+        assert [file.name for file in (*library.sources, *library.headers) if heavy in file.read_text()] == []
 
 
 def check_without_warnings(sources: list[Path], folder: Path, machine: Machine | None = None) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from amp_plugin.kernels import compiler as compiler_module
 from amp_plugin.kernels import shared_object
-from amp_plugin.kernels.compiler import SharedObject, find_compiler, first_error, package_with, python_headers
+from amp_plugin.kernels.compiler import Compiler, SharedObject, find_compiler, first_error, package_with, python_headers
 from amp_plugin.kernels.shared_object import obtain
 from tests.warm_processes import WarmProcess
 
@@ -220,6 +220,25 @@ def test_what_fails_beside_fails_where_it_is_obtained(sources: Path, root: Path)
 def test_rebuild_compiles_what_is_whole(sources: Path, root: Path) -> None:
     obtain(target(sources), root)
     assert obtain(target(sources), root, rebuild=True).seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("version", "is_gcc"),
+    [
+        ("g++ (Debian 12.2.0-14+deb12u1) 12.2.0", True),
+        ("c++ (GCC) 14.2.1 20250110 (Red Hat 14.2.1-7)", True),
+        ("x86_64-conda-linux-gnu-c++ (conda-forge gcc 13.3.0-1) 13.3.0", True),
+        ("Ubuntu clang version 18.1.3 (1ubuntu1)", False),
+        ("Intel(R) oneAPI DPC++/C++ Compiler 2025.0.4", False),
+    ],
+)
+def test_only_gcc_is_told_how_much_memory_it_may_use(version, is_gcc):
+    flags = Compiler(command=("c++",), version=version).memory_flags()
+    assert bool(flags) == is_gcc
+    if is_gcc:
+        name, _, kilobytes = flags[1].partition("=")
+        assert (flags[0], name) == ("--param", "ggc-min-heapsize")
+        assert 0 < int(kilobytes) <= 1 << 20
 
 
 @pytest.mark.parametrize("what", ["torch version", "torch commit", "cpu", "flags", "compiler", "python"])

@@ -94,6 +94,17 @@ def test_every_gradient_of_many_is_looked_at(ledger_of, count):
         assert (ledger.first_half(params), ledger.compare(params, 1)) == (-1, 0)
 
 
+def test_gradients_of_views_and_of_tensors_autograd_never_saw(ledger_of):
+    memory = torch.zeros(3, 4)
+    views = [row.requires_grad_() for row in memory.unbind()]
+    views[1].grad = torch.ones(4)
+    plain = torch.zeros(4)
+    ledger = ledger_of()
+    assert ledger.count([plain, *views, plain]) == 1
+    plain.grad = torch.ones(4)
+    assert ledger.count([plain, *views, plain]) == 3
+
+
 def test_hooks_on_finished_gradients_are_found(ledger_of):
     params = some_params()
     ledger = ledger_of()
