@@ -3,9 +3,9 @@
 Runs in the Python it is started with, on whatever torch that has; leaves out, and names, what needs a package that
 is not installed.
 
-    python -m tests.on_gpu                    every step
-    python -m tests.on_gpu kernels adapters   some, by the names in the summary
-    python -m tests.on_gpu --limit 600        ends a step after so many seconds
+python -m tests.on_gpu                    every step
+python -m tests.on_gpu kernels adapters   some, by the names in the summary
+python -m tests.on_gpu --limit 600        a step is ended after so many seconds
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from rich.console import Console
 from rich.table import Table
@@ -126,7 +126,7 @@ def verdict_of(status: int, record: Path | None) -> str:
     failed = f"FAILED, exit status {status}"
     if record is None or not record.exists():
         return failed if status or record is not None else "passed"
-    suites = ElementTree.parse(record).getroot().iter("testsuite")
+    suites = ET.parse(record).getroot().iter("testsuite")
     names = ("tests", "failures", "errors", "skipped")
     counts = [{name: int(suite.get(name, 0)) for name in names} for suite in suites]
     tests, failures, errors, skipped = (sum(count[name] for count in counts) for name in names)
@@ -170,7 +170,9 @@ def main(words: Sequence[str] | None = None) -> int:
     outcomes = []
     for step in steps():
         if not asked.only or step.name in asked.only:
-            CONSOLE.print(f"\n{step.name}: {' '.join(step.command)}", soft_wrap=True, markup=False, style="bold")
+            CONSOLE.print(
+                f"\n{step.name}: {' '.join(step.command)}", soft_wrap=True, markup=False, style="bold"
+            )
             outcomes.append(run(step, asked.limit))
             CONSOLE.print(f"{step.name}: {outcomes[-1].verdict}", markup=False, style="bold")
     CONSOLE.print(

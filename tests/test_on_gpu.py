@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import io
+import re
 import sys
 
 import pytest
@@ -10,8 +12,17 @@ import torch
 from rich.console import Console
 
 from tests import on_gpu
+from tests.import_graph import modules_of
 from tests.on_gpu import ROOT, Step, main, missing, run, steps, summary
 
+INSTALLED = {
+    "filelock",
+    "packaging",
+    "pytest",
+    "rich",
+    "typer",
+    "yaml",
+}  # the package depends on them, or pytest does
 PASSES = Step(name="passes", command=(sys.executable, "-c", ""))
 FAILS = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(3)"))
 
@@ -76,7 +87,16 @@ def test_a_step_that_hangs_is_ended():
 )
 def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path):
     (tmp_path / "test_it.py").write_text(f"import pytest\n{lines}")
-    alone = ("--noconftest", "--disable-plugin-autoload", "-q", "-p", "no:cacheprovider", "-c", tmp_path / "none.ini", tmp_path)
+    alone = (
+        "--noconftest",
+        "--disable-plugin-autoload",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        tmp_path / "none.ini",
+        tmp_path,
+    )
     (tmp_path / "none.ini").touch()
     step = Step(name="tests", command=(sys.executable, "-m", "pytest", *map(str, alone)))
     assert run(step).verdict == verdict
@@ -88,3 +108,49 @@ def test_what_the_steps_name_is_there():
             if word.startswith("tests/"):
                 assert (ROOT / word).exists(), word
         assert step.command[0] == sys.executable or missing(step) or step.needs
+
+
+@pytest.mark.parametrize(
+    "step", [step for step in steps() if "pytest" in step.command], ids=lambda step: step.name
+)
+def test_a_step_needs_what_its_tests_import(step):
+    """Else one package that a machine with a GPU lacks costs a file, or the step."""
+    known = {
+        *sys.stdlib_module_names,
+        "amp_plugin",
+        "benchmarks",
+        "recipes",
+        "tests",
+        "torch",
+        *step.needs,
+        *INSTALLED,
+    }
+    folders = [ROOT / word for word in step.command if word.startswith("tests/")]
+    files = {
+        file
+        for folder in folders
+        for file in (folder.rglob("test_*.py") if folder.is_dir() else [folder])
+        if "pytest.mark.gpu" in file.read_text()
+    }
+    assert files
+    modules = modules_of(ROOT / "tests")
+    for file in files:
+        asked = set(re.findall(r"""importorskip\(["'](\w+)""", file.read_text()))
+        found = {name.partition(".")[0] for name in imported_at_once(file, modules, set())}
+        assert found <= known | asked, f"{file.relative_to(ROOT)} imports {found - known - asked}"
+    private = [file.name for file in files if "from torch.testing._internal" in file.read_text()]
+    assert private == [], "torchs_own() imports these without expecttest"
+
+
+def imported_at_once(file, modules, seen):
+    """Return the names that a file imports outside of functions, those of test modules among them followed."""
+    seen.add(file)
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {member if member in modules else node.module for member in members}
+    own = {modules[name] for name in names if name in modules} - seen
+    return names.union(*(imported_at_once(other, modules, seen) for other in own))
