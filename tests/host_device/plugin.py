@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.gpu_files import pytest_ignore_collect  # noqa: F401 -- a hook of this plugin too
+from tests import gpu_files
 from tests.host_device import host_device
+
+pytest_ignore_collect = gpu_files.pytest_ignore_collect  # a hook of this plugin too
 
 
 def pytest_report_header() -> str:
