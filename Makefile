@@ -6,7 +6,7 @@
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
 #              summary; in the PYTHON given, with its torch, which needs pytest and what the package depends on.
-#              STEPS="kernels adapters" takes some of it, LIMIT=600 ends a step after so many seconds
+#              STEPS="kernel-tests adapter-tests" takes some of it; python -m tests.on_gpu --help tells the rest
 # make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -67,7 +67,7 @@ test-host-device: $(READY)
 	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
 
 test-gpu: # in the Python and with the torch of the machine
-	$(PYTHON) -m tests.on_gpu $(STEPS) $(if $(LIMIT),--limit $(LIMIT))
+	$(PYTHON) -m tests.on_gpu $(STEPS)
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

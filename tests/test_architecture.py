@@ -22,6 +22,7 @@ SCALING_LAYERS = (
         "loss_scale_options",
         "shard_layout",
         "folded_clip",
+        "memory_order",
         "parameter_names",
         "outputs",
         "step_result",

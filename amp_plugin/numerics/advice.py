@@ -23,13 +23,20 @@ _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _SUMS = frozenset({"sum", "mean", "cumsum", "prod", "linalg_vector_norm", "norm", "_cdist_forward", "dist"})
 
 
-def advice_for(finding: Finding, base: str, exponent: float | None = None) -> str:
+LARGE_WEIGHT = 100.0
+"""Layers begin with weights below 1: one beyond this has most likely grown as the training diverged."""
+
+
+def advice_for(
+    finding: Finding, base: str, exponent: float | None = None, largest_weight: float = 0.0
+) -> str:
     """Say in one or two sentences what to do.
 
     Args:
         finding: without advice.
         base: the op's plain name, ``"exp"``.
         exponent: of ``pow``, where it is a number.
+        largest_weight: of the module, as an absolute value.
     """
     if finding.kind != "made":
         return _about_what_came_in(finding)
@@ -41,7 +48,7 @@ def advice_for(finding: Finding, base: str, exponent: float | None = None) -> st
         )
     if base in _DIVISIONS and _divides_by_zero(finding):
         return f"{base} by 0: add an eps to the divisor or mask it before the division." + _of_a_root(finding)
-    return _about_overflow(finding, base, exponent)
+    return _about_overflow(finding, base, exponent) + _about_weights(finding, base, largest_weight)
 
 
 def is_cured_by_fp32(finding: Finding, base: str) -> bool:
@@ -110,6 +117,16 @@ def _of_a_root(finding: Finding) -> str:
     if forward in _ROOTS:
         return f" It is the derivative of {forward} at 0: add the eps inside, {forward}(x + eps)."
     return ""
+
+
+def _about_weights(finding: Finding, base: str, largest: float) -> str:
+    is_product = base in _PRODUCTS and finding.direction == "forward" and _is_narrow(finding.dtype)
+    if not is_product or not LARGE_WEIGHT < largest < math.inf:
+        return ""
+    return (
+        f" The weights of {finding.module} reach {largest:.4g}: if they have grown in this run, it diverges, "
+        "and fp32 only delays the nan; lower the learning rate or clip gradients."
+    )
 
 
 def _about_overflow(finding: Finding, base: str, exponent: float | None) -> str:

@@ -116,7 +116,9 @@ class CallReport:
         if site.in_block and is_cured_by_fp32(finding, self.traits.base):
             module = self._modules.address(finding.module)
             finding = replace(finding, cures=cures_of(module, finding.rule_names, finding.device_type))
-        return replace(finding, advice=advice_for(finding, self.traits.base, self._exponent()))
+        largest_weight = self._modules.largest_weight(finding.module)
+        advice = advice_for(finding, self.traits.base, self._exponent(), largest_weight)
+        return replace(finding, advice=advice)
 
     def here(self) -> str:
         """Say where the op was called, in one line."""

@@ -57,8 +57,11 @@ class Diagnosis(OpRegion):
             self._watch.left_over()
 
     def report(self) -> str:
-        """Return all findings as text; says so if there is none."""
-        return "\n\n".join(map(str, self.findings)) or "every number that mattered was finite"
+        """Return all findings as text; says so if there is none, and which infinities came to nothing."""
+        if self.findings:
+            return "\n\n".join(map(str, self.findings))
+        harmless = [f"\n{_in_one_line(finding)}" for finding in self._watch.harmless()]
+        return "every number that mattered was finite" + "".join(harmless)
 
     def _amended(self, before: Finding, after: Finding) -> None:
         """Take a finding with its consequences in place of what was found first."""
@@ -69,6 +72,11 @@ class Diagnosis(OpRegion):
         self._on_finding(finding)
         if self._raises:
             raise NonFiniteError(finding)
+
+
+def _in_one_line(finding: Finding) -> str:
+    place = f" at {finding.place}" if finding.place else ""
+    return f"{finding.headline}{place}; no nan came of it, but x / inf is 0; strict reports it"
 
 
 def _ignore(finding: Finding) -> None:

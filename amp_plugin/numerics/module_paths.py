@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -94,6 +94,14 @@ class ModulePaths:
         same = owner is not None and storage_address(owner) == storage_address(tensor)
         return found[1] if found and same else ""
 
+    def largest_weight(self, path: str) -> float:
+        """Return the largest absolute value of a module's own parameters and buffers; 0 without any."""
+        tensors = (
+            reference() for reference, name in self._weights.values() if name.rpartition(".")[0] == path
+        )
+        sizes = (tensor.detach().abs().max() for tensor in tensors if _is_measurable(tensor))
+        return max((float(size) for size in sizes), default=0.0)
+
     def _modules(self) -> list[nn.Module]:
         if not hasattr(self._running, "modules"):
             self._running.modules = []
@@ -136,6 +144,10 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
     while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
         module, skipped = getattr(module, attribute), _joined(skipped, attribute)
     return module, skipped
+
+
+def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    return tensor is not None and tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
 
 
 def _ignore(module: nn.Module) -> None:

@@ -62,6 +62,7 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         self._scaled = ScaledGradients()
         self._origins: Storages[Origin] = Storages()
         self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
+        self._forward: dict[object, Origin] = {}  # the first origin made by each line of a forward pass
         self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
 
     def run_op(self, func: OpOverload, traits: OpTraits, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -97,6 +98,10 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
         for first, *others in left.values():
             more = f", and {len(others)} more that this line made" if others else ""
             self._report(first, f"still there at the end of the region{more}")
+
+    def harmless(self) -> list[Finding]:
+        """Return for each line of forward passes that made infinities the first, if nothing came of any."""
+        return [origin.finding for origin in self._forward.values() if origin.finding is not None]
 
     def _arrive(self, report: CallReport) -> None:
         """Report what has reached a loss, a gradient or a Python number by this op."""
@@ -200,7 +205,9 @@ class Watch(OpMode):  # type: ignore[no-untyped-call]
                 return origin, f"{judged.values} in {report.here()}"
         finding = report.finding("made", result.tensor, judged.values)
         if not report.is_backward:
-            return Origin("made", finding, self.sites.latest(report.site())), ""
+            origin = Origin("made", finding, self.sites.latest(report.site()))
+            self._forward.setdefault(_line_of(origin), origin)
+            return origin, ""
         site = self.sites.of(report.node)
         first = self._first_at.get(id(site))
         if first is not None and first.is_reported:

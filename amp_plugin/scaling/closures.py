@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from amp_plugin.scaling.backward import is_watched
+from amp_plugin.scaling.memory_order import match_memory_order
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.weights.optimizer_view import stored_weights
 
@@ -99,6 +100,7 @@ class _CheckedCalls:
         with torch.no_grad():
             if self.overflowed():
                 raise _OverflowError
+        match_memory_order(self._window.optimizer)
         return loss
 
     def _refuse_unscaled(self) -> None:

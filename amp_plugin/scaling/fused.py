@@ -18,6 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from amp_plugin.scaling.folded_clip import FoldedClip
 from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.memory_order import match_memory_order
 from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep, collect
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.parameter_names import params_of
@@ -113,6 +114,7 @@ def step(window: OptimizerWindow, optimizer: Optimizer, args: Any, kwargs: dict[
             return None
     given: Tensor | None = getattr(optimizer, "grad_scale", None)
     factor = given if loss_scale is None else _divisor(loss_scale, clip, given)
+    match_memory_order(optimizer)
     _give_to_kernel(optimizer, factor, found)
     try:
         value = optimizer.step(*args, **kwargs)

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from amp_plugin.scaling.closures import Closure, Snapshot, uses_gradients_before_closure
 from amp_plugin.scaling.guard import Check, Guard, given_found_inf, skips_by_itself
 from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.memory_order import match_memory_order
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 
 
@@ -99,6 +100,7 @@ class _GuardedCalls:
             self.loss = self._closure()
         with torch.no_grad():
             self._look()
+        match_memory_order(self._optimizer)
         return self.loss
 
     def _look(self) -> None:

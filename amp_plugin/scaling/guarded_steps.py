@@ -22,6 +22,7 @@ from amp_plugin.scaling.clipping import NormClip, Target
 from amp_plugin.scaling.closures import Closure, take_closure
 from amp_plugin.scaling.guard import Check, Guard, given_found_inf, skips_by_itself
 from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.memory_order import match_memory_order
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_result import StepResult
@@ -156,6 +157,7 @@ class _GuardedStep:
         """Skip on the device where the optimizer can, else by the host."""
         found: Any = check.found
         skipped: bool | None = None
+        match_memory_order(self.optimizer)
         captured = capturing(found.device)
         if skips_by_itself(self.optimizer, found):
             with given_found_inf(self.optimizer, found):

@@ -672,3 +672,39 @@ def test_nothing_stays_behind_when_the_region_is_closed():
     assert not nn.modules.module._global_forward_hooks
     assert not nn.modules.module._global_forward_pre_hooks
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_infinities_that_come_to_nothing_are_told_where_nothing_was_found():
+    """A quotient by one is 0, which no later op shows."""
+    with diagnose() as diagnosis:
+        x = torch.full((2,), 300.0, dtype=torch.float16)
+        for _ in range(2):
+            assert (x / (x * x)).sum() == 0
+    first, second = diagnosis.report().splitlines()
+    assert first == "every number that mattered was finite"
+    assert re.fullmatch(
+        rf"aten::mul.Tensor made inf in forward, in fp16 at \S*{re.escape(HERE)}:\d+ in \w+; no nan came "
+        r"of it, but x / inf is 0; strict reports it",
+        second,
+    )
+    assert found(lambda: x / (x * x), strict=True).op == "aten::mul.Tensor"
+
+
+@pytest.mark.parametrize("size", [0.5, 500.0])
+def test_an_overflow_of_weights_that_have_grown_points_to_the_learning_rate(size):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.no_grad():
+        model[0].weight.fill_(size)
+
+    def program():
+        with autocast("cpu", dtype=torch.float16):
+            model(torch.full((2, 4), 6e4)).sum().backward()
+
+    advice = found(program).advice
+    assert advice.startswith("addmm goes beyond 65504: scale before the product")
+    expected = (
+        " The weights of Sequential.0 reach 500: if they have grown in this run, it diverges, and fp32 only "
+    )
+    assert ((expected + "delays the nan; lower the learning rate or clip gradients.") in advice) == (
+        size > 100
+    )

@@ -1,6 +1,7 @@
 """Gradients of every kind are found, and seen again for what they are."""
 
 import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -237,3 +238,19 @@ def test_a_subclass_of_tensor():
     param = torch.nn.Parameter(torch.zeros(5))
     train(param, torch.full((5,), 24.0).as_subclass(Tagged))
     assert torch.equal(param.detach(), torch.full((5,), -3.0))
+
+
+@pytest.mark.parametrize("given", [None, 1.0, object(), MagicMock(spec=torch.Tensor)], ids=repr)
+@pytest.mark.parametrize("position", [0, 15, 16, 40])
+def test_a_list_that_holds_no_tensor_is_refused(given, position):
+    """The native ledger follows pointers, and what is no tensor has none."""
+    if native_core().region is None:
+        pytest.skip(native_core().reason)
+    params, ledger = some_params(41), make_ledger()
+    params[position] = given
+    calls = [ledger.count, ledger.survey, ledger.survey_shards, ledger.first_half, ledger.hooked]
+    calls += [lambda params: ledger.remember(params, 1), lambda params: ledger.compare(params, 1)]
+    calls += [lambda params: ledger.multiply_(params, torch.ones(()))]
+    for call in calls:
+        with pytest.raises(TypeError, match="expected a list of tensors, got one with"):
+            call(params)

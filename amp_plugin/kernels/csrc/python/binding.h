@@ -41,6 +41,24 @@ struct Dict {
   }
 };
 
+// The object's type, which is one of tensors. Not inlined, so that loops over tensors stay short.
+[[gnu::noinline]] inline PyTypeObject* tensor_type_of(PyObject* object) {
+  if (is_tensor(object)) return Py_TYPE(object);
+  raise(PyExc_TypeError, std::string("expected a list of tensors, got one with ") + Py_TYPE(object)->tp_name);
+}
+
+// Refuses what is no tensor; a list's items mostly are of one type, which is then looked at once.
+class ExpectTensors {
+ public:
+  void expect(PyObject* object) {
+    if (Py_TYPE(object) != known_) [[unlikely]]
+      known_ = tensor_type_of(object);
+  }
+
+ private:
+  PyTypeObject* known_ = nullptr;
+};
+
 template <typename T>
 constexpr bool kIsOptional = false;
 template <typename T>

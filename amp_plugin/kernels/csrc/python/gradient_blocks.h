@@ -24,11 +24,13 @@ template <typename Visit>
 bool visit_blocks(python::List params, const Visit& visit) {
   std::array<const c10::TensorImpl*, kGradientBlock> impls;
   GradientBlock grads;
+  python::ExpectTensors tensors;
   for (size_t begin = 0; begin < params.size(); begin += kGradientBlock) {
     const size_t left = params.size() - begin, count = std::min(left, kGradientBlock);
     for (size_t i = kGradientBlock; i < std::min(left, 2 * kGradientBlock); ++i)
       __builtin_prefetch(&python::tensor_of(params[begin + i]));
     for (size_t i = 0; i < count; ++i) {
+      tensors.expect(params[begin + i]);
       impls[i] = python::tensor_of(params[begin + i]).unsafeGetTensorImpl();
       __builtin_prefetch(reinterpret_cast<const char*>(impls[i]) + 24);  // what autograd knows of it
     }

@@ -76,7 +76,10 @@ bool is_supported(at::ScalarType type) {
       type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
-const at::Tensor& param_at(List params, size_t i) { return python::tensor_of(params[i]); }
+const at::Tensor& param_at(List params, size_t i, python::ExpectTensors& tensors) {
+  tensors.expect(params[i]);
+  return python::tensor_of(params[i]);
+}
 
 const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
 
@@ -241,8 +244,9 @@ class GradientLedger {
   // kind, in the order of the first of each. None if one is neither plain nor a DTensor around plain memory.
   Owned survey_shards(List params) const {
     std::vector<ShardGroup> groups;
+    python::ExpectTensors tensors;
     for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i));
+      const at::Tensor& grad = grad_of(param_at(params, i, tensors));
       if (!grad.defined()) continue;
       Sharding sharding;
       if (!is_plain(grad)) {
@@ -269,8 +273,10 @@ class GradientLedger {
   // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
   std::vector<int64_t> hooked(List params) const {
     std::vector<int64_t> positions;
+    python::ExpectTensors tensors;
     for (size_t i = 0; i < params.size(); ++i) {
-      if (has_post_accumulate_hooks(param_at(params, i))) positions.push_back(static_cast<int64_t>(i));
+      if (has_post_accumulate_hooks(param_at(params, i, tensors)))
+        positions.push_back(static_cast<int64_t>(i));
     }
     return positions;
   }

@@ -75,8 +75,15 @@ class StepTensors {
       python::List params, python::List rests, python::Dict state, python::Tuple states, bool counted) {
     const python::Owned step = python::owned(PyUnicode_InternFromString("step"));
     std::unordered_set<const void*> seen;
+    if (rests.size() != 0 && rests.size() != params.size())
+      python::raise(
+          PyExc_ValueError,
+          "expected as many rests as parameters or none, got " + std::to_string(rests.size()) + " for " +
+              std::to_string(params.size()));
+    python::ExpectTensors tensors;
     for (size_t i = 0; i < params.size(); ++i) {
       PyObject* object = params[i];
+      tensors.expect(object);
       const at::Tensor& param = tensor_of(object);
       const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
       if (!grad.defined()) continue;
@@ -133,6 +140,7 @@ class StepTensors {
       params_.push_back(param);
       return;
     }
+    python::ExpectTensors().expect(rest);
     const at::Tensor& beside = tensor_of(rest);
     const bool is_master = beside.scalar_type() == at::kFloat;
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;

@@ -1,0 +1,96 @@
+"""Gradients that lie in memory otherwise than their parameters, for optimizers that read them as they lie."""
+
+import pytest
+import torch
+from torch import nn
+
+from amp_plugin import GradScaler
+
+OPTIMIZERS = {
+    "adamw": lambda params, fused: torch.optim.AdamW(params, lr=0.01, fused=fused),
+    "amsgrad": lambda params, fused: torch.optim.Adam(params, lr=0.01, amsgrad=True, fused=fused),
+    "sgd": lambda params, fused: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=fused),
+    "adagrad": lambda params, fused: torch.optim.Adagrad(params, lr=0.1, fused=fused),
+}
+SCALERS = {"scaled": {}, "written": {"one_pass": False}, "guard": {"enabled": False}}
+SCALERS["guard, written"] = {"enabled": False, "one_pass": False}
+LAYOUTS = {
+    "transposed": lambda grad: grad.transpose(0, 1).contiguous().transpose(0, 1),
+    "channels last": lambda grad: grad.contiguous(memory_format=torch.channels_last),
+    "expanded": lambda grad: grad[:1, :1, :1, :1].expand_as(grad),
+}
+
+
+def trained(make, *, fused, steps=4, lay_out=None, convert_at=None, closure=False, **options):
+    """Return a weight after some steps; ``lay_out`` is applied to each gradient, ``convert_at`` a step."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(5, 6, 3)
+    optimizer, scaler = make(conv.parameters(), fused), GradScaler("cpu", init_scale=256.0, **options)
+    scaler.register(optimizer)
+    for step in range(steps):
+        if step == convert_at:
+            conv.to(memory_format=torch.channels_last)
+
+        batch = torch.randn(2, 5, 7, 7)
+
+        def backward(batch=batch):
+            optimizer.zero_grad()
+            scaler.scale(conv(batch).square().mean()).backward()
+            if lay_out is not None:
+                conv.weight.grad = lay_out(conv.weight.grad)
+            return torch.zeros(())
+
+        if closure:
+            scaler.step(optimizer, backward)
+        else:
+            backward()
+            scaler.step(optimizer)
+        scaler.update()
+    return conv.weight.detach().contiguous()
+
+
+@pytest.mark.parametrize("closure", [False, True], ids=["", "closure"])
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_fused_step_takes_gradients_in_any_order(optimizer, scaler, closure):
+    make, options = OPTIMIZERS[optimizer], {**SCALERS[scaler], "closure": closure}
+    for name, lay_out in LAYOUTS.items():
+        if name == "expanded" and closure:
+            continue  # one element for many cannot be unscaled in place
+        right = trained(make, fused=False, lay_out=lambda grad, f=lay_out: f(grad).clone(), **options)
+        found = trained(make, fused=True, lay_out=lay_out, **options)
+        torch.testing.assert_close(
+            found, right, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+@pytest.mark.parametrize("scaler", SCALERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_fused_step_takes_state_of_a_model_that_was_converted(optimizer, scaler):
+    make, options = OPTIMIZERS[optimizer], SCALERS[scaler]
+    right = trained(make, fused=False, convert_at=2, **options)
+    found = trained(make, fused=True, convert_at=2, **options)
+    torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+def test_a_parameter_with_gaps_is_refused():
+    """torch's fused step would write to the memory between its elements."""
+    memory = torch.zeros(6, 8)
+    param = nn.Parameter(memory[:, :4])
+    optimizer, scaler = OPTIMIZERS["sgd"]([param], True), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    with pytest.raises(ValueError, match=r"SGD: a parameter of shape \(6, 4\) and strides \(8, 1\) has gaps"):
+        scaler.step(optimizer)
+    assert not memory.any()
+
+
+def test_gradients_that_lie_as_their_parameters_are_not_copied():
+    conv = nn.Conv2d(1, 6, 3).to(memory_format=torch.channels_last)
+    optimizer, scaler = OPTIMIZERS["sgd"](conv.parameters(), True), GradScaler("cpu", one_pass=False)
+    scaler.scale(conv(torch.randn(2, 1, 7, 7)).sum()).backward()
+    conv.weight.grad = conv.weight.grad.as_strided(
+        (6, 1, 3, 3), (9, 1, 3, 1)
+    )  # one channel: its stride is idle
+    before = conv.weight.grad
+    scaler.step(optimizer)
+    assert conv.weight.grad is before
