@@ -68,7 +68,7 @@ test-host-device: $(READY)
 	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
 
 test-gpu: # in the Python and with the torch of the machine
-	$(PYTHON) -m tests.on_gpu $(STEPS) $(if $(LIMIT),--limit $(LIMIT))
+	$(PYTHON) -m tests.on_gpu $(STEPS)
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

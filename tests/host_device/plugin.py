@@ -8,10 +8,8 @@ from __future__ import annotations
 import os
 import sys
 
-from tests import gpu_files
+from tests.gpu_files import pytest_ignore_collect  # noqa: F401 -- a hook of this plugin too
 from tests.host_device import host_device
-
-pytest_ignore_collect = gpu_files.pytest_ignore_collect  # a hook of this plugin too
 
 
 def pytest_report_header() -> str:
