@@ -37,7 +37,8 @@ def _match_gradients(params: list[Tensor], optimizer: Optimizer) -> None:
     for param in params:
         grad = param.grad
         if grad is not None and grad.layout is torch.strided and not _lie_alike(grad, param):
-            param.grad = _laid_out_as(param, grad, optimizer)
+            _refuse_gaps(param, optimizer)
+            param.grad = _laid_out_as(param, grad)
 
 
 def _match_states(params: list[Tensor], states: Any) -> None:
@@ -52,7 +53,7 @@ def _match_states(params: list[Tensor], states: Any) -> None:
         first = state.get(names[0])
         if first is not None and not _lie_alike(first, param):
             for name in names:
-                state[name] = torch.empty_like(param, requires_grad=False).copy_(state[name])
+                state[name] = _laid_out_as(param, state[name])
 
 
 def _lie_alike(tensor: Tensor, param: Tensor) -> bool:
@@ -63,14 +64,16 @@ def _lie_alike(tensor: Tensor, param: Tensor) -> bool:
     return all(stride == other for stride, other, size in pairs if size != 1)  # of 1 element it is idle
 
 
-def _laid_out_as(param: Tensor, grad: Tensor, optimizer: Optimizer) -> Tensor:
-    copy = torch.empty_like(param, dtype=grad.dtype, requires_grad=False).copy_(grad)
-    if not _lie_alike(copy, param):
-        kind, shape = type(optimizer).__name__, tuple(param.shape)
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _refuse_gaps(param: Tensor, optimizer: Optimizer) -> None:
+    """Raise if a copy cannot lie as the parameter does, since that has gaps."""
+    if not _lie_alike(torch.empty_like(param), param):
         msg = (
-            f"{kind}: a parameter of shape {shape} and strides {param.stride()} "
-            "has gaps between its elements, which torch's fused step on the CPU would write to: make it "
-            "contiguous (param.data = param.data.contiguous()), or pass fused=False."
+            f"{type(optimizer).__name__}: a parameter of shape {tuple(param.shape)} and strides "
+            f"{param.stride()} has gaps between its elements, which torch's fused step on the CPU would "
+            "write to: make it contiguous (param.data = param.data.contiguous()), or pass fused=False."
         )
         raise ValueError(msg)
-    return copy

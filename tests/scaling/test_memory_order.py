@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from amp_plugin import GradScaler
+from amp_plugin import GradScaler, store_weights
 
 
 def without_amp_support(params, fused):
@@ -104,3 +104,18 @@ def test_gradients_that_lie_as_their_parameters_are_not_copied():
     before = conv.weight.grad
     scaler.step(optimizer)
     assert conv.weight.grad is before
+
+
+def test_the_state_of_stored_weights_keeps_its_dtype():
+    conv = nn.Conv2d(5, 6, 3)
+    optimizer, scaler = OPTIMIZERS["adamw"](conv.parameters(), True), GradScaler("cpu", one_pass=False)
+    store_weights(conv, optimizer, weights="bf16")
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(conv(torch.randn(2, 5, 7, 7).bfloat16()).float().sum()).backward()
+        state = optimizer.state.get(conv.weight, {})
+        for name, value in state.items():
+            state[name] = value.to(memory_format=torch.channels_last) if value.dim() == 4 else value
+        scaler.step(optimizer)
+    assert optimizer.state[conv.weight]["exp_avg"].dtype is torch.float32
+    assert optimizer.state[conv.weight]["exp_avg"].is_contiguous()
