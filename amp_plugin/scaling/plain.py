@@ -7,6 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from amp_plugin.scaling import sync_free
+from amp_plugin.scaling.memory_order import match_memory_order
 from amp_plugin.scaling.optimizer_window import OptimizerWindow
 
 
@@ -29,6 +30,8 @@ def step(
         window.close(norm, found, known=None)
         return value
     skipped = bool(found.item() > 0)
+    if not skipped:
+        match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
     value = None if skipped else optimizer.step(*args, **kwargs)
     window.close(norm, found, known=skipped)
     return value
