@@ -5,6 +5,9 @@ python -m benchmarks cuda                 on a GPU
 python -m benchmarks --only ops clipping  some sections; the others keep the figures they have
 python -m benchmarks --check              only what is promised; exit 1 if it is missed by more than 10 %
 python -m benchmarks --draw               write the documentation again from the figures kept for this machine
+python -m benchmarks --keep               keep the figures, write no page
+python -m benchmarks cuda --draw --figures FILE      the same from figures that were kept on another machine
+python -m benchmarks cuda --promises --figures FILE  what became of each promise; exit 1 if one is missed
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -98,6 +102,26 @@ def kept_report(device: str) -> Report:
     return Report.from_json(here.path.read_text(encoding="utf-8")) if here.path.exists() else here
 
 
+def figures(options: argparse.Namespace) -> Report:
+    """Return the figures that are asked for; stop if there are none."""
+    if options.figures:
+        return Report.from_json(options.figures.read_text(encoding="utf-8"))
+    report = kept_report(options.device)
+    if not report.sections:
+        sys.exit(f"no figures to show: {report.path} is missing; run python -m benchmarks first")
+    return report
+
+
+def show_promises(report: Report) -> int:
+    """Print each promise and what became of it; return 1 if one is missed by more than the tolerance."""
+    outcomes = [outcome for record in report.sections.values() for outcome in record.outcomes]
+    for outcome in outcomes:
+        for verdict in outcome.verdicts:
+            told = "kept" if verdict.kept else "just missed" if verdict.holds else "MISSED"
+            CONSOLE.print(f"{told:<11}  {outcome.table}: {outcome.name}: {verdict.text}", markup=False)
+    return int(bool(missed(outcomes)))
+
+
 def missed(outcomes: Sequence[Outcome]) -> list[str]:
     """Name the promises that are missed by more than the tolerance."""
     return [
@@ -124,8 +148,16 @@ def arguments(device: str, words: Sequence[str] | None) -> argparse.Namespace:
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="measure what is promised, write nothing")
+    what.add_argument("--keep", action="store_true", help="measure, keep the figures, write no page")
     what.add_argument("--draw", action="store_true", help="measure nothing, write the documentation")
-    return parser.parse_args(words)
+    what.add_argument("--promises", action="store_true", help="measure nothing, show what was promised")
+    parser.add_argument(
+        "--figures", type=Path, metavar="FILE", help="for --draw and --promises: not this machine's figures"
+    )
+    asked = parser.parse_args(words)
+    if asked.figures and not (asked.draw or asked.promises):
+        parser.error("--figures goes with --draw or --promises, which measure nothing")
+    return asked
 
 
 def prepare(device: str) -> None:
@@ -145,13 +177,16 @@ def main(words: Sequence[str] | None = None) -> int:
     """Measure, keep, write; return 1 if a promise was checked and missed."""
     device = "cuda" if "cuda" in (sys.argv[1:] if words is None else words) else "cpu"
     options = arguments(device, words)
-    if not options.draw:
-        prepare(options.device)
+    if options.draw or options.promises:
+        report = figures(options)
+        if options.promises:
+            return show_promises(report)
+        write(report)
+        return 0
+    prepare(options.device)
     report = kept_report(options.device)
-    if options.draw and not report.sections:
-        sys.exit(f"no figures to draw: {report.path} is missing; run python -m benchmarks first")
     outcomes: list[Outcome] = []
-    for key in () if options.draw else sorted(options.only, key=keys(options.device).index):
+    for key in sorted(options.only, key=keys(options.device).index):
         record = run(section(key), Setting(device=options.device), gated=options.check)
         show(record)
         outcomes += record.outcomes
@@ -162,7 +197,8 @@ def main(words: Sequence[str] | None = None) -> int:
         CONSOLE.print(f"missed: {text}")
     if options.check:
         return int(bool(found))
-    write(report)
+    if not options.keep:
+        write(report)
     return 0
 
 

@@ -105,12 +105,12 @@ def device_time(
 
 
 def _events(call: Call, repeat: int, prepare: Call, around: Around, settle: Call) -> Sample:
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    elsewhere = torch.zeros(FLUSH_BYTES // 4, device="cuda")
 
     def sample() -> float:
         prepare()
         with around():
-            flush.zero_()
+            elsewhere.sum()  # read, not written: a full L2 of dirty lines would go to memory while we time
             settle()
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()

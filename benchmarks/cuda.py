@@ -146,7 +146,7 @@ class Launches(Section):
                     "clip, folded",
                     lambda bench=bench: clip_after_update(bench, fold=True),
                     bench.clip_theirs,
-                    3,
+                    2,
                 ),
                 (
                     "clip, in place",

@@ -165,9 +165,8 @@ def resnet50_shapes() -> Shapes:
     return [*shapes, (1000, 2048), (1000,)]
 
 
-def gpt2_shapes() -> Shapes:
-    """Return the shapes of the 148 parameters of GPT-2 124M (Radford et al. 2019)."""
-    d = 768
+def gpt2_shapes(d: int = 768, blocks: int = 12) -> Shapes:
+    """Return the shapes of GPT-2's parameters (Radford et al. 2019): by default the 148 of 124M."""
     attention: Shapes = [(d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,)]
     feed_forward: Shapes = [(d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
-    return [(50257, d), (1024, d), *[*attention, *feed_forward] * 12, (d,), (d,)]
+    return [(50257, d), (1024, d), *[*attention, *feed_forward] * blocks, (d,), (d,)]

@@ -2,45 +2,183 @@
 
 from __future__ import annotations
 
-import io
+import json
+import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 import torch
-from rich.console import Console
 
+from benchmarks.__main__ import arguments
+from benchmarks.catalogue import keys
 from tests import on_gpu
-from tests.on_gpu import ROOT, Step, main, missing, run, steps, summary
+from tests.gpu_step import ROOT, Outcome, Step, missing, run
+from tests.on_gpu import main, steps, summary
 
 
-def test_each_step_is_run_or_named():
-    console = Console(width=120, file=io.StringIO())
-    passes = Step(name="passes", command=(sys.executable, "-c", ""))
-    fails = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(3)"))
+def python(name, code, **options):
+    return Step(name=name, command=(sys.executable, "-c", code), **options)
+
+
+PASSES = python("passes", "print('all is well')")
+FAILS = python("fails", "print('all is lost'); raise SystemExit(3)")
+LOST = "FAILED, exit status 3; its last line: all is lost"
+
+
+@pytest.fixture
+def log(tmp_path):
+    return tmp_path / "log"
+
+
+def test_each_step_is_run_or_named(log):
     lacks = Step(name="lacks", command=("nothing",), needs=("pytest", "no_such_package", "/no/such/program"))
-    console.print(summary([run(step) for step in (passes, fails, lacks)]))
-    text = console.file.getvalue()
-    assert "passed" in text
-    assert "FAILED, exit status 3" in text
-    assert "left out: no_such_package, /no/such/program is not installed" in text
+    passed, failed, left_out = summary([run(step, log) for step in (PASSES, FAILS, lacks)]).splitlines()
+    assert passed.startswith("passes ")
+    assert passed.endswith("passed")
+    assert failed.endswith(LOST)
+    assert left_out.endswith("left out: no_such_package, /no/such/program is not installed")
+    assert "all is well" in log.read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert main() == 2
+    assert main([]) == 2
     assert "torch sees no CUDA device; make test-host-device" in capsys.readouterr().out
 
 
-def test_a_failure_is_the_exit_status(monkeypatch, capsys):
+@pytest.fixture
+def on_a_gpu(monkeypatch, tmp_path):
+    """Runs the given steps as on a machine with a GPU; the results lie in the folder ``kept``."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    passes = Step(name="passes", command=(sys.executable, "-c", ""))
-    monkeypatch.setattr(on_gpu, "steps", lambda: [passes])
-    assert main() == 0
-    fails = Step(name="fails", command=(sys.executable, "-c", "raise SystemExit(1)"))
-    monkeypatch.setattr(on_gpu, "steps", lambda: [fails, passes])
-    assert main() == 1
-    assert "a GPU, torch" in capsys.readouterr().out
+
+    def ran(*words, of=(FAILS, PASSES)):
+        monkeypatch.setattr(on_gpu, "steps", lambda: list(of))
+        return main([*words, "--results", str(tmp_path / "kept")])
+
+    return ran
+
+
+def kept(tmp_path):
+    return {
+        data["name"]: data["verdict"]
+        for data in json.loads((tmp_path / "kept" / "outcomes.json").read_text())
+    }
+
+
+def test_a_failure_is_the_exit_status(on_a_gpu, capsys):
+    assert on_a_gpu(of=[PASSES]) == 0
+    assert on_a_gpu() == 1
+    said = capsys.readouterr().out
+    assert "a GPU, torch" in said
+    assert said.index("fails: FAILED, exit status 3") < said.rindex("passes: ")  # told as it ends
+
+
+def test_some_steps_are_asked_for_by_name_and_others_keep_their_outcome(on_a_gpu, capsys, tmp_path):
+    assert on_a_gpu("passes") == 0
+    assert "fails" not in capsys.readouterr().out
+    assert on_a_gpu("fails") == 1
+    assert kept(tmp_path) == {
+        "fails": LOST,
+        "passes": "passed",
+    }  # in the order of the steps
+    with pytest.raises(SystemExit):
+        on_a_gpu("pases")
+    assert "there is no step pases; there are fails, passes" in capsys.readouterr().err
+
+
+def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, capsys, tmp_path):
+    slow = python("slow", "import time; time.sleep(60)", limit=100.0)
+    assert on_a_gpu("--within", "31", "--limit", "0.3", of=[PASSES, slow]) == 1
+    assert kept(tmp_path)["slow"].startswith("cut off after 0 s")
+    capsys.readouterr()
+    quick = replace(PASSES, name="slow")
+    assert on_a_gpu("--rest", of=[PASSES, quick]) == 0
+    assert "\npasses: " not in capsys.readouterr().out
+    assert kept(tmp_path) == {"passes": "passed", "slow": "passed"}
+
+
+def test_what_does_not_fit_into_the_time_is_left(on_a_gpu, capsys, tmp_path):
+    assert on_a_gpu("--within", "5", of=[replace(PASSES, limit=4.0), replace(FAILS, limit=100.0)]) == 0
+    assert "fails: not begun, " in capsys.readouterr().out
+    assert kept(tmp_path) == {"passes": "passed"}
+
+
+def test_an_outcome_is_kept_before_the_next_step_begins(on_a_gpu, tmp_path):
+    looks = f"print(open({str(tmp_path / 'kept' / 'outcomes.json')!r}).read())"
+    assert on_a_gpu(of=[PASSES, python("looks", looks)]) == 0
+    assert '"verdict": "passed"' in (tmp_path / "kept" / "on-gpu.log").read_text()
+    assert "passes" in (tmp_path / "kept" / "summary.txt").read_text()
+
+
+def test_figures_come_back_with_the_outcomes(on_a_gpu, monkeypatch, tmp_path):
+    figures = tmp_path / "figures"
+    figures.mkdir()
+    monkeypatch.setattr(on_gpu, "FIGURES", figures)
+    assert on_a_gpu(of=[python("bandwidth", f"open({str(figures / 'gpu.json')!r}, 'w').write('[]')")]) == 0
+    assert (tmp_path / "kept" / "gpu.json").read_text() == "[]"
+
+
+def test_a_step_that_hangs_is_ended_with_all_it_started(log, tmp_path):
+    alive = tmp_path / "alive"
+    child = f"import time\nwhile True: open({str(alive)!r}, 'a').write('.'); time.sleep(0.05)"
+    code = f"import subprocess, sys; print('in the middle', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
+    outcome = run(python("hangs", code, limit=2.0), log)
+    assert outcome.verdict == "FAILED, ended after 2 s; its last line: in the middle"
+    assert outcome.failed
+    length = len(alive.read_text())
+    time.sleep(0.3)
+    assert len(alive.read_text()) == length
+
+
+def test_what_the_sanitizer_says_last_is_in_the_verdict(log):
+    says = "print('========= ERROR SUMMARY: 2 errors'); raise SystemExit(9)"
+    assert run(python("memcheck", says), log).verdict == "FAILED, exit status 9; ERROR SUMMARY: 2 errors"
+
+
+def test_promises_that_are_missed_are_named(log):
+    says = "print('kept  T: a: 1\\nMISSED  T: b: 2\\nkept  T: c: 3'); raise SystemExit(1)"
+    assert run(python("promises", says), log).failures == ("MISSED  T: b: 2",)
+
+
+@pytest.mark.parametrize(
+    ("lines", "verdict"),
+    [
+        ("def test_a(): pass\ndef test_b(): pytest.skip()", "passed: 1 passed, 0 failed, 1 skipped"),
+        ("def test_b(): pytest.skip()", "FAILED, nothing ran: 0 passed, 0 failed, 1 skipped"),
+        ("def test_a(): pass\ndef test_c(): 1 / 0", "FAILED, exit status 1: 1 passed, 1 failed, 0 skipped"),
+        ("import no_such_package", "FAILED, exit status 2: 0 passed, 1 failed, 0 skipped"),
+        ("import os; os._exit(5)", "FAILED, exit status 5, and no test ran"),
+    ],
+    ids=["passes", "skips", "fails", "cannot be read", "dies"],
+)
+def test_a_step_without_a_test_that_ran_has_failed(lines, verdict, tmp_path, log):
+    (tmp_path / "test_it.py").write_text(f"import pytest\n{lines}")
+    (tmp_path / "none.ini").touch()
+    alone = (
+        "--noconftest",
+        "--disable-plugin-autoload",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        tmp_path / "none.ini",
+    )
+    step = Step(name="tests", command=(sys.executable, "-m", "pytest", *map(str, alone), str(tmp_path)))
+    outcome = run(step, log)
+    assert outcome.verdict == verdict
+    if "test_c" in lines:
+        (failure,) = outcome.failures
+        assert failure.endswith("test_it::test_c: ZeroDivisionError: division by zero")
+
+
+def test_a_summary_stays_short():
+    """Where all steps fail, in many tests each, it is read where only the last 12 000 characters are shown."""
+    failures = tuple(f"tests.kernels.test_it::test_{i}: {'x' * 160}" for i in range(8))
+    text = summary([Outcome(name="step", verdict="FAILED " * 30, failures=failures) for _ in steps()])
+    assert text.count("and others; outcomes.json names 8") == len(steps())
+    assert len(text) < 12_000
 
 
 def test_what_the_steps_name_is_there():
@@ -49,3 +187,26 @@ def test_what_the_steps_name_is_there():
             if word.startswith("tests/"):
                 assert (ROOT / word).exists(), word
         assert step.command[0] == sys.executable or missing(step) or step.needs
+
+
+def test_steps_have_names_of_their_own_and_fit_a_command_of_ten_minutes():
+    names = [step.name for step in steps()]
+    assert len(set(names)) == len(names)
+    assert max(step.limit for step in steps()) <= 300
+    assert names.index("clipping") < names.index("promises") < names.index("memcheck")
+
+
+def test_the_benchmarks_understand_their_steps():
+    measured = []
+    for step in steps():
+        if "benchmarks" in step.command:
+            options = arguments("cuda", step.command[step.command.index("benchmarks") + 1 :])
+            assert options.keep or options.promises
+            measured += options.only if options.keep else []
+    assert sorted([*measured, "host"]) == sorted(keys("cuda"))  # host needs no GPU
+
+
+def test_the_doctor_is_asked():
+    (step,) = (step for step in steps() if step.name == "doctor")
+    ran = subprocess.run((*step.command, "--help"), cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "doctor" in ran.stdout

@@ -14,11 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.testing._internal.common_utils  # forbids it
 
 from tests import warm_processes
 from tests.copied_process import copy_is_kept
 from tests.process_groups import destroy
+from tests.torchs_own import torchs_own
+
+torchs_own("common_utils")  # forbids it
 
 
 def speak() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.clocks import thread_time, waited, wall_time
+from benchmarks import clocks
+from benchmarks.clocks import device_time, event_time, thread_time, waited, wall_time
 from benchmarks.memory import peak
 
 
@@ -32,6 +35,34 @@ def test_a_sample_prepares_once_and_calls_as_often_as_said():
     calls = []
     wall_time(lambda: calls.append("call"), repeat=3, prepare=lambda: calls.append("prepare"))()
     assert calls == ["prepare", "call", "call", "call"]
+
+
+class Written(TorchDispatchMode):
+    """Notes the ops that write memory they were given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.append((str(op), op._schema.is_mutable))
+        return op(*args, **kwargs or {})
+
+
+def test_a_gpus_cache_is_flushed_by_reading(monkeypatch):
+    """Lines left dirty would go to memory while the call is timed, and count against what reads least."""
+    zeros = torch.zeros
+    monkeypatch.setattr(clocks, "FLUSH_BYTES", 64)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, **where: zeros(*shape))
+    event = SimpleNamespace(record=bool, synchronize=bool, elapsed_time=lambda end: 0.5)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+    for clock in (event_time, device_time):
+        sample = clock(lambda: None)
+        with Written() as written:
+            assert sample() == 500.0
+        assert written.seen == [("aten.sum.default", False)]
 
 
 def test_waiting_only_grows():

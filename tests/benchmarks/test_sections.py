@@ -7,6 +7,7 @@ import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 
 from amp_plugin.casting.autocast_kernels import KERNELS
 from benchmarks import __main__ as command
-from benchmarks import cuda, models
+from benchmarks import cuda, gradient_path, models
 from benchmarks.catalogue import keys, section
+from benchmarks.clocks import wall_time
 from benchmarks.document import read_pages
 from benchmarks.gradient_path import PROMISED_ON_CUDA
 from benchmarks.harness import OURS, Comparison, Gate
@@ -137,9 +139,50 @@ def test_the_check_fails_when_a_promise_is_missed_and_writes_nothing(monkeypatch
     assert "free" not in said
 
 
+def test_figures_of_another_machine_are_judged_and_drawn(monkeypatch, capsys, tmp_path, report):
+    """Those of a GPU come back as a file, and the pages are written where there is none."""
+    file = tmp_path / "figures.json"
+    file.write_text(replace(report, device="cuda").to_json())
+    assert command.main(["cuda", "--promises", "--figures", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "kept         Models: fast: 0.50x, at most 1.00x" in said
+    assert "MISSED       Models: slow: 2.00x, at most 1.00x" in said
+    drawn = []
+    monkeypatch.setattr(command, "write", drawn.append)
+    assert command.main(["cuda", "--draw", "--figures", str(file)]) == 0
+    assert drawn[0].device == "cuda"
+    with pytest.raises(SystemExit):
+        command.main(["--check", "--figures", str(file)])
+    assert "--figures goes with --draw or --promises" in capsys.readouterr().err
+
+
+def test_figures_are_kept_without_writing_a_page(monkeypatch, report):
+    kept = []
+    monkeypatch.setattr(command, "keys", lambda device: ["promise"])
+    monkeypatch.setattr(command, "section", lambda key: Promise(1.0))
+    monkeypatch.setattr(command, "prepare", lambda device: None)
+    monkeypatch.setattr(command, "save", kept.append)
+    monkeypatch.setattr(command, "write", lambda report: pytest.fail("a page was written"))
+    assert command.main(["--keep"]) == 0
+    assert "promise" in kept[0].sections
+
+
+def test_on_a_gpu_no_set_may_be_slower_than_torch(monkeypatch):
+    on_cuda = SimpleNamespace(device="cuda", sized=TINY.sized, rounds=TINY.rounds, memory_clock=wall_time)
+    monkeypatch.setattr(gradient_path, "Gradients", lambda shapes, device: SimpleNamespace(clip_theirs=None))
+    gates = {comparison.name: comparison.gates for comparison in section("clipping").comparisons(on_cuda)}
+    assert {"GPT-2 124M, folded", "GPT-2 774M, in place", "GPT-2 1.5B, folded"} <= set(gates)
+    assert all(gate.limit >= 1.0 for (gate,) in gates.values())
+
+
 @pytest.mark.parametrize(
     ("shapes", "count", "numel"),
-    [(models.resnet50_shapes, 161, 25_557_032), (models.gpt2_shapes, 148, 124_439_808)],
+    [
+        (models.resnet50_shapes, 161, 25_557_032),
+        (models.gpt2_shapes, 148, 124_439_808),
+        (gradient_path.SETS["GPT-2 774M"], 436, 774_030_080),
+        (gradient_path.SETS["GPT-2 1.5B"], 580, 1_557_611_200),
+    ],
 )
 def test_the_sets_have_the_sizes_of_the_models(shapes, count, numel):
     assert len(shapes()) == count

@@ -8,6 +8,7 @@ from torch import nn
 
 import amp_plugin
 from amp_plugin.casting.cast_cache import CastCache
+from tests.torchs_own import torchs_own
 
 pytestmark = [pytest.mark.gpu, pytest.mark.native]
 LISTS = ["torch_fp16", "nn_fp16", "linalg_fp16", "torch_fp32", "nn_fp32", "torch_need_autocast_promote"]
@@ -24,10 +25,7 @@ def tensors(value):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", LISTS)
 def test_case_lists_give_torchs_bits(name, dtype):
-    pytest.importorskip("expecttest", reason="torch's lists need expecttest")
-    from torch.testing._internal.autocast_test_lists import AutocastTestLists
-
-    lists = AutocastTestLists(torch.device("cuda:0"))
+    lists = torchs_own("autocast_test_lists").AutocastTestLists(torch.device("cuda:0"))
     module = MODULES.get(name.split("_")[0], torch)
     ran = 0
     for op, args, *rest in getattr(lists, name):

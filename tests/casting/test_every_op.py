@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 import amp_plugin
+from tests.torchs_own import torchs_own
 
 pytestmark = [
     pytest.mark.native,
@@ -71,8 +72,7 @@ def same(one, other):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_like_torch(device, dtype):
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = torchs_own("common_methods_invocations").op_db
     compared, defects, different = 0, 0, []
     for info in op_db:
         if info.name in WITHOUT_VALUES | ROUNDED_BY_ADDRESS or dtype not in info.dtypes:
@@ -113,8 +113,7 @@ def fake_dtypes(autocast, device, mode, op, sample):
 
 @pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
 def test_like_torch_on(device):
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = torchs_own("common_methods_invocations").op_db
     mode, compared, different = FakeTensorMode(), 0, []
     for info, dtype in itertools.product(op_db, (torch.float32, torch.bfloat16)):
         if dtype not in info.dtypes:

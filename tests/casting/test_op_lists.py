@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from contextlib import contextmanager
 
@@ -12,10 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_plugin
 from amp_plugin.casting.autocast_kernels import KERNELS
+from tests.torchs_own import torchs_own
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+LISTS = torchs_own("autocast_test_lists")
 
 # list name -> (module that holds the function, what it is run as, expected dtype or None: written in the case)
 CPU_LISTS = {
@@ -86,7 +84,7 @@ def tensors(value):
 
 
 torch.manual_seed(0)
-CPU_CASES = AutocastCPUTestLists("cpu")
+CPU_CASES = LISTS.AutocastCPUTestLists("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -169,7 +167,7 @@ def cuda_autocast(dtype, *, native):
 def fake_cuda():
     mode = FakeTensorMode()
     with mode:
-        lists = AutocastTestLists("cuda")
+        lists = LISTS.AutocastTestLists("cuda")
     return mode, lists
 
 
@@ -190,7 +188,7 @@ def outcome(mode, lists, list_name, number, module, *, native, dtype=torch.float
 @pytest.mark.native
 @pytest.mark.parametrize(
     ("list_name", "number", "module", "kind"),
-    cases(AutocastTestLists("cpu"), CUDA_LISTS),
+    cases(LISTS.AutocastTestLists("cpu"), CUDA_LISTS),
 )
 def test_cuda_case_with_fake_tensors(fake_cuda, list_name, number, module, kind):
     mode, lists = fake_cuda

@@ -226,10 +226,6 @@ T __ldca(const T* address) {
   return *address;
 }
 template <typename T>
-T __ldcg(const T* address) {
-  return *address;
-}
-template <typename T>
 void __stwb(T* address, T word) {
   *address = word;
 }

@@ -7,21 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 
-import pytest
-
+from tests.gpu_files import pytest_ignore_collect  # noqa: F401 -- a hook of this plugin too
 from tests.host_device import host_device
 
 
 def pytest_report_header() -> str:
     return f"CUDA device made of host memory: {host_device.cannot() or 'cuda:0 and cuda:1'}"
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Pass over files without a test marked ``gpu``: what they import takes longer than the tests here."""
-    chosen = config.option.markexpr == "gpu" and collection_path.suffix == ".py"
-    return True if chosen and "pytest.mark.gpu" not in collection_path.read_text() else None
 
 
 if not host_device.LOADED and not host_device.cannot():

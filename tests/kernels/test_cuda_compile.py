@@ -187,30 +187,15 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_compile, "SOURCES", tmp_path)
     with pytest.raises(
         RuntimeError, match=r"cannot compile broken\.cu for sm_90: (.|\n)*broken\.cu\(1\): error"
-    ):
+    ) as caught:
         compile_cubin(Kernel(name="broken"), "sm_90")
+    assert "\0" not in str(caught.value)  # NVRTC ends its log with one, and grep takes such text for binary
 
 
-def ptx_of(name):
-    from cuda.bindings import nvrtc
-
-    source = (SOURCES / f"{name}.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"", 0, [], [])
-    options = [b"-arch=compute_90", b"-std=c++17", b"-DNORM=Squares", f"-I{SOURCES}".encode()]
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
-    assert int(status) == 0
-    _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = bytearray(size)
-    nvrtc.nvrtcGetPTX(program, ptx)
-    nvrtc.nvrtcDestroyProgram(program)
-    return ptx.decode()
-
-
-@pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "cast"])
-def test_loads_and_stores_are_sixteen_bytes_wide(name):
-    ptx = ptx_of(name)
-    assert ptx.count("ld.global.ca.v4.u32") >= 12  # 4 in flight for each width of element
-    assert (ptx.count("st.global.wb.v4.u32") >= 12) is (name != "norm_check")
+@pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
+def test_no_lambda_has_a_parameter_of_any_type(file):
+    """NVRTC 13.0, which torch 2.11 brings, takes one in a kernel for a function of the host; newer ones do not."""
+    assert re.findall(r"\]\([^()]*\bauto\b[^()]*\)", file.read_text()) == []
 
 
 def test_an_architecture_that_nvrtc_does_not_know_is_refused():

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("hatchling", reason="the wheel's name is hatch_build's")
+
 from amp_plugin.kernels import prebuilt
 from amp_plugin.kernels.build import LIBRARY, region_name, source_files
 from amp_plugin.kernels.bundle import bundle

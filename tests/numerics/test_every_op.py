@@ -13,6 +13,7 @@ import torch
 from amp_plugin import diagnose
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from tests.numerics.faults import Faults, Target, program, samples_of
+from tests.torchs_own import torchs_own
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the database's own: sparse samples, deprecated ops
 
@@ -47,8 +48,7 @@ class Trial:
 
 def trials(stride, offset=0):
     """Yield a Trial for each op of the database, direction and mode."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
+    op_db = torchs_own("common_methods_invocations").op_db
     choice = random.Random(0)
     for info in op_db[offset::stride]:
         for sample in samples_of(info, SAMPLES) if torch.float32 in info.dtypes else ():

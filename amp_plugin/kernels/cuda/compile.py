@@ -57,7 +57,8 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
     try:
         return bytes(Program(source, "c++", options=options).compile("cubin").code)
     except Exception as error:  # cuda-core's error types are not public
-        msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {error}"
+        log = str(error).replace("\0", "")
+        msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
         raise RuntimeError(msg) from error
 
 

@@ -97,16 +97,6 @@ __device__ inline P load_packet(const P* address) {
   return packet;
 }
 
-// What another block of the same launch may have written: past the cache of the multiprocessor.
-template <typename P>
-__device__ inline P load_from_l2(const P* address) {
-  const uint4 word = __ldcg(reinterpret_cast<const uint4*>(address));
-  P value;
-  static_assert(sizeof(P) == sizeof(word));
-  memcpy(&value, &word, sizeof(P));
-  return value;
-}
-
 template <typename P>
 __device__ inline void store_packet(P* address, const P& packet) {
   using Word = typename WordOf<sizeof(P)>::Type;

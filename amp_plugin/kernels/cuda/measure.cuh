@@ -167,7 +167,7 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   if (!comes_last(table.ticket)) return false;
   all = {Norm::identity(), 0};
   for (u32 i = threadIdx.x; i < gridDim.x; i += kThreads) {
-    const Partial partial = load_from_l2(&table.partials[i]);
+    const Partial partial = table.partials[i];
     all.total = norm.join(all.total, partial.total);
     all.bits |= partial.bits;
   }

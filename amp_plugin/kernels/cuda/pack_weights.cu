@@ -5,9 +5,14 @@
 
 using namespace amp_plugin;
 
-extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) pack_weights(Table table) {
-  for_each_pair(table, [](u64 master, u64 high, u64 low, u64 at, auto group) {
-    constexpr int kCount = decltype(group)::kCount;
+// No lambda with auto: NVRTC before 13.1 takes its template for a function of the host.
+struct PackWeights {
+  template <int kCount>
+  __device__ void operator()(u64 master, u64 high, u64 low, u64 at, Group<kCount>) const {
     store_pair<kCount>(high, low, at, load_lanes<Float32, kCount>(master, at));
-  });
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) pack_weights(Table table) {
+  for_each_pair(table, PackWeights{});
 }

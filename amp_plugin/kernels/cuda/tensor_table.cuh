@@ -79,16 +79,19 @@ __device__ void for_each_piece(const Table& table, Visit&& visit) {
 
 // Tell all threads of the block that comes here last; called by all threads of all blocks.
 //
-// What any thread of another block wrote before is seen after it, by loads that go to L2.
+// What any thread of another block wrote before is seen after it. The fences stand between the barriers and
+// the count, and one thread's serve its block: the barrier makes what the others wrote a part of what it
+// releases, and what it acquires theirs.
 __device__ inline bool comes_last(u32* ticket) {
-  __shared__ u32 before;
-  __threadfence();
+  __shared__ bool last;
   __syncthreads();
-  if (threadIdx.x == 0) before = atomicAdd(ticket, 1u);
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(ticket, 1u) == gridDim.x - 1;
+    __threadfence();
+    if (last) *ticket = 0;
+  }
   __syncthreads();
-  const bool last = before == gridDim.x - 1;
-  if (last && threadIdx.x == 0) *ticket = 0;
-  __threadfence();
   return last;
 }
 

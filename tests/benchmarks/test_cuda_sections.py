@@ -1,0 +1,43 @@
+"""Each section that is measured on a GPU runs there, at sizes that only show that."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from amp_plugin.casting.autocast_kernels import KERNELS
+from benchmarks import clocks, cuda
+from benchmarks.__main__ import run
+from benchmarks.catalogue import keys, section
+from benchmarks.setting import Setting
+from tests.host_device import host_device
+
+pytestmark = [pytest.mark.gpu, pytest.mark.native]
+
+FRAMEWORKS = {"lightning", "accelerate"}
+ONLY_ON_A_DEVICE = {
+    "launches": "a profiler of launches",
+    "diagnosis": "tensors that take the storage of others",
+    "memory": "a count of the most memory taken",
+    "lightning": "the time for it",
+    "accelerate": "the time for it",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*")  # as in test_sections.py
+@pytest.mark.parametrize("key", [key for key in keys("cuda") if key not in {"host", "first_use"}])
+def test_each_section_runs_on_a_gpu(key, monkeypatch):
+    if host_device.LOADED and key in ONLY_ON_A_DEVICE:
+        pytest.skip(f"the device made of host memory has not {ONLY_ON_A_DEVICE[key]}")
+    if key in FRAMEWORKS:
+        pytest.importorskip(key)
+    monkeypatch.setattr(clocks, "FLUSH_BYTES", 4096)
+    KERNELS.install()
+    for outcome in run(section(key), Setting(device="cuda", tiny=True)).outcomes:
+        assert all(math.isfinite(spread.median) and spread.median >= 0 for spread in outcome.times.values())
+
+
+def test_the_kernels_are_checked_before_they_are_timed():
+    cuda.check([torch.randn(shape, device="cuda") for shape in ((5, 3), (70,), ())])

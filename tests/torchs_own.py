@@ -1,0 +1,24 @@
+"""Torch's own test lists, also where expecttest, which they import, is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+import unittest
+import warnings
+
+
+def torchs_own(module: str) -> types.ModuleType:
+    """Return a module of ``torch.testing._internal``.
+
+    All that its lists take of expecttest is the base class of torch's test cases; none of these is run here.
+    """
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
+        stand_in = types.ModuleType("expecttest")
+        stand_in.TestCase, stand_in.ACCEPT = unittest.TestCase, False
+        sys.modules["expecttest"] = stand_in
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(f"torch.testing._internal.{module}")
