@@ -5,7 +5,9 @@
 # make fuzz    play random programs against float64 and torch.autocast, some 15 minutes; not part of make test,
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
-#              summary; in the PYTHON given, with its torch, which needs pytest only
+#              summary; in the PYTHON given, with its torch, which needs pytest and what the package depends on.
+#              STEPS="kernel-tests bandwidth" takes some of it, STEPS="--rest --within 540" what is left, as far
+#              as it fits in 540 s; python -m tests.on_gpu --help tells the rest
 # make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
@@ -66,7 +68,7 @@ test-host-device: $(READY)
 	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
 
 test-gpu: # in the Python and with the torch of the machine
-	$(PYTHON) -m tests.on_gpu
+	$(PYTHON) -m tests.on_gpu $(STEPS)
 
 test-fallback: $(READY)
 	AMP_PLUGIN_NATIVE=0 $(PYTEST) $(PARALLEL) -m "not native and not dist and not slow" \

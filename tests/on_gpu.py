@@ -73,7 +73,7 @@ def checked(tool: str) -> Step:
 
 def steps() -> list[Step]:
     """Return what there is to run, what matters most first."""
-    doctor = (sys.executable, "-c", "from amp_plugin.cli import app; app()", "doctor")
+    doctor = (sys.executable, "-m", "amp_plugin", "doctor")
     promises = (sys.executable, "-m", "benchmarks", "cuda", "--promises")
     adapters = ("pytest", "hypothesis", "lightning", "accelerate")
     recipes = ("pytest", "omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")

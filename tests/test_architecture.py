@@ -110,6 +110,7 @@ PARTS: dict[str, set[str]] = {
     | {"amp_plugin.misplaced_options", "amp_plugin.program_run"}
     | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
+    "amp_plugin.__main__": {"amp_plugin.cli"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
     "amp_plugin.adapters.lightning": CORE | {"amp_plugin.adapters"} | LIGHTNING,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -53,6 +54,16 @@ def no_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def test_version() -> None:
     assert amp("--version").output.strip() == amp_plugin.__version__
+
+
+def test_it_runs_from_the_sources_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("amp_plugin", run_name="__main__")
+    assert not ended.value.code
+    assert capsys.readouterr().out.strip() == amp_plugin.__version__
 
 
 def test_help_names_every_command() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +17,11 @@ from benchmarks.__main__ import arguments
 from benchmarks.catalogue import keys
 from tests import on_gpu
 from tests.gpu_step import ROOT, Outcome, Step, missing, run
+from tests.import_graph import modules_of
 from tests.on_gpu import main, steps, summary
+
+# The package depends on them, or pytest does.
+INSTALLED = {"filelock", "packaging", "pytest", "rich", "typer", "yaml"}
 
 
 def python(name, code, **options):
@@ -210,3 +216,51 @@ def test_the_doctor_is_asked():
     (step,) = (step for step in steps() if step.name == "doctor")
     ran = subprocess.run((*step.command, "--help"), cwd=ROOT, capture_output=True, text=True, check=True)
     assert "doctor" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    "step",
+    [step for step in steps() if "pytest" in step.command and "--tool" not in step.command],
+    ids=lambda step: step.name,
+)
+def test_a_step_needs_what_its_tests_import(step):
+    """Else one package that a machine with a GPU lacks costs a file, or the step."""
+    known = {
+        *sys.stdlib_module_names,
+        "amp_plugin",
+        "benchmarks",
+        "recipes",
+        "tests",
+        "torch",
+        *step.needs,
+        *INSTALLED,
+    }
+    folders = [ROOT / word for word in step.command if word.startswith("tests/")]
+    files = {
+        file
+        for folder in folders
+        for file in (folder.rglob("test_*.py") if folder.is_dir() else [folder])
+        if "pytest.mark.gpu" in file.read_text()
+    }
+    assert files
+    modules = modules_of(ROOT / "tests")
+    for file in files:
+        asked = set(re.findall(r"""importorskip\(["'](\w+)""", file.read_text()))
+        found = {name.partition(".")[0] for name in imported_at_once(file, modules, set())}
+        assert found <= known | asked, f"{file.relative_to(ROOT)} imports {found - known - asked}"
+    private = [file.name for file in files if "from torch.testing._internal" in file.read_text()]
+    assert private == [], "torchs_own() imports these without expecttest"
+
+
+def imported_at_once(file, modules, seen):
+    """Return the names that a file imports outside of functions, those of test modules among them followed."""
+    seen.add(file)
+    names = set()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {member if member in modules else node.module for member in members}
+    own = {modules[name] for name in names if name in modules} - seen
+    return names.union(*(imported_at_once(other, modules, seen) for other in own))

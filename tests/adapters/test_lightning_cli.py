@@ -4,6 +4,9 @@ import sys
 
 import pytest
 import torch
+
+pytest.importorskip("jsonargparse", reason="LightningCLI needs it")
+
 from lightning.pytorch.cli import LightningCLI
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision

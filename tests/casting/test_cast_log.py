@@ -335,6 +335,7 @@ def shown(table, width=200):
 
 @native
 def test_pandas(monkeypatch):
+    pytest.importorskip("pandas")
     log = casts_of(nn.Linear(2, 2), torch.ones(1, 2))
     frame = log.to_pandas()
     assert list(frame["after"]) == ["bf16"] * 3

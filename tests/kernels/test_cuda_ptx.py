@@ -64,3 +64,11 @@ def test_the_last_block_sees_what_the_others_wrote(name):
     around = [word.replace("barrier", "bar").replace("fence", "membar") for word in words[at - 2 : at + 3]]
     assert around == ["bar", "membar", "count", "membar", "bar"]
     assert not [rest for op, rest in marks if op in {"membar", "fence"} and "cta" in rest]
+
+
+@pytest.mark.parametrize("name", ["norm_check", "unscale"])
+def test_the_last_block_waits_once_for_what_the_others_left(name):
+    """The 528 results of an H100 are read by 256 threads; one after the other they would take three trips to L2."""
+    behind_the_count = ptx_of(name).rpartition("membar")[2]
+    before_the_first_is_used = behind_the_count.partition("add.f64")[0]
+    assert before_the_first_is_used.count("ld.global.f64") == IN_FLIGHT

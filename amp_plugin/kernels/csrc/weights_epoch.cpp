@@ -40,11 +40,13 @@ bool records(const Guard& guard, c10::DeviceType device) {
   }
 }
 
-// Asking for a stream would start CUDA where nothing uses it.
+// Asking for a stream would start CUDA where nothing uses it. The hooks count devices: fake tensors have
+// torch register a guard that has one where there is none.
 bool cuda_records() {
   const auto* guard = guard_of(c10::DeviceType::CUDA);
-  if (guard == nullptr || guard->deviceCount() == 0) return false;
+  if (guard == nullptr) return false;
   const auto& cuda = at::globalContext().getAcceleratorHooksInterface(c10::DeviceType::CUDA);
+  if (cuda.deviceCount() == 0) return false;
   return cuda.hasPrimaryContext(guard->getDevice().index()) && records(*guard, c10::DeviceType::CUDA);
 }
 

@@ -166,10 +166,19 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   if (threadIdx.x == 0) table.partials[blockIdx.x] = {mine.total, mine.bits, 0};
   if (!comes_last(table.ticket)) return false;
   all = {Norm::identity(), 0};
-  for (u32 i = threadIdx.x; i < gridDim.x; i += kThreads) {
-    const Partial partial = table.partials[i];
-    all.total = norm.join(all.total, partial.total);
-    all.bits |= partial.bits;
+  for (u32 start = threadIdx.x; start < gridDim.x; start += kThreads * kInFlight) {
+    Partial
+        loaded[kInFlight];  // all on their way at once: the other blocks have ended, so only this one waits
+#pragma unroll
+    for (u32 k = 0; k < kInFlight; ++k) {
+      loaded[k] = {Norm::identity(), 0, 0};
+      if (start + k * kThreads < gridDim.x) loaded[k] = table.partials[start + k * kThreads];
+    }
+#pragma unroll
+    for (u32 k = 0; k < kInFlight; ++k) {
+      all.total = norm.join(all.total, loaded[k].total);
+      all.bits |= loaded[k].bits;
+    }
   }
   all = reduce_block(norm, all);
   return true;
