@@ -16,7 +16,14 @@ import torch
 
 from amp_plugin.kernels import compiler as compiler_module
 from amp_plugin.kernels import shared_object
-from amp_plugin.kernels.compiler import Compiler, SharedObject, find_compiler, first_error, package_with, python_headers
+from amp_plugin.kernels.compiler import (
+    Compiler,
+    SharedObject,
+    find_compiler,
+    first_error,
+    package_with,
+    python_headers,
+)
 from amp_plugin.kernels.shared_object import obtain
 from tests.warm_processes import WarmProcess
 
