@@ -49,7 +49,7 @@ class FirstUse(Section):
         """Yield a first use ever, which a smoke test leaves out, and the first use of a process."""
         if not setting.tiny:
             limit = (Gate(limit=22.0, measure="ours", against=OURS),)
-            yield _comparison("compiled, with an empty cache", compiled, gates=limit)
+            yield _comparison("compiled, with an empty cache", compiled, rounds=3, gates=limit)
         yield _comparison("loaded from the cache", seconds, rounds=setting.rounds(5))
 
 
