@@ -251,7 +251,9 @@ def test_a_subclass_of_tensor():
     assert torch.equal(param.detach(), torch.full((5,), -3.0))
 
 
-@pytest.mark.parametrize("given", [None, 1.0, object(), MagicMock(spec=torch.Tensor)], ids=repr)
+@pytest.mark.parametrize(
+    "given", [None, 1.0, object(), MagicMock(spec=torch.Tensor)], ids=["None", "1.0", "object", "mock"]
+)
 @pytest.mark.parametrize("position", [0, 15, 16, 40])
 def test_a_list_that_holds_no_tensor_is_refused(given, position):
     """The native ledger follows pointers, and what is no tensor has none."""

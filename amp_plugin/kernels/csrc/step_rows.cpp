@@ -1,11 +1,18 @@
 #include "step_rows.h"
 
+#include <ATen/Parallel.h>
+
+#include <algorithm>
 #include <initializer_list>
 
 #include "memory_order.h"
+#include "step_last_block.h"
 
 namespace amp_plugin {
 namespace {
+
+// Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
+constexpr int64_t kStepTask = 65536;
 
 Weight weight_of(const at::Tensor& param, const at::Tensor* copy, bool pair) {
   if (pair) return Weight::bfloat16_pair;
@@ -128,6 +135,37 @@ void StepRows::finish() const {
   for (const at::TensorList& states : tensors_.states) {
     bump(states);
   }
+}
+
+void for_each_range(const std::vector<Row>& rows, RunRange run) {
+  struct Range {
+    size_t row;
+    int64_t begin;
+    int64_t end;
+  };
+  constexpr int64_t kBlock = LastBlock::kMostElements;
+  std::vector<Range> ranges;
+  ranges.reserve(rows.size());
+  std::vector<size_t> first{0};  // of each task
+  int64_t elements = 0;
+  for (size_t row = 0; row < rows.size(); ++row) {
+    for (int64_t begin = 0; begin < rows[row].numel;) {
+      // Whole blocks, so that loads stay aligned and a tensor has one tail.
+      const int64_t room = (kStepTask - elements + kBlock - 1) / kBlock * kBlock;
+      const int64_t end = std::min(rows[row].numel, begin + room);
+      ranges.push_back({row, begin, end});
+      elements += end - begin;
+      begin = end;
+      if (elements >= kStepTask) {
+        first.push_back(ranges.size());
+        elements = 0;
+      }
+    }
+  }
+  if (elements > 0) first.push_back(ranges.size());
+  at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+    for (size_t i = first[begin]; i < first[end]; ++i) run(ranges[i].row, ranges[i].begin, ranges[i].end);
+  });
 }
 
 }  // namespace amp_plugin

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <array>
 #include <cstdint>
@@ -41,6 +42,10 @@ struct Row {
   at::ScalarType grad_type;
   Weight weight;
 };
+
+// Calls run(row, begin, end) for ranges of elements that together are all of all rows, on all threads.
+using RunRange = c10::function_ref<void(size_t row, int64_t begin, int64_t end)>;
+void for_each_range(const std::vector<Row>& rows, RunRange run);
 
 // Rows of tensors that are checked. Where memory orders differ, a row is worked on in copies.
 class StepRows {

@@ -1,8 +1,6 @@
 // Runs an optimizer's rule over all rows: gradients are read once and never written.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <vector>
 
 #include "step_last_block.h"
@@ -11,8 +9,6 @@
 
 namespace amp_plugin {
 
-// Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
-constexpr int64_t kStepTask = 65536;
 static_assert(Block::kSize <= static_cast<int64_t>(LastBlock::kMostElements));
 
 // A rule is called with a vector of parameters, of gradients and of each state (Rule::kStates of them, which
@@ -76,35 +72,8 @@ void step_elements(const Row& row, int64_t begin, int64_t end, const Rule& rule)
 // Apply rules[i] to rows[i]. Every element is worked on alone, so results do not depend on the threads.
 template <typename Rule>
 void run_rows(const std::vector<Row>& rows, const std::vector<Rule>& rules) {
-  struct Range {
-    size_t row;
-    int64_t begin;
-    int64_t end;
-  };
-  std::vector<Range> ranges;
-  ranges.reserve(rows.size());
-  std::vector<size_t> first{0};  // of each task
-  int64_t elements = 0;
-  for (size_t row = 0; row < rows.size(); ++row) {
-    for (int64_t begin = 0; begin < rows[row].numel;) {
-      // Whole blocks, so that loads stay aligned and a tensor has one tail.
-      const int64_t room = (kStepTask - elements + Block::kSize - 1) / Block::kSize * Block::kSize;
-      const int64_t end = std::min(rows[row].numel, begin + room);
-      ranges.push_back({row, begin, end});
-      elements += end - begin;
-      begin = end;
-      if (elements >= kStepTask) {
-        first.push_back(ranges.size());
-        elements = 0;
-      }
-    }
-  }
-  if (elements > 0) first.push_back(ranges.size());
-  at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
-    for (size_t i = first[begin]; i < first[end]; ++i) {
-      const Range& range = ranges[i];
-      step_elements(rows[range.row], range.begin, range.end, rules[range.row]);
-    }
+  for_each_range(rows, [&](size_t row, int64_t begin, int64_t end) {
+    step_elements(rows[row], begin, end, rules[row]);
   });
 }
 

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <array>
@@ -83,8 +84,8 @@ std::vector<at::Tensor> dense(at::TensorList tensors) {
   return result;
 }
 
-template <typename Run>
-void for_each_piece(const std::vector<at::Tensor>& tensors, const Run& run) {
+// Of the loop over pieces there is one, whatever is run.
+void for_each_piece(const std::vector<at::Tensor>& tensors, c10::function_ref<void(const Piece&)> run) {
   std::vector<Piece> pieces;
   int64_t total = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
