@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pydoc_data.topics import topics
 
@@ -80,39 +79,6 @@ class CharGPT(nn.Module):
         return self.head(self.blocks(self.character(text) + self.position(places)))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Text:
-    """Texts as characters' codes, int64 ``[T]``, and the characters by their code."""
-
-    characters: list[str]
-    training: Tensor
-    held_out: Tensor
-
-
-def read_text(device: str) -> Text:
-    """Return the manual: nine tenths of it to train on, the rest to measure on."""
-    text = "".join(topics[key] for key in sorted(topics))
-    characters = sorted(set(text))
-    codes = torch.tensor([characters.index(character) for character in text], device=device)
-    cut = len(codes) * 9 // 10
-    return Text(characters=characters, training=codes[:cut], held_out=codes[cut:])
-
-
-def check(config: Config, text: Text) -> None:
-    """Refuse sizes that do not fit each other.
-
-    Raises:
-        ConfigError: the heads cannot share the width, or the text is shorter than a window.
-    """
-    if config.width % config.heads:
-        msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
-        raise ConfigError(msg)
-    if config.context >= len(text.held_out):
-        characters = f"{len(text.held_out):,} characters"
-        msg = f"context={config.context} is not allowed; the text held out has {characters}"
-        raise ConfigError(msg)
-
-
 def train(config: Config) -> TrainingRecord:
     """Train on nine tenths of the text, measure on the rest, write a little, return what happened.
 
@@ -122,26 +88,40 @@ def train(config: Config) -> TrainingRecord:
     Raises:
         ConfigError: the heads cannot share the width, or the text is shorter than a window.
     """
+    if config.width % config.heads:
+        msg = f"width={config.width} is not allowed; it must be a multiple of heads={config.heads}"
+        raise ConfigError(msg)
     config.start()
-    text = read_text(config.device)
-    check(config, text)
     record = TrainingRecord(title=f"character GPT, {config.precision.value}", log_loss=False)
-    net = CharGPT(len(text.characters), config).to(config.device)
+    text = "".join(topics[key] for key in sorted(topics))
+    characters = sorted(set(text))
+    codes = torch.tensor([characters.index(character) for character in text], device=config.device)
+    training, held_out = codes[: len(codes) * 9 // 10], codes[len(codes) * 9 // 10 :]
+    if config.context >= len(held_out):
+        msg = f"context={config.context} is not allowed; the text held out has {len(held_out):,} characters"
+        raise ConfigError(msg)
+    net = CharGPT(len(characters), config).to(config.device)
     model = torch.compile(net) if config.compile else net
     optimizer = torch.optim.AdamW(net.parameters(), config.learning_rate, betas=(0.9, 0.95), fused=True)
 
     rules = OpRules.from_yaml(config.rules) if config.rules else None
     region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed, rules=rules)
+    measuring = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
+
+    def loss_on(source: Tensor, starts: Tensor, region: torch.autocast = region) -> Tensor:
+        windows = source[starts[:, None] + torch.arange(config.context + 1, device=source.device)]
+        with region:
+            logits = model(windows[:, :-1])
+            return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
 
     start = time.perf_counter()
     for _ in track(range(config.steps), "training"):
         optimizer.zero_grad()
         mean = torch.zeros((), device=config.device)
         for _ in range(config.micro_batches):
-            starts = torch.randint(len(text.training) - config.context, (config.batch_size,))
-            with region:
-                loss = loss_on(text.training, starts, model, config.context) / config.micro_batches
+            starts = torch.randint(len(training) - config.context, (config.batch_size,)).to(config.device)
+            loss = loss_on(training, starts) / config.micro_batches
             scaler.scale(loss).backward()
             mean += loss.detach()
         scaler.clip_grad_norm_(optimizer, config.max_norm)
@@ -149,26 +129,12 @@ def train(config: Config) -> TrainingRecord:
         scaler.update()
         record.add_scaled_step(mean, scaler, optimizer)
     record.seconds = time.perf_counter() - start
-    measure(net, text, config, region, record)
+    with torch.no_grad():
+        starts = torch.linspace(0, len(held_out) - config.context - 1, 64, device=config.device).long()
+        loss = loss_on(held_out, starts, measuring).item()
+        record.results["bits per character, held out"] = loss / math.log(2)
+        record.results["it writes"] = "".join(characters[code] for code in write(net, codes[:20], region))
     return record
-
-
-def loss_on(source: Tensor, starts: Tensor, model: Callable[[Tensor], Tensor], context: int) -> Tensor:
-    """Return the mean cross entropy of the windows of ``context`` characters that begin at ``starts``."""
-    windows = source[starts.to(source.device)[:, None] + torch.arange(context + 1, device=source.device)]
-    logits = model(windows[:, :-1])
-    return cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
-
-
-@torch.no_grad()
-def measure(net: CharGPT, text: Text, config: Config, region: torch.autocast, record: TrainingRecord) -> None:
-    """Note the loss on text held out, by the default rules, and what the net writes."""
-    starts = torch.linspace(0, len(text.held_out) - config.context - 1, 64).long()
-    with autocast(config.device, config.precision.dtype, enabled=config.precision.mixed):
-        loss = loss_on(text.held_out, starts, net, config.context).item()
-    record.results["bits per character, held out"] = loss / math.log(2)
-    written = write(net, text.training[:20], region)
-    record.results["it writes"] = "".join(text.characters[code] for code in written)
 
 
 def write(net: CharGPT, text: Tensor, region: torch.autocast, length: int = 100) -> list[int]:
