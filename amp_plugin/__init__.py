@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amp_plugin.tuning.tuning import tune as tune
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "CastCache": "amp_plugin.casting.cast_cache",
