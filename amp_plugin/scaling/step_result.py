@@ -1,4 +1,4 @@
-"""What became of one optimizer step, read without a host sync until asked."""
+"""The result of one optimizer step, read without a host sync until asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.scaling.loss_scale import LaterScale, capturing
-from amp_plugin.scaling.overflow_report import OverflowReport
+from amp_plugin.scaling.overflows import OverflowReport
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
 
@@ -55,7 +55,7 @@ class HostFlag:
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph tells of
+    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph shows
     the last replay. Every property but :attr:`norm` and :attr:`found_inf` waits for the device when
     first read.
 
@@ -101,7 +101,7 @@ class StepResult:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the step was taken in one pass, which leaves ``.grad`` as it was."""
+        """Whether the step was taken in one pass."""
         return not self.not_one_pass_because
 
     @property

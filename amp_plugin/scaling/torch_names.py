@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.loss_scale import LossScale
+from amp_plugin.scaling.loss_scale import LossScale, LossScales
 from amp_plugin.scaling.loss_scale_options import checked_backoff_factor, checked_growth_factor, whole
-from amp_plugin.scaling.loss_scales import LossScales
-from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
 
 
@@ -28,21 +27,21 @@ class OptimizerStates(Mapping[int, Any]):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
-    def __getitem__(self, key: int) -> OptimizerWindow | dict[str, Any]:
-        """Return the optimizer's window, or the state of one never met."""
+    def __getitem__(self, key: int) -> PerOptimizerState | dict[str, Any]:
+        """Return the optimizer's state, or the state of one never met."""
         return self._registry.by_id(key) or {"stage": OptState.READY, "found_inf_per_device": {}}
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids of the known optimizers."""
-        return iter(id(window.optimizer) for window in self._registry)
+        return iter(id(state.optimizer) for state in self._registry)
 
     def __len__(self) -> int:
         """Return how many optimizers are known."""
         return len(self._registry)
 
 
-class TorchInterface(torch.amp.GradScaler):
-    """torch's getters, setters and private names over our loss scales and windows."""
+class TorchNames(torch.amp.GradScaler):
+    """torch's getters, setters and private names over our loss scales and states."""
 
     _scales: LossScales
     _registry: Registry
@@ -148,10 +147,10 @@ class TorchInterface(torch.amp.GradScaler):
         return loss_scale.require(), loss_scale.require_growth_tracker()
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        window = self._registry.window(optimizer)
-        window.begin_call()
-        window.check(write=False)
-        return window.found_inf_per_device
+        state = self._registry.state(optimizer)
+        state.begin_call()
+        state.check(write=False)
+        return state.found_inf_per_device
 
     def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
         found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]

@@ -1,32 +1,31 @@
-"""Gradients that share their unit: unscaled, scaled by one loss scale, or left by a fused step.
+"""Gradients that share what they are multiplied by: nothing, or one loss scale.
 
-Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one set of
-parameters; parameters shared by several optimizers form sets of their own, so that what one
+Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one group of
+parameters; parameters shared by several optimizers form groups of their own, so that what one
 owner does to a shared gradient is known to the others. docs/design.md draws the states.
 
-What is asked of a set, always for one of its owners:
+What is asked of a group, always for one of its owners:
 
 - *awaited*: a scaled backward has begun since the owner last stepped or called ``unscale_``, whether it
-  reached the set or not; alike on all ranks.
+  reached the group or not; alike on all ranks.
 - *pending*: the gradients carry a loss scale, and have changed since the owner last stepped.
-- *renewed*: they are others than those last unscaled, or that the owner stepped with.
-- *used*: the owner has stepped with them since their unit last changed.
+- *renewed*: they are not those last unscaled, or that the owner stepped with.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling.gradients import GradientBatch, GradientLedger, Measurement, batches_of, make_ledger
-from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.moves import moved
-from amp_plugin.scaling.overflow_history import OverflowHistory
-from amp_plugin.scaling.taken_gradients import TakenGradients
-from amp_plugin.scaling.units import UNSCALED, LeftByFusedStep, ScaledBy, Unit
+from amp_plugin.scaling.loss_scale import LossScale, moved, stream_number
+from amp_plugin.scaling.overflows import OverflowHistory
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0
@@ -34,34 +33,45 @@ _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
 
 
-class GradientSet:
-    """The gradients of some parameters, and the unit they are in.
+class GradientGroup:
+    """The gradients of some parameters, and what they are multiplied by.
 
     Args:
         params: The parameters.
         owners: Numbers of the optimizers that step them.
-        unit: The unit of their gradients.
+        carries: The loss scale their gradients are multiplied by; None for none.
+        remembers: Whether an overflow counts until the step although user code has written over it since, as
+            in torch.amp; without a loss scale only the gradients of the step count.
 
     Attributes:
-        unit: As given; changed by the methods below only.
+        carries: As given; changed by the methods below only.
         awaited_owners: Owners for whom the gradients are awaited.
         taken_away: Gradients that hooks have taken away.
         updates_at_last_use: How many updates had been requested when an owner last unscaled or stepped.
     """
 
-    def __init__(self, params: list[Tensor], owners: frozenset[int], unit: Unit = UNSCALED) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        owners: frozenset[int],
+        carries: LossScale | None = None,
+        *,
+        remembers: bool = True,
+    ) -> None:
         self.params = params
         self.owners = owners
-        self.unit: Unit = unit
+        self.carries = carries
+        self._remembers = remembers
         self._contributions: list[tuple[LossScale, Tensor]] = []
-        # Overflows seen before the last measurement, for each owner: what one has used may wait for another.
-        self._histories = {owner: OverflowHistory() for owner in owners or (0,)}
+        # For each owner: what one of them has used may wait for another.
+        self._histories = {owner: OverflowHistory() for owner in owners} if remembers else {}
         self.awaited_owners: frozenset[int] = frozenset()
         self.updates_at_last_use = -1
-        self._used_by: set[int] = set()  # owners that have stepped since the unit last changed
+        self._stepped: set[int] = set()  # owners that have stepped since the gradients were last unscaled
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
+        self._ones: dict[tuple[torch.device, int], Tensor] = {}
         self._ledger = make_ledger()
         self.taken_away = TakenGradients(params, self._ledger)
 
@@ -69,12 +79,8 @@ class GradientSet:
 
     @property
     def scaled_by(self) -> LossScale | None:
-        """The loss scale the gradients are multiplied by; None if they are not, or if only the device knows.
-
-        A scale that no loss was multiplied by yet is none.
-        """
-        loss_scale = self.unit.loss_scale if isinstance(self.unit, ScaledBy) else None
-        return None if loss_scale is None or loss_scale.value is None else loss_scale
+        """The loss scale the gradients are multiplied by; one that no loss was multiplied by yet is none."""
+        return None if self.carries is None or self.carries.value is None else self.carries
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -87,13 +93,25 @@ class GradientSet:
 
     def is_pending(self, owner: int) -> bool:
         """Whether scaled gradients came in since the last step of ``owner``."""
-        return isinstance(self.unit, ScaledBy) and self._changed_since(owner)
+        return self.carries is not None and self._changed_since(owner)
 
     def is_renewed(self, owner: int) -> bool:
-        """Whether the gradients are others than those that were unscaled, or that ``owner`` stepped with."""
-        if owner in self._used_by:
-            return self._changed_since(owner)
+        """Whether these are other gradients than those that were unscaled, or that ``owner`` stepped with."""
+        return self._changed_since(owner) if owner in self._stepped else self.is_new()
+
+    def is_new(self) -> bool:
+        """Whether a gradient is in other memory than at the last measurement."""
         return bool(self._ledger.compare(self.params, _MEASURED) == GradientLedger.NEW)
+
+    def counts_as_scaled(self, owner: int, updates: int) -> bool:
+        """Whether torch would take the gradients for scaled ones although no scaled backward was seen.
+
+        After ``owner`` has stepped with them and an update, whatever is there is scaled again: a replayed
+        graph, ``.data``, NumPy and collectives write without a trace. After ``unscale_`` only new ones are.
+        """
+        if self.carries is not None or owner in self.awaited_owners or self.updates_at_last_use == updates:
+            return False
+        return owner in self._stepped or self.is_new()
 
     def _changed_since(self, slot: int) -> bool:
         return bool(self._ledger.compare(self.params, slot) > GradientLedger.SAME)
@@ -112,25 +130,27 @@ class GradientSet:
 
     def earlier_overflow(self, owner: int) -> Tensor | None:
         """Return what was found since the last step of ``owner`` and before the last measurement."""
-        return self._histories[owner].found_inf
+        history = self._histories.get(owner)
+        return None if history is None else history.found_inf
 
     def all_measurements(self, owner: int) -> list[Measurement]:
         """Return those since the last step of ``owner``, for their flags."""
-        return [*self._histories[owner].measurements(), *(self._measurements or ())]
+        earlier = self._histories[owner].measurements() if owner in self._histories else []
+        return [*earlier, *(self._measurements or ())]
 
     # -- measuring ----------------------------------------------------------------------------
 
     def measure(self, norm_type: float = 2.0) -> list[Measurement]:
         """Measure the gradients; what one call of the scaler has measured already is not read again."""
         if self._measurements is None or norm_type != self._norm_type or self.is_changed():
-            self.doubt_measurement()
+            self.invalidate_measurement()
             self._remember([self._measured(batch, norm_type) for batch in self.batches()], norm_type)
         return self._measurements or []
 
-    def doubt_measurement(self) -> None:
+    def invalidate_measurement(self) -> None:
         """Read the gradients again when they are next measured: user code may have written to them.
 
-        No version counter tells of ``.grad.data``, of numpy, or of a collective.
+        Version counters miss writes through ``.grad.data``, NumPy and collectives.
         """
         if self._measurements is not None:
             for history in self._histories.values():
@@ -139,8 +159,19 @@ class GradientSet:
 
     def _measured(self, batch: GradientBatch, norm_type: float, *, write: bool = False) -> Measurement:
         kernel = batch.unscale_ if write else batch.norm_check
-        inverse = self.unit.inverse(batch.device)
-        return kernel(inverse.number, norm_type, inverse.is_scale)
+        return kernel(*self._inverse(batch.device, norm_type))
+
+    def _inverse(self, device: torch.device, norm_type: float) -> tuple[Tensor, float, bool]:
+        """Return what kernels multiply by, the norm's order, and whether the first is to be inverted."""
+        loss_scale = self.scaled_by
+        if loss_scale is None:
+            key = (device, stream_number(device))
+            if key not in self._ones:
+                self._ones[key] = torch.ones((), dtype=torch.float32, device=device)
+            return self._ones[key], norm_type, False
+        scale = loss_scale.require()
+        here = scale.device == device
+        return scale if here else loss_scale.inverse(device), norm_type, here
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type
@@ -149,21 +180,21 @@ class GradientSet:
                 history.forget_if_zero(measurements)
         self._ledger.remember(self.params, _MEASURED)
 
-    # -- changes of the unit ------------------------------------------------------------------
+    # -- changes of what they carry -----------------------------------------------------------
 
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
-        """Divide the gradients by what they carry, once, and measure them."""
-        self._used_by.clear()
-        if self.unit is UNSCALED:
+        """Divide the gradients by the scale they carry, once, and measure them."""
+        self._stepped.clear()
+        if self.carries is None:
             return self.measure(norm_type)
-        self.doubt_measurement()
+        self.invalidate_measurement()
         measurements = [self._measured(batch, norm_type, write=True) for batch in self.batches()]
-        self.unit = UNSCALED
+        self.carries = None
         self._remember(measurements, norm_type)
         return measurements
 
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
-        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that unit.
+        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale.
 
         Args:
             loss_scale: The scale of the loss.
@@ -173,7 +204,7 @@ class GradientSet:
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
         present = self.has_gradients()
         if not present:
-            self.doubt_measurement()
+            self.invalidate_measurement()
             for history in self._histories.values():
                 history.clear()
             self.taken_away.watch()
@@ -187,17 +218,17 @@ class GradientSet:
         overflows: list[Tensor] = []
         added = present and self._changed_since(_CONVERTED)
         if present:
-            factor, carried = loss_scale.require(), self.unit.factor()
-            overflows = self._convert_(factor if carried is None else factor / carried)
+            factor = loss_scale.require()
+            overflows = self._convert_(factor if before is None else factor / before.require())
         if before is not None:
             if several_ranks and waited:
                 self._contributions.append((before, torch.zeros_like(before.require())))
             elif added:
                 self._contributions += [(before, overflow) for overflow in overflows]
         self._ledger.remember(self.params, _CONVERTED)
-        self.doubt_measurement()
-        self.unit = ScaledBy(loss_scale)
-        self._used_by.clear()
+        self.invalidate_measurement()
+        self.carries = loss_scale
+        self._stepped.clear()
 
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
@@ -213,7 +244,7 @@ class GradientSet:
 
         Reads the gradients, where they were measured and not stepped with.
         """
-        self.doubt_measurement()
+        self.invalidate_measurement()
         histories = [history for history in self._histories.values() if history.found_inf is not None]
         if histories:
             measured = [self._measured(batch, math.inf) for batch in self.batches()]
@@ -222,15 +253,11 @@ class GradientSet:
 
     def assume_scaled(self, loss_scale: LossScale) -> None:
         """Take the gradients for scaled ones, although no backward was seen to make them."""
-        self.unit = ScaledBy(loss_scale)
+        self.carries = loss_scale
 
-    def rescale_(self, factor: Tensor) -> None:
-        """Follow a change of the loss scale: multiply the gradients by new/old."""
-        self._multiply_(factor)
-
-    def leave_to_fused_step(self, scale: Tensor, skipped: Tensor, divisor: Tensor | None = None) -> None:
-        """Note that a fused optimizer had the gradients, scaled by ``scale``."""
-        self.unit = LeftByFusedStep(scale, skipped, divisor)
+    def note_divided(self) -> None:
+        """Record that a step has divided the gradients by the scale in its own pass."""
+        self.carries = None
 
     # -- other changes ------------------------------------------------------------------------
 
@@ -246,16 +273,12 @@ class GradientSet:
             ]
         self._remember(measurements, norm_type)
 
-    def write_clip_(self, factor: Tensor) -> None:
-        """Write a clip into the gradients that was left to a fused optimizer."""
-        self._multiply_(factor)
-
-    def _multiply_(self, factor: Tensor) -> None:
-        """Multiply by a device-side factor; a change that a user makes is noticed all the same."""
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply by a number on the device (0-dim); a change that a user makes is noticed all the same."""
         unchanged = [slot for slot in (_MEASURED, _CONVERTED) if not self._changed_since(slot)]
         for batch in self.batches():
             batch.multiply_(moved(factor, batch.device))
-        self.doubt_measurement()
+        self.invalidate_measurement()
         for slot in unchanged:
             self._ledger.remember(self.params, slot)
 
@@ -273,32 +296,97 @@ class GradientSet:
         """Note that ``owner`` has used the gradients."""
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
-        self._used_by.add(owner)
+        self._stepped.add(owner)
         if len(self.owners) > 1:
-            self.doubt_measurement()  # the others are to know what it has found
+            self.invalidate_measurement()  # the others are to know what it has found
         self._measurements = None
         self.taken_away.seen.clear()
         self._contributions.clear()
-        self._histories[owner].clear()
+        if owner in self._histories:
+            self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
         """Note that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
         self.awaited_owners = self.awaited_owners - {owner}
 
-    def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientSet:
+    def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientGroup:
         """Return a set of the parameters at ``positions``, with all that is known of their gradients."""
-        self.doubt_measurement()
-        part = GradientSet([self.params[i] for i in positions], owners, self.unit)
-        any_history = next(iter(self._histories.values()))
-        part._histories = {
-            owner: self._histories.get(owner, any_history).split(positions) for owner in owners or (0,)
-        }
+        self.invalidate_measurement()
+        params = [self.params[i] for i in positions]
+        part = GradientGroup(params, owners, self.carries, remembers=self._remembers)
+        if self._histories:
+            any_history = next(iter(self._histories.values()))
+            part._histories = {
+                owner: self._histories.get(owner, any_history).split(positions) for owner in owners
+            }
         part._contributions = list(self._contributions)
         joined = owners - self.owners if part.has_gradients() else frozenset()
         part.awaited_owners = (self.awaited_owners & owners) | joined  # a new owner has used nothing yet
-        part._used_by = self._used_by & owners
+        part._stepped = self._stepped & owners
         part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
         part.taken_away = self.taken_away.split(part.params, part._ledger)
         return part
+
+
+class TakenGradients:
+    """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do.
+
+    Only parameters that have such hooks are watched.
+
+    Args:
+        params: The parameters.
+        ledger: That of their gradients, which knows the parameters with hooks.
+
+    Attributes:
+        seen: Parameters that a scaled backward has reached, and that had no gradient at its end.
+    """
+
+    def __init__(self, params: list[Tensor], ledger: Any) -> None:
+        self._params = params
+        self._ledger = ledger
+        self._hooks: list[RemovableHandle] = []
+        self.seen: list[Tensor] = []
+
+    def watch(self) -> None:
+        """Learn which of the parameters the coming backward passes reach."""
+        self.unwatch()
+        for param in self._with_taking_hooks():
+            note = partial(_note_reached, self.seen, param)
+            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
+
+    def unwatch(self) -> None:
+        """Remove what :meth:`watch` has put on the parameters."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def assume_reached(self) -> None:
+        """Assume that a backward before the optimizer was met has reached all of them."""
+        self.seen += [param for param in self._with_taking_hooks() if param.grad is None]
+
+    def split(self, params: list[Tensor], ledger: Any) -> TakenGradients:
+        """Return what is known of some of the parameters, which their own set watches from now on."""
+        self.unwatch()
+        part = TakenGradients(params, ledger)
+        part.seen = [param for param in self.seen if any(param is own for own in params)]
+        return part
+
+    def _with_taking_hooks(self) -> Iterator[Tensor]:
+        for position in self._ledger.hooked(self._params):
+            param = self._params[position]
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            keep = all(getattr(hook, "keeps_gradients", False) for hook in hooks.values())
+            if param.requires_grad and not keep:
+                yield param
+
+
+def _note_reached(seen: list[Tensor], param: Tensor, _: Tensor) -> None:
+    """At the end of the backward that has reached it, note a parameter that has no gradient then."""
+
+    def look() -> None:
+        if param.grad is None:
+            seen.append(param)
+
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(look)

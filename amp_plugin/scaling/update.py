@@ -6,12 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.loss_scales import LossScales
-from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.loss_scale import LossScale, LossScales
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.skipped_steps import SkippedSteps
-from amp_plugin.scaling.step_result import HostFlag, StepResult
+from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.user_warnings import warn_user
 
 _NO_STEP = (
@@ -26,44 +23,25 @@ _AT_FLOOR = (
 )
 
 
-# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
-_STEPS_WITHOUT_UPDATE = 200
-
-
 class Updates:
-    """The requested update of the loss scales, and the steps since the last one.
+    """The requested update of the loss scales.
 
     Args:
         scales: The loss scales.
         registry: Whose gradients may have to wait, or to be converted.
-
-    Attributes:
-        skipped: How many steps were skipped, of all optimizers.
+        log: The steps; it learns late of overflows at the floor.
     """
 
-    def __init__(self, scales: LossScales, registry: Registry) -> None:
+    def __init__(self, scales: LossScales, registry: Registry, log: StepLog) -> None:
         self._scales = scales
         self._registry = registry
+        self._log = log
         self._requested = False
-        self._at_floor: list[HostFlag] = []
         self._told_of_floor = False
-        self._steps_since_update: dict[int, int] = {}  # of each window, by its number
-        self.skipped = SkippedSteps()
-
-    def note_step(self, window: OptimizerWindow, result: StepResult) -> None:
-        """Count a step that was taken or skipped; warn once if no update ever follows."""
-        self.skipped.add(result.found_inf)
-        steps = self._steps_since_update[window.number] = self._steps_since_update.get(window.number, 0) + 1
-        if steps == _STEPS_WITHOUT_UPDATE and window.result_scale.options.dynamic:
-            warn_user(
-                f"{steps} steps of {type(window.optimizer).__name__} without scaler.update(): the loss "
-                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
-                "per iteration, or make the scaler with dynamic=False."
-            )
 
     def _count_update(self) -> None:
         self._scales.updates_requested += 1
-        self._steps_since_update.clear()
+        self._log.note_update()
 
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits.
@@ -71,9 +49,9 @@ class Updates:
         Raises:
             FloatingPointError: An overflow at the floor is known of, with ``on_min_scale="raise"``.
         """
-        self._tell_of_floor()
+        self._log.read()
         self._count_update()
-        if self.skipped.count is None and self._registry.last_backward is not None and not self._registry:
+        if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
         self.settle(force=False)
@@ -87,7 +65,7 @@ class Updates:
         """
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._tell_of_floor()
+        self._log.read()
         self._count_update()
         self._requested = False
         for loss_scale in self._scales.materialized():
@@ -95,7 +73,7 @@ class Updates:
             old = loss_scale.snapshot()
             loss_scale.fill_(value)
             self.convert(loss_scale, old)
-            loss_scale.tell()
+            loss_scale.publish()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loaded loss scales: no update is requested, pending gradients are converted.
@@ -104,11 +82,9 @@ class Updates:
             before: The scales with their values before loading.
         """
         self._requested = False
-        self.skipped = SkippedSteps()
-        self._at_floor.clear()
         for loss_scale, old in before:
             self.convert(loss_scale, old)
-            loss_scale.tell()
+            loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale.
@@ -131,16 +107,16 @@ class Updates:
                 old = loss_scale.snapshot()
                 at_floor = loss_scale.update_()
                 if at_floor is not None:
-                    self._at_floor.append(HostFlag(at_floor))
+                    self._log.when_known(at_floor, self._tell_of_floor)
                 self.convert(loss_scale, old)
-            loss_scale.tell()
-        self._tell_of_floor()
+            loss_scale.publish()
+        self._log.read()
 
     def _half_gradients_wait(self) -> bool:
         return any(
-            gradients.is_pending(window.number) and gradients.first_half() is not None
-            for window in self._registry
-            for gradients in window.sets
+            gradients.is_pending(state.number) and gradients.first_half() is not None
+            for state in self._registry
+            for gradients in state.groups
         )
 
     def refuse_half(self, call: str) -> None:
@@ -149,11 +125,11 @@ class Updates:
         Args:
             call: The call that asks, for the error.
         """
-        for window in self._registry:
-            for gradients in window.sets:
+        for state in self._registry:
+            for gradients in state.groups:
                 param = None if gradients.scaled_by is None else gradients.first_half()
                 if param is not None:
-                    name = window.name_of(param)
+                    name = state.name_of(param)
                     msg = (
                         f"{call} would convert the float16 gradient of parameter {name!r} "
                         "to another scale, which loses small ones: call it after step(), or clear the "
@@ -165,25 +141,21 @@ class Updates:
         """Multiply the gradients that carry the old scale by new/old."""
         carriers = [
             gradients
-            for gradients in self._registry.sets()
+            for gradients in self._registry.groups()
             if gradients.scaled_by is loss_scale and gradients.has_gradients()
         ]
         if carriers:
             factor = loss_scale.require() / old
             for gradients in carriers:
-                gradients.rescale_(factor)
+                gradients.multiply_(factor)
 
-    def _tell_of_floor(self) -> None:
-        """Raise, or warn once, if the host knows by now of an overflow at the floor."""
-        for flag in list(self._at_floor):
-            known = flag.known()
-            if known is not None:
-                self._at_floor.remove(flag)
-            if known and self._scales.default.options.on_min_scale == "raise":
-                raise FloatingPointError(_AT_FLOOR)
-            if known and not self._told_of_floor:
-                self._told_of_floor = True
-                warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
+    def _tell_of_floor(self, overflowed: bool) -> None:
+        """Raise, or warn once, of an overflow at the floor."""
+        if overflowed and self._scales.default.options.on_min_scale == "raise":
+            raise FloatingPointError(_AT_FLOOR)
+        if overflowed and not self._told_of_floor:
+            self._told_of_floor = True
+            warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
 
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:

@@ -18,9 +18,8 @@ from torch import Tensor
 from amp_plugin.kernels import ops  # noqa: F401 -- defines torch.ops.amp_plugin
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.scaling.gradients import Measurement
-from amp_plugin.scaling.moves import moved
-from amp_plugin.scaling.shard_layout import ShardLayout
+from amp_plugin.scaling.gradients import Measurement, ShardLayout
+from amp_plugin.scaling.loss_scale import moved
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
