@@ -3,6 +3,7 @@
 #include "step_tensors.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_foreach_copy.h>
 
 #include <array>
 #include <optional>
@@ -110,8 +111,9 @@ class StepTensors {
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op_calls::adam_(
-        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, copies_, lr, beta1, beta2,
-        eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
+        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, lr, beta1, beta2, eps,
+        weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
+    round_masters();
   }
 
   void sgd_(
@@ -120,8 +122,9 @@ class StepTensors {
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op_calls::sgd_(
-        params_, grads_, states_[0], remainders_, copies_, lr, momentum, dampening, weight_decay, nesterov,
-        maximize, false, lr_tensor, grad_scale, found_inf);
+        params_, grads_, states_[0], remainders_, lr, momentum, dampening, weight_decay, nesterov, maximize,
+        false, lr_tensor, grad_scale, found_inf);
+    round_masters();
   }
 
  private:
@@ -146,7 +149,12 @@ class StepTensors {
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
     refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
     params_.push_back(is_master ? beside : param);
-    (is_master ? copies_ : remainders_).push_back(is_master ? param : beside);
+    (is_master ? rounded_ : remainders_).push_back(is_master ? param : beside);
+  }
+
+  // A step that was skipped has left the masters, whose rounded values these are.
+  void round_masters() const {
+    if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
   void add_states(const at::Tensor& param, python::Dict entry, python::Tuple names) {
@@ -171,7 +179,7 @@ class StepTensors {
   Tensors grads_;
   Tensors steps_;
   Tensors remainders_;
-  Tensors copies_;
+  Tensors rounded_;  // what the model computes with where params_ are its masters
   std::array<Tensors, kMostStates> states_;
 };
 
