@@ -84,7 +84,7 @@ SCHEMAS: Final = {
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
-    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None, Tensor? found_inf=None) -> Tensor",
     "adam_": (
         "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
         "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] remainders, *, "

@@ -90,10 +90,11 @@ def step(
         return None, calls.close(skipped=True)
     saved = Snapshot(optimizer) if calls.may_change_early() else None
     skipped = False
+    value: Any = None
     try:
         value = optimizer.step(calls.run, *args, **kwargs)
     except _NonfiniteError:
-        value, skipped = (None if scaled else calls.loss), True
+        skipped, value = True, None if scaled else calls.loss
         if saved is not None:
             saved.restore()
         elif calls.changed_early:

@@ -235,7 +235,7 @@ class GradScaler(TorchNames):
         """
         again = partial(call, *args, **kwargs)
         self.step_log.remember(again)
-        return cast("T", again())
+        return again()
 
     def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
         """Have the failing step of a run that only skips run again, once, and warn of what was found.
@@ -397,7 +397,7 @@ class GradScaler(TorchNames):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
-        Afterwards ``.grad`` is unscaled, and clipped if it was clipped, whether the step was taken or skipped.
+        Afterwards ``.grad`` is unscaled, and clipped if it was clipped, also after a skipped step.
         Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor the step is taken
         in one pass. An optimizer without gradients steps as it would without a scaler.
 

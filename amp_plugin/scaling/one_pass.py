@@ -94,6 +94,10 @@ class OnePassStep:
     ) -> None:
         self._optimizer, self._parts, self._stored, self._view = optimizer, parts, stored, view
 
+    def __bool__(self) -> bool:
+        """Whether there is a gradient."""
+        return bool(self._parts)
+
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks.
 

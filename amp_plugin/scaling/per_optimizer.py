@@ -82,7 +82,7 @@ class FoldedClip(NamedTuple):
 
 def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """Return what clipping multiplies gradients by, or what divides scaled ones; float32, 0-dim."""
-    factor: Tensor = torch.ops.amp_plugin.clip_factor(norm, max_norm, scale)
+    factor: Tensor = torch.ops.amp_plugin.clip_factor(norm, max_norm, scale, moved(found_inf, norm.device))
     return factor
 
 

@@ -33,6 +33,7 @@ RUN = 50
 
 # A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
 _STEPS_WITHOUT_UPDATE = 200
+_MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
 
 class RandomState(NamedTuple):
@@ -164,6 +165,8 @@ class StepLog:
         skips_read: Skipped steps that the host knows of.
         exact: Whether each step waits for the device, so that every skip is known at once.
         replaying: Whether a step is being run again at the moment.
+        has_steps: Whether a step was taken or skipped.
+        calls: The forward and backward passes of the present window; empty unless steps are being skipped.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
@@ -176,7 +179,7 @@ class StepLog:
         self._late: deque[_Late] = deque()
         self._subscribers: list[Subscriber] = []
         self._warned_of_run: set[int] = set()
-        self._calls: list[RecordedCall] = []
+        self.calls: list[RecordedCall] = []
         self._window_is_over = True
         self._keeps_calls = False
 
@@ -212,7 +215,7 @@ class StepLog:
         if not capturing(found.device):
             self._late.append(_Late(result, partial(self._learn, record, result)))
         try:
-            self.read(wait=self.exact or record.exact)
+            self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
         finally:
             record.is_held = record.owed > 0
             record.owed -= record.is_held
@@ -311,21 +314,21 @@ class StepLog:
         if self.replaying:
             return
         if self._window_is_over:
-            self._calls.clear()
+            self.calls.clear()
             self._window_is_over, self._keeps_calls = False, self.is_skipping()
         if self._keeps_calls:
-            self._calls.append(RecordedCall(call, RandomState.now()))
+            self.calls.append(RecordedCall(call, RandomState.now()))
 
     def replay_of(self, step: LoggedStep, params: Iterable[Tensor]) -> Replay | None:
         """Return a step that was just skipped, ready to be run once more; None if no call was remembered."""
         optimizer = step.optimizer()
-        if optimizer is None or not self._calls:
+        if optimizer is None or not self.calls:
             return None
         return Replay(
             optimizer=optimizer,
             result=step.result,
             in_a_row=step.in_a_row,
-            calls=tuple(self._calls),
+            calls=tuple(self.calls),
             params=list(params),
         )
 

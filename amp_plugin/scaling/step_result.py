@@ -17,8 +17,8 @@ _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
 class HostFlag:
     """A device flag on its way to the host.
 
-    On CUDA and XPU it is copied to pinned memory behind the work already queued; on other devices
-    it is read when asked for.
+    On CUDA and XPU it is copied to pinned memory behind the work already queued; on the CPU it is read at
+    once, on other devices when somebody waits for it.
 
     Args:
         flag: One element; above 0 means set.
@@ -38,10 +38,16 @@ class HostFlag:
             self._arrived = torch.Event(flag.device)
             self._arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
 
+    @staticmethod
+    def at_once(flag: Tensor) -> bool | None:
+        """Return a flag that the host can read without waiting, on the CPU; None elsewhere."""
+        on_host = flag.device.type == "cpu" and not capturing(flag.device)
+        return bool(flag.item() > 0) if on_host else None
+
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""
-        if self._flag.device.type not in {"cuda", "xpu"}:
-            return bool(self._flag.item() > 0)
+        if self._flag.device.type == "cpu":
+            return self.at_once(self._flag)
         if self._arrived is None or self._copy is None or not self._arrived.query():
             return None
         return bool(self._copy.item() > 0)

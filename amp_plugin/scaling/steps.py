@@ -33,7 +33,7 @@ from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.step_result import HostFlag, StepResult
 from amp_plugin.user_warnings import warn_user
 
 
@@ -98,7 +98,8 @@ class Steps:
     ) -> Any:
         """Step whatever the gradients are."""
         value = optimizer.step(*args, **kwargs)
-        state.obstacle = "nothing is checked: torch's own step was taken"
+        why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
+        state.obstacle = f"{why} takes torch's own step"
         state.close_unchecked(StepResult.unscaled(state.norm, obstacle=state.obstacle))
         return value
 
@@ -125,10 +126,11 @@ class Steps:
         norm, found = state.check(write=not left, norm_type=norm_type)
         divisor = _divisor(state, norm, found) if left else None
         value: Any = None
+        known = HostFlag.at_once(found)
+        kernel_skips = is_fused(optimizer) and not _takes_scaler(state, optimizer)
         if tensors is not None:
-            known = bool(found.item() > 0) if found.is_cpu else None
             tensors.take(_times_given(divisor, optimizer), found, skipped=known)
-        elif is_fused(optimizer) and (divisor is not None or _skips_by_itself(state, optimizer, found)):
+        elif kernel_skips and (divisor is not None or known is None):
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
                 value, known = _take_fused(state, optimizer, found, args, kwargs)
             if divisor is not None and known is not False:
@@ -145,10 +147,12 @@ class Steps:
         if state.obstacle:
             return None
         try:
-            return one_pass.collect(optimizer)
+            tensors = one_pass.collect(optimizer)
         except NotInOnePassError as error:
             state.obstacle = str(error)
             return None
+        state.obstacle = "" if tensors else "it has no gradients"
+        return tensors or None
 
     def _obstacle_in_gradients(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> str:
         on_host = all(param.is_cpu for param in state.params[:1])
@@ -207,7 +211,7 @@ def _take_fused(
     state: PerOptimizerState, optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool | None]:
     """Let torch's kernel divide and skip."""
-    known = bool(found.item() > 0) if found.is_cpu else None
+    known = HostFlag.at_once(found)
     if not state.has_momentum:
         without = without_momentum(optimizer)
         state.has_momentum = not without
@@ -258,14 +262,6 @@ def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
         parameters = inspect.signature(optimizer.step).parameters if is_fused(optimizer) else ()
         state.takes_scaler = "grad_scaler" in parameters
     return state.takes_scaler
-
-
-def _skips_by_itself(state: PerOptimizerState, optimizer: Optimizer, found: Tensor) -> bool:
-    """Whether the optimizer's kernel skips by ``found``, where the host would have to wait for it."""
-    if found.is_cpu or not is_fused(optimizer) or _takes_scaler(state, optimizer):
-        return False
-    on_host = any(param.is_cpu for param in params_of(optimizer))  # its kernel reads the flag at once
-    return not (on_host or any(param.grad is not None for param in without_momentum(optimizer)))
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPre
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
-from amp_plugin.scaling.gradient_set import GradientSet
+from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
@@ -514,9 +514,9 @@ def test_gradients_are_read_again_after_user_code(kind, clip, fused):
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_are_read_once_where_no_user_code_runs(monkeypatch, fused):
     read = []
-    measured = GradientSet._measured
+    measured = GradientGroup._measured
     monkeypatch.setattr(
-        GradientSet, "_measured", lambda *args, **options: read.append(0) or measured(*args, **options)
+        GradientGroup, "_measured", lambda *args, **options: read.append(0) or measured(*args, **options)
     )
     fit(OneWeight(fused=fused), AmpPrecision(init_scale=8.0), gradient_clip_val=0.5)
     assert len(read) == 1

@@ -18,7 +18,8 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
 void cast(at::TensorList src, at::TensorList out);
 
-at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const OptionalTensor& scale);
+at::Tensor clip_factor(
+    const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);
 void update_scale_(
     const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
     const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,

@@ -43,6 +43,14 @@ bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
 }
 
+// Whether several elements lie in one place, which cannot be written.
+bool is_expanded(const at::Tensor& tensor) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) return true;
+  }
+  return false;
+}
+
 // The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
 // Python code that returns the tensor's address: where it is known, the dict does not have to ask.
 PyObject* entry_of(python::Dict state, PyObject* param) {
@@ -134,7 +142,7 @@ class StepTensors {
     refuse_if(!is_plain(param) || !has_op || !is_wide, "", param);
     const at::ScalarType type = grad.scalar_type();
     const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-    refuse_if(!allowed || !fits(grad, param), "has a gradient that ", grad);
+    refuse_if(!allowed || !fits(grad, param) || is_expanded(grad), "has a gradient that ", grad);
     refuse_if(
         !params_.empty() && params_[0].device() != param.device(), "is on another device than the first: it ",
         param);
