@@ -34,7 +34,6 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "max_skips_in_a_row",
     "rules",
     "fp32_outputs",
-    "cast_cache",
     "exact_schedulers",
     "fp32_modules",
     "eval_precision",

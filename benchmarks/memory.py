@@ -1,4 +1,4 @@
-"""Peak memory: what a window of micro-batches and a clipped step allocate beyond what is there before."""
+"""Peak memory: what a batch and a clipped step allocate beyond what is there before."""
 
 from __future__ import annotations
 
@@ -28,14 +28,10 @@ class Memory(Section):
     timing = "allocations counted by torch's profiler"
 
     def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield batches, windows with kept casts, and the gradient path."""
-        for cache, count in ((False, 1), (True, 8)):
-            for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
-                calls = variants(setting, make(setting), setting.sized(count, min(count, 2)), cache=cache)
-                kind = f"window of {count} with CastCache" if cache else "one batch"
-                yield _comparison(
-                    f"{name}, {kind}", "Forward + backward: peak above model and batches", calls, setting
-                )
+        """Yield batches and the gradient path."""
+        for name, make in list(MODELS.items())[: setting.sized(len(MODELS), 1)]:
+            calls = variants(setting, make(setting))
+            yield _comparison(name, "Forward + backward: peak above model and batches", calls, setting)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
         bench.step_theirs()  # the optimizer's state is there before
         for kind, fold in (("in place", False), ("folded", True)):

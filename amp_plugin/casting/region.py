@@ -20,7 +20,6 @@ from amp_plugin.kernels.tracers import untraced
 from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
-    from amp_plugin.casting.cast_cache import CastCache
     from amp_plugin.casting.rules import OpRules
 
 
@@ -30,7 +29,7 @@ _RULES_IN_COMPILED_CODE = (
 )
 
 # What a region is opened with is one tuple; torch's attributes are read from it when asked for.
-_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 6}
+_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 5}
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -63,13 +62,12 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         cache_enabled: keep the cast of an fp32 weight for its next use in the region.
         rules: op rules other than the default ones; needs the native core. Default: those of the file that
             ``AMP_PLUGIN_RULES`` names, if it is set.
-        cache: a CastCache that keeps cast weights from region to region; needs the native core.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
-        TypeError: ``dtype``, ``rules`` or ``cache`` is something else.
-        RuntimeError: the device has no autocast, or ``rules`` or ``cache`` were given where
-            they cannot work (no native core, or inside compiled code).
+        TypeError: ``dtype`` or ``rules`` is something else.
+        RuntimeError: the device has no autocast, or ``rules`` were given where they cannot work
+            (no native core, or inside compiled code).
 
     Example:
         >>> a = torch.ones(2, 2)
@@ -89,7 +87,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         cache_enabled: bool | None = None,
         *,
         rules: OpRules | None = None,
-        cache: CastCache | None = None,
     ) -> torch.autocast:
         """Return a region, or torch's own while torch.compile or torch.export trace.
 
@@ -109,7 +106,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             checked[1],
             cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
             checked[2] if rules is None else number_of(rules, device_type),
-            None if cache is None else _kept_by(cache),
             device_type,
         )
         return self
@@ -124,7 +120,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             cache_enabled: bool | None = None,
             *,
             rules: OpRules | None = None,
-            cache: CastCache | None = None,
         ) -> None: ...
     else:
         __init__ = object.__init__  # __new__ has done it all, in one call
@@ -144,10 +139,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
-        _, dtype, enabled, cache_enabled, number, kept, device_type = self._opening
-        if kept is not None:
-            msg = "a region with a CastCache cannot be copied or pickled; make it where it is used"
-            raise TypeError(msg)
+        _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
 
     def __repr__(self) -> str:
@@ -205,17 +197,6 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
-
-
-def _kept_by(cache: CastCache) -> object:
-    try:
-        return cache.handle
-    except AttributeError:
-        msg = (
-            f"autocast(cache={cache!r}): an amp_plugin.CastCache is wanted, made once and given to every "
-            "region; torch's cache of one region is cache_enabled=True, the default"
-        )
-        raise TypeError(msg) from None
 
 
 def _remade(

@@ -61,7 +61,6 @@ class TestPrecedence:
             "one_pass": "off",
             "fold_clip": "on",
             "fp32_outputs": "0",
-            "cast_cache": "True",
             "exact_schedulers": "1",
             "weights": "bf16",
             "reduce": "bf16",

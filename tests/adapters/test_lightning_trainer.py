@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -272,55 +271,6 @@ def test_an_accumulated_window_equals_a_large_batch(precision):
     torch.testing.assert_close(weights(8, 4), weights(32, 1), rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.native
-def test_weights_are_cast_once_a_window():
-    counts = {}
-
-    class Count(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            counts[trainer.global_step] = trainer.precision_plugin._cast_cache.casts
-
-    fit(
-        Linear(),
-        AmpPrecision(init_scale=1024.0),
-        steps=3,
-        data=regression(12),
-        accumulate_grad_batches=4,
-        callbacks=[Count()],
-    )
-    assert counts == {
-        0: 4,
-        1: 8,
-        2: 12,
-        3: 12,
-    }  # two weights and two biases, three windows of four micro-batches
-
-
-@pytest.mark.native
-def test_weights_are_cast_once_a_window_that_a_callback_opens_later():
-    class Count(Callback):
-        def on_train_epoch_end(self, trainer, *_):
-            self.casts = trainer.precision_plugin._cast_cache.casts
-
-    count = Count()
-    schedule = GradientAccumulationScheduler({1: 4})
-    plugin = AmpPrecision(init_scale=1024.0)
-    fit(Linear(), plugin, steps=-1, max_epochs=2, data=regression(8), callbacks=[schedule, count])
-    assert count.casts == 4 * (8 + 2)  # weights and biases; windows of one micro-batch, then of four
-
-
-@pytest.mark.native
-@pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_kept_casts_change_no_bit(precision):
-    def losses(kept):
-        module = Linear()
-        plugin = AmpPrecision(precision, cast_cache=kept, init_scale=1024.0)
-        fit(module, plugin, steps=4, data=regression(16), accumulate_grad_batches=4)
-        return module.losses
-
-    assert losses(True) == losses(False)
-
-
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_a_step_whose_closure_raises_is_no_step(precision):
     class Interrupted(Linear):
@@ -388,7 +338,7 @@ def test_weights_swapped_for_validation_are_seen():
 
     module = Module()
     trainer = make_trainer(
-        AmpPrecision("bf16", cast_cache=True),
+        AmpPrecision("bf16"),
         steps=6,
         callbacks=[Swap()],
         val_check_interval=2,
@@ -396,13 +346,6 @@ def test_weights_swapped_for_validation_are_seen():
     )
     trainer.fit(module, regression(6), regression(1))
     assert module.outputs == pytest.approx(100.0, rel=0.05)
-
-
-def test_a_cast_cache_without_the_native_core_is_refused(monkeypatch):
-    if amp_plugin.kernels.build.native_core().loaded:
-        pytest.skip("the native core is loaded")
-    with pytest.raises(RuntimeError, match="CastCache"):
-        fit(Linear(), AmpPrecision(cast_cache=True), data=regression())
 
 
 # -- clipping -----------------------------------------------------------------------------------
@@ -976,7 +919,6 @@ def test_one_string_of_fp32_modules():
 @pytest.mark.parametrize(
     ("option", "value", "allowed"),
     [
-        ("cast_cache", "yes", "True, False or None"),
         ("exact_schedulers", 1, "True or False"),
         ("dynamic", None, "True or False"),
         ("fp16_gradients", "yes", "True or False"),

@@ -6,7 +6,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,8 +32,6 @@ from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of_ours
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.cast_cache import CastCache
-from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -110,7 +107,6 @@ class AmpAccelerator(Accelerator):
         self._metrics = StepMetrics()
         ask_in_transformers()
         self._engaged = False
-        self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
         super().__init__(**given)
         explicit = len(given["kwargs_handlers"]) != len(handlers)
@@ -232,20 +228,12 @@ class AmpAccelerator(Accelerator):
         return prepared
 
     def _mix(self, module: nn.Module) -> None:
-        training = replace(self._region(self.mixed_precision), cast_cache=self._window_cache())
+        training = self._region(self.mixed_precision)
         in_eval = self._options.eval_precision
         MixedForward.put_on(module, training, self._region(in_eval) if in_eval else None)
 
     def _region(self, precision: str) -> RegionOptions:
         return engagement.region_options(self.device.type, precision, self._settings, self.autocast_handler)
-
-    def _window_cache(self) -> CastCache | None:
-        wanted = engagement.casts_once_a_window(
-            self._settings, self.gradient_accumulation_steps, self.distributed_type
-        )
-        if wanted and self._cast_cache is None:
-            self._cast_cache = CastCache()
-        return self._cast_cache if wanted else None
 
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
@@ -305,8 +293,6 @@ class AmpAccelerator(Accelerator):
             yield
         if self._engaged and self.sync_gradients:
             self._grad_scaler.end_iteration()
-            if self._cast_cache is not None:
-                self._cast_cache.end_window()
 
     def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run forward and backward passes so that they can be run again, should every step be skipped.
@@ -480,7 +466,6 @@ class AmpAccelerator(Accelerator):
             return
         with checkpoints.optimizers_unscaled(self._optimizers), self._shown_to_accelerate(_scaler_shown=None):
             super().load_state(*args, **kwargs)
-        invalidate()
         if self._loaded_folder is not None:
             checkpoints.load_loss_scale(self._grad_scaler, self._loaded_folder)
             if self._is_fsdp1:
@@ -489,15 +474,6 @@ class AmpAccelerator(Accelerator):
     def _remember_folder(self, _: list[Any], folder: str) -> None:
         """Note which folder ``load_state`` has settled on; a hook of Accelerate's."""
         self._loaded_folder = Path(folder)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the cast weights of the accumulation window."""
-        return {**self.__dict__, "_cast_cache": None}
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Free what Accelerator frees, and the cast weights of the accumulation window."""
-        self._cast_cache = None
-        return super().free_memory(*objects)
 
     def end_training(self) -> None:
         """End the run: torch.autocast blocks elsewhere in the process are torch's again."""

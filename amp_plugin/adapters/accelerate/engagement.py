@@ -21,7 +21,6 @@ from amp_plugin.adapters.precision_names import (
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rule_tables import TABLES
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.refusals import refuse_other_precision
@@ -187,7 +186,7 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
 def region_options(
     device: str, precision: str, settings: Settings, handler: AutocastKwargs | None
 ) -> RegionOptions:
-    """Return how prepared models compute, before it is known whether casts are kept.
+    """Return how prepared models compute.
 
     Args:
         device: type of the accelerator's device.
@@ -217,18 +216,3 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
         rules = OpRules.default(device)
     if rules is not None:
         settings.build(lambda: set_default_rules(rules))
-
-
-def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
-    """Say whether weights are cast once per accumulation window: where it helps, unless told."""
-    wanted = settings.adapter().cast_cache
-    if wanted is not None:
-        return wanted
-    core = native_core()
-    return (
-        core.loaded
-        and core.region is not None
-        and settings.cache_enabled is not False
-        and micro_batches > 1
-        and distributed != DistributedType.FSDP
-    )

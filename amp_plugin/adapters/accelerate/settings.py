@@ -63,8 +63,6 @@ class AmpKwargs(KwargsHandler):
             names of the parameters; 0 goes on for ever; 50.
         rules: op rules other than the default ones, or a YAML file of them.
         fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
-        cast_cache: cast each weight once per accumulation window; by default wherever the window has
-            more than one micro-batch and the native core is loaded.
         exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
             a scheduler is held back with the skipped step, not one step later; False.
         fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
@@ -99,7 +97,6 @@ class AmpKwargs(KwargsHandler):
     max_skips_in_a_row: int | None = None
     rules: OpRules | str | Path | None = None
     fp32_outputs: bool | None = None
-    cast_cache: bool | None = None
     exact_schedulers: bool | None = None
     fp32_modules: Sequence[str] | None = None
     eval_precision: PrecisionName | None = None
@@ -124,7 +121,6 @@ class AdapterOptions:
     max_skips_in_a_row: int = 50
     rules: OpRules | None = None
     fp32_outputs: bool = True
-    cast_cache: bool | None = None
     exact_schedulers: bool = False
     fp32_modules: Sequence[str] = ()
     eval_precision: PrecisionName | None = None

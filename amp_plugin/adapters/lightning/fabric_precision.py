@@ -118,7 +118,6 @@ class FabricPrecision(PrecisionCore):
             remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
             self._refuse_other_device(device, remedy)
         self._start(device, **scaler_options(root))
-        self._keep_casts(window=1)
         self._started = True
         for optimizer in list(self._optimizers):
             self._register(optimizer)

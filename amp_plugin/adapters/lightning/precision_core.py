@@ -25,14 +25,12 @@ from amp_plugin.adapters.precision_names import (
     StockName,
     TrainingPrecision,
 )
-from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.device_speed import warn_of_slow_fp16
-from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale_options import HysteresisMode
@@ -77,7 +75,6 @@ class PrecisionCore:
         fp32_modules: Sequence[str] = (),
         weights: WeightsName = "fp32",
         reduce: ReduceName = "fp32",
-        cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         float8_config: Any = None,
         init_scale: float = 2.0**16,
@@ -107,7 +104,6 @@ class PrecisionCore:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
         self.observers: list[Observer] = []
         self._rules: OpRules | None = None
-        self._cast_cache: CastCache | None = None
         self._attempted_steps = 0
         self._hand_stepped = HandSteppedSchedulers(exact=self.settings.exact_schedulers)
 
@@ -214,21 +210,11 @@ class PrecisionCore:
         self._scaler.place(self.device, **scaler_options)
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
-    def _keep_casts(self, *, window: int) -> None:
-        """Keep cast weights from micro-batch to micro-batch where that saves casts."""
-        asked = self.settings.cast_cache
-        worthwhile = window > 1 and native_core().loaded
-        if self.settings.training_dtype is not torch.float32 and (worthwhile if asked is None else asked):
-            self._cast_cache = CastCache()
-
     def teardown(self) -> None:
-        """End the run: free cast weights, give the rules back; the loss scale stays."""
+        """End the run: give the rules back; the loss scale stays."""
         if self._rules is not None:
             set_default_rules(None)
             self._rules = None
-        if self._cast_cache is not None:
-            self._cast_cache.clear()
-            self._cast_cache = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
@@ -268,7 +254,6 @@ class PrecisionCore:
             dtype=dtype,
             cache_enabled=self.shares_casts,
             rules=self._rules,
-            cache=self._cast_cache,
         )
 
     def _no_region(self) -> torch.autocast:
@@ -333,8 +318,6 @@ class PrecisionCore:
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
         self._hand_stepped.after_step(optimizer, result)
-        if self._cast_cache is not None:
-            self._cast_cache.end_window()
         for observer in self.observers:
             observer(optimizer, result)
 

@@ -43,7 +43,6 @@ class PrecisionSettings:
     fp32_modules: Sequence[str] = ()
     weights: WeightsName = "fp32"
     reduce: ReduceName = "fp32"
-    cast_cache: bool | None = None
     exact_schedulers: bool = False
     float8_config: Any = None
     loss_scale: LossScaleOptions
@@ -60,7 +59,6 @@ class PrecisionSettings:
         if self.eval_precision is not None:
             refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
         object.__setattr__(self, "reduce", checked_reduce(self.reduce))
-        flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
         flag("one_pass", self.one_pass)

@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,7 +34,6 @@ from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.invalidate import invalidate
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -62,8 +60,6 @@ class TrainerPrecision(TrainerCheckpoints):
             at random.
         reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
             ``"bf16"`` for half the bytes.
-        cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
-            where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
         float8_config: torchao's Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.
         init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
@@ -106,7 +102,6 @@ class TrainerPrecision(TrainerCheckpoints):
         self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
         self._in_train_step = False
         self._runs_again = False
-        self._evaluated = False
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
         self._strays = StrayGradients()
@@ -114,7 +109,6 @@ class TrainerPrecision(TrainerCheckpoints):
         self._manual = False
         self._user_hooks: UserHooks | None = None
         self._leaves_clip_to_step = False
-        self._window = 1
         self._sharded_root: Any = None
         self._root_device = ""
 
@@ -132,7 +126,6 @@ class TrainerPrecision(TrainerCheckpoints):
         self._root_device = trainer.strategy.root_device.type
         self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
-        self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
         if self._fitting:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
@@ -146,7 +139,6 @@ class TrainerPrecision(TrainerCheckpoints):
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
         self._sharded_root = fsdp_root(model)
         self._start(self._root_device, **scaler_options(self._sharded_root))
-        self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
         self._user_hooks = None
@@ -181,7 +173,6 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._weights_may_have_changed(evaluating=False)
         self._weights.widen_thawed()
         self._in_train_step = True
         try:
@@ -194,19 +185,12 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
         """Run ``validation_step`` in the evaluation precision."""
-        self._weights_may_have_changed(evaluating=True)
         in_eval = self.settings.eval_precision
         with self.forward_context() if in_eval is None else self._region(in_eval):
             yield
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
-
-    def _weights_may_have_changed(self, *, evaluating: bool) -> None:
-        """Forget cast weights between training and evaluation: callbacks swap in averaged ones there."""
-        if evaluating is not self._evaluated:
-            self._evaluated = evaluating
-            invalidate()
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
@@ -383,12 +367,3 @@ class TrainerPrecision(TrainerCheckpoints):
     def _plain(self) -> Any:
         """The framework's plain Precision: its hooks without scaling."""
         return self.package.plugins.Precision
-
-
-def _longest_window(trainer: Any) -> int:
-    """Return the most micro-batches an optimizer step has; callbacks may change it between epochs."""
-    schedulers = [
-        callback for callback in trainer.callbacks if hasattr(callback, "going_to_accumulate_grad_batches")
-    ]
-    later = chain.from_iterable(scheduler.scheduling.values() for scheduler in schedulers)
-    return int(max(trainer.accumulate_grad_batches, *later, 1))

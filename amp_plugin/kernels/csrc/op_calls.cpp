@@ -30,11 +30,6 @@ at::Tensor multiply_(Tensors grads, const at::Tensor& factor) {
   return op.call(grads, factor);
 }
 
-void cast(Tensors src, Tensors out) {
-  static const auto op = find_op("amp_plugin::cast", cast);
-  op.call(src, out);
-}
-
 void adam_(
     Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
     Tensors steps, Tensors remainders, double lr, double beta1, double beta2, double eps, double weight_decay,

@@ -17,7 +17,6 @@ using Tensors = at::TensorList;
 Measured norm_check(Tensors grads, const at::Tensor& inv_scale, double p, bool is_scale);
 Measured unscale_(Tensors grads, const at::Tensor& inv_scale, double p, bool is_scale);
 at::Tensor multiply_(Tensors grads, const at::Tensor& factor);
-void cast(Tensors src, Tensors out);
 
 void adam_(
     Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
