@@ -132,14 +132,21 @@ class GradScaler(TorchNames):
         self._fp16_gradients = fp16_gradients
         self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
         self._one_pass = one_pass
-        self._start()
+        self._start(self._new_log())
 
     @classmethod
     def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
         return cls(device, **asdict(options), **others)
 
-    def _start(self, skipped_before: int = 0) -> None:
+    def _new_log(self, skipped_before: int = 0) -> StepLog:
+        log = StepLog(skipped_before)
+        if self._on_nonfinite == "raise":
+            options = self._scales.default.options
+            log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
+        return log
+
+    def _start(self, log: StepLog) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
         kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
@@ -149,17 +156,12 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log = StepLog(skipped_before)
+        self.step_log = log
         self._shared = shared
         self._registry = registry = Registry(shared)
-        self._updates = Updates(self._scales, registry, self.step_log)
+        self._updates = Updates(self._scales, registry, log)
         self._backwards = Backwards(registry)
-        self._steps = Steps(shared=shared, registry=registry, log=self.step_log)
-        if self._on_nonfinite == "raise":
-            options = self._scales.default.options
-            self.step_log.subscribe(
-                raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf)
-            )
+        self._steps = Steps(shared=shared, registry=registry, log=log)
         self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
@@ -180,7 +182,8 @@ class GradScaler(TorchNames):
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
         if groups != self._groups:
             self._groups = groups
-            self._start(self.skipped_steps())
+            self.step_log.begin_anew(self.skipped_steps())
+            self._start(self.step_log)
 
     # -- the loss -----------------------------------------------------------------------------
 
@@ -541,9 +544,7 @@ class GradScaler(TorchNames):
         """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
-        state = self._registry.state(optimizer)
-        state.close_unchecked(StepResult.unscaled(state.norm, obstacle="it was taken without the scaler"))
-        return self.last_step(optimizer)
+        return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
 
     # -- saving and copying -------------------------------------------------------------------
 
@@ -587,7 +588,7 @@ class GradScaler(TorchNames):
         state = self._between_iterations()
         skipped_before = state.pop("_skipped_before")
         twin.__dict__.update(copy.deepcopy(state, memo), _groups=self._groups)
-        twin._start(skipped_before)
+        twin._start(twin._new_log(skipped_before))
         return twin
 
     def __copy__(self) -> Self:
@@ -609,7 +610,7 @@ class GradScaler(TorchNames):
         state = dict(state)
         skipped_before = state.pop("_skipped_before", 0)
         self.__dict__.update(state, _groups=Groups())
-        self._start(skipped_before)
+        self._start(self._new_log(skipped_before))
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""

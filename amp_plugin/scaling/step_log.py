@@ -139,6 +139,16 @@ class _Record:
         self.is_held = False
         self.exact = False
 
+    def count(self, found: Tensor, *, skipped: bool | None) -> None:
+        """Count a step that is skipped where ``found`` is 1; ``skipped`` if the host knows."""
+        if self.skipped is None:
+            self.skipped = torch.zeros_like(found)
+        if skipped is False:
+            return
+        if self.skipped.device != found.device:
+            self.skipped = self.skipped.to(found.device)
+        self.skipped.add_(found)  # in place: a captured step adds at each replay
+
 
 class _Late(NamedTuple):
     """Something that the host learns later, and what is done then."""
@@ -198,11 +208,7 @@ class StepLog:
         """
         record = self._record_of(optimizer)
         found = result.found_inf
-        if record.skipped is None or record.skipped.device != found.device:
-            earlier = 0.0 if record.skipped is None else record.skipped.item()
-            record.skipped = found + earlier
-        else:
-            record.skipped.add_(found)  # in place: a captured step adds at each replay
+        record.count(found, skipped=result.skipped_if_known())
         self.has_steps = True
         self._window_is_over = True
         record.since_update += 1
@@ -231,7 +237,7 @@ class StepLog:
             record.since_update = 0
 
     def begin_anew(self, skipped_before: int) -> None:
-        """Go on from a loaded count, with nothing left to learn."""
+        """Go on from a count, with no optimizer known and nothing left to learn."""
         self.skipped_before = skipped_before
         self._late.clear()
         self._records.clear()
@@ -252,12 +258,12 @@ class StepLog:
         """Return how many results the host does not know yet."""
         return len(self._late)
 
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call ``subscriber`` with each step once the host knows it; returns a function that ends this."""
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call ``subscriber`` with each step, in order, once the host knows it."""
         self._subscribers.append(subscriber)
-        return partial(self._unsubscribe, subscriber)
 
-    def _unsubscribe(self, subscriber: Subscriber) -> None:
+    def unsubscribe(self, subscriber: Subscriber) -> None:
+        """Call ``subscriber`` no more."""
         if subscriber in self._subscribers:
             self._subscribers.remove(subscriber)
 
@@ -342,11 +348,8 @@ class StepLog:
 
     def explain_once(
         self, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]
-    ) -> Callable[[], None]:
+    ) -> None:
         """Explain the first run of ``after`` skipped steps of one optimizer, in a warning.
-
-        Returns:
-            A function that ends this.
 
         Raises:
             ValueError: ``after`` is below 2: the calls of a step are remembered once one was skipped.
@@ -359,15 +362,14 @@ class StepLog:
             replay = self.replay_of(step, params()) if step.in_a_row == after else None
             if replay is None or self.replaying:
                 return
-            end()
+            self.unsubscribe(look)
             text = self.explain(replay, explainer)
             warn_user(
                 f"{step.in_a_row} steps of {step.kind} in a row were skipped "
                 f"({step.result.overflow_report().summary()}). The last was run once more:\n{text}"
             )
 
-        end = self.subscribe(look)
-        return end
+        self.subscribe(look)
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:

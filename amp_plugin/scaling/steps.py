@@ -99,9 +99,17 @@ class Steps:
         """Step whatever the gradients are."""
         value = optimizer.step(*args, **kwargs)
         why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
-        state.obstacle = f"{why} takes torch's own step"
-        state.close_unchecked(StepResult.unscaled(state.norm, obstacle=state.obstacle))
+        self.note(state, f"{why} takes torch's own step")
         return value
+
+    def note(self, state: PerOptimizerState, obstacle: str) -> StepResult:
+        """Record a step that was taken without a look at its gradients, and return its result."""
+        state.obstacle = obstacle
+        result = StepResult.unscaled(state.norm, obstacle=obstacle)
+        state.close_unchecked(result)
+        if not torch.compiler.is_compiling():
+            self.log.add(state.optimizer, result, scaled_dynamically=False)
+        return result
 
     def _once(
         self,
