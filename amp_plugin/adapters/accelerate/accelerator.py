@@ -29,7 +29,7 @@ from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_s
 from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation
 from amp_plugin.adapters.float8 import refuse_device
-from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of_ours
+from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.rule_sets import set_default_rules
@@ -154,10 +154,13 @@ class AmpAccelerator(Accelerator):
 
     @property
     def scaler(self) -> Any:
-        """The scaler as its user knows it; None where nothing is scaled.
+        """The scaler; None where nothing is scaled.
+
+        It may be replaced by another one, or by an object that has all of its methods. A
+        ``torch.amp.GradScaler`` gives the accelerator's own scaler its options and state.
 
         Raises:
-            TypeError: what replaces it is no scaler.
+            TypeError: what replaces it is something else.
         """
         return self._scaler_shown
 
@@ -166,15 +169,15 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             self._scaler_shown = given
             return
-        self._grad_scaler = (
-            self._own_scaler("no")
-            if given is None
-            else scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+        self._grad_scaler = scaler_for(
+            given,
+            f"{type(self).__name__}.scaler",
+            lambda enabled: self._own_scaler("fp16" if enabled else "no"),
         )
-        self._scaler_shown = given
+        self._scaler_shown = self._grad_scaler if self._grad_scaler.is_enabled() else None
         for optimizer in self._optimizers:
             if isinstance(optimizer, AmpOptimizer):
-                optimizer.follow(self._grad_scaler, scaler=given)
+                optimizer.follow(self._grad_scaler, scaler=self._scaler_shown)
         self._register_names()
 
     @property
@@ -353,9 +356,8 @@ class AmpAccelerator(Accelerator):
             if self.distributed_type == DistributedType.FSDP:
                 return torch.full((), torch.nan)
             return clipping.norm_so_far(self._grad_scaler, params, norm_type)
-        scales_itself = self._is_fsdp1 or isinstance(self._grad_scaler, ForeignScaler)
-        fold = self._options.fold_clip and not scales_itself
-        if fold or (self._grad_scaler.is_enabled() and not scales_itself):
+        fold = self._options.fold_clip and not self._is_fsdp1
+        if fold or (self._grad_scaler.is_enabled() and not self._is_fsdp1):
             return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type, fold=fold)
         norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
         clipping.note_norm(self._grad_scaler, params, norm)
@@ -371,11 +373,7 @@ class AmpAccelerator(Accelerator):
         params = clipping.parameters_of(parameters)
         if self._engaged and not self.sync_gradients:
             return
-        if (
-            not self._engaged
-            or self.distributed_type == DistributedType.FSDP
-            or isinstance(self._grad_scaler, ForeignScaler)
-        ):
+        if not self._engaged or self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(params, clip_value)
         else:
             clipping.clip_value(self._grad_scaler, params, clip_value)

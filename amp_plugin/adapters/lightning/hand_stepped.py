@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-from amp_plugin.adapters.foreign_scaler import ByOptimizer
 from amp_plugin.adapters.late_skips import LateSkips
 from amp_plugin.scaling.step_result import StepResult
+
+Value = TypeVar("Value")
+
+
+class ByOptimizer(weakref.WeakKeyDictionary[Any, Value]):
+    """What is known of optimizers as long as they live; copies and pickles start empty."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ByOptimizer[Value]:
+        return type(self)()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
 
 
 class HandSteppedSchedulers:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
-from amp_plugin.adapters.foreign_scaler import scaler_in_place_of_ours, scaler_shown
+from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
@@ -120,14 +120,14 @@ class PrecisionCore:
     def scaler(self) -> Any:
         """The ``amp_plugin.GradScaler`` of this plugin; None unless fp16.
 
-        It may be replaced before or between runs: by another GradScaler, torch's own too, or by what wraps
-        one. Such a scaler is driven as the stock plugins drive theirs: ``scale``, ``unscale_``, ``step`` and
-        ``update``.
+        It may be replaced before or between runs: by another one, or by an object that has all of its
+        methods. A ``torch.amp.GradScaler`` gives the plugin's own scaler its options and state; None scales
+        no loss.
 
         Raises:
-            TypeError: what replaces it is no scaler, or nothing is scaled in this precision.
+            TypeError: what replaces it is something else, or nothing is scaled in this precision.
         """
-        return scaler_shown(self._scaler)
+        return self._scaler if self._scaler.is_enabled() else None
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
@@ -137,15 +137,18 @@ class PrecisionCore:
                 f"use {type(self).__name__}('fp16'), or leave the scaler out"
             )
             raise TypeError(msg)
-        self._scaler = scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+        self._scaler = scaler_for(given, f"{type(self).__name__}.scaler", self._new_scaler)
 
     @cached_property
     def _scaler(self) -> GradScaler:
-        """The scaler that is asked; made when first used, since the native core is loaded for it."""
+        """The scaler that is called; made when first used, since the native core is loaded for it."""
+        return self._new_scaler(self.settings.scales_loss)
+
+    def _new_scaler(self, enabled: bool) -> GradScaler:
         return GradScaler.from_options(
             "cpu",  # until it is placed
             self.settings.loss_scale,
-            enabled=self.settings.scales_loss,
+            enabled=enabled,
             fp16_gradients=self.settings.fp16_gradients,
             one_pass=self.settings.one_pass,
             on_nonfinite=self.settings.on_nonfinite,

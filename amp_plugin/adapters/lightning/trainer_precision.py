@@ -49,7 +49,7 @@ class TrainerPrecision(TrainerCheckpoints):
             layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
             understood.
         device: device type, an error where training runs on another; None: the one it runs on.
-        scaler: a GradScaler in place of the plugin's own, torch's too, as the stock plugin takes it.
+        scaler: a GradScaler in place of the plugin's own; torch's gives its options and state.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
