@@ -27,7 +27,6 @@ ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so t
     "on_min_scale",
     "dynamic",
     "fp16_gradients",
-    "sync_free",
     "one_pass",
     "fold_clip",
     "on_nonfinite",

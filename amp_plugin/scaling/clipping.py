@@ -61,7 +61,7 @@ def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip
     if shared.scales.enabled:
         shared.scales.require("clip_grad_norm_")
     state, params = _state_and_params(registry, target)
-    if not (shared.scales.enabled or shared.checks):
+    if not (shared.scales.enabled or (shared.checks and shared.one_pass)):
         return _clip_by_torch(state, params, clip)
     if state is not None:
         return _clip_state(state, shared, clip, fold=clip.fold and isinstance(target, Optimizer))
@@ -102,7 +102,7 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
 
 
 def _clip_by_torch(state: PerOptimizerState | None, params: list[Tensor], clip: NormClip) -> Tensor:
-    """Clip where nothing is checked."""
+    """Clip with torch's last bits, where nothing is scaled and torch's own steps are asked for."""
     norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
     if state is not None:
         state.norm = norm

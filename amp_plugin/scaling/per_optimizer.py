@@ -138,6 +138,7 @@ class PerOptimizerState:
         self.clip: FoldedClip | None = None
         self.is_clipped = False
         self.found_inf_per_device: dict[Any, Tensor] = {}
+        self._measured: list[tuple[list[Tensor], Measurement]] = []
 
     # -- what it is ---------------------------------------------------------------------------
 
@@ -269,6 +270,11 @@ class PerOptimizerState:
         if self.norm is None and measured:
             self.norm = norm
         self.found_inf_per_device = {found.device: found} if measured else {}
+        self._measured = [
+            (gradients.params, measurement)
+            for gradients in self.groups
+            for measurement in gradients.all_measurements(self.number)
+        ]
         if measured or self.spans_ranks:
             for loss_scale in self.loss_scales:
                 loss_scale.record(found)
@@ -405,11 +411,6 @@ class PerOptimizerState:
             known: Whether it was skipped; None if only the device knows.
         """
         loss_scale = self.loss_scales[0] if self.loss_scales else self._shared.scales.default
-        flagged = [
-            (gradients.params, measured)
-            for gradients in self.groups
-            for measured in gradients.all_measurements(self.number)
-        ]
         if self.norm is not None:
             norm = self.norm
         scaled = self._shared.scales.enabled
@@ -418,7 +419,7 @@ class PerOptimizerState:
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
-            report=Attribution(self.params, flagged, self.names, self._optimizer).report,
+            report=Attribution(self.params, self._measured, self.names, self._optimizer).report,
             known=known,
             obstacle=self.obstacle,
         )

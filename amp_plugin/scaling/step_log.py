@@ -153,15 +153,9 @@ class _Record:
 class _Late(NamedTuple):
     """Something that the host learns later, and what is done then."""
 
-    flag: StepResult | HostFlag
+    known: Callable[[], bool | None]
+    wait: Callable[[], bool]
     then: Callable[[bool], None]
-
-    def known(self) -> bool | None:
-        flag = self.flag
-        return flag.skipped_if_known() if isinstance(flag, StepResult) else flag.known()
-
-    def wait(self) -> bool:
-        return self.flag.skipped if isinstance(self.flag, StepResult) else self.flag.wait()
 
 
 class StepLog:
@@ -219,7 +213,8 @@ class StepLog:
                 "per iteration, or make the scaler with dynamic=False."
             )
         if not capturing(found.device):
-            self._late.append(_Late(result, partial(self._learn, record, result)))
+            learn = partial(self._learn, record, result)
+            self._late.append(_Late(result.skipped_if_known, lambda: result.skipped, learn))
         try:
             self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
         finally:
@@ -229,7 +224,8 @@ class StepLog:
     def when_known(self, flag: Tensor, then: Callable[[bool], None]) -> None:
         """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
         if not capturing(flag.device):
-            self._late.append(_Late(HostFlag(flag), then))
+            on_its_way = HostFlag(flag)
+            self._late.append(_Late(on_its_way.known, on_its_way.wait, then))
 
     def note_update(self) -> None:
         """Record that an update was requested."""
@@ -346,9 +342,7 @@ class StepLog:
         finally:
             self.replaying = before
 
-    def explain_once(
-        self, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]
-    ) -> None:
+    def explain_once(self, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]) -> None:
         """Explain the first run of ``after`` skipped steps of one optimizer, in a warning.
 
         Raises:

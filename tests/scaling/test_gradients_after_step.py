@@ -123,7 +123,10 @@ def test_where_nothing_is_scaled_a_clip_is_written_too(kind, fold, bad):
 def test_gradients_in_16_bits_are_rounded_once(dtype):
     param = torch.nn.Parameter(torch.ones(3, 5))
     param.grad_dtype = dtype
-    optimizer, scaler = torch.optim.SGD([param], lr=0.1), GradScaler("cpu", init_scale=1000.0, fp16_gradients=True)
+    optimizer, scaler = (
+        torch.optim.SGD([param], lr=0.1),
+        GradScaler("cpu", init_scale=1000.0, fp16_gradients=True),
+    )
     scaler.scale((param * torch.randn(3, 5) * 0.01).sum()).backward()
     scaled = param.grad.clone()
     scaler.step(optimizer)

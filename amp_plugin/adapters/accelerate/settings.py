@@ -23,8 +23,7 @@ from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown
 from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.nonfinite import OnNonfinite
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions, OnNonfinite
 from amp_plugin.sharding.dtype_plan import ReduceName
 from amp_plugin.weights.forms import WeightsName
 
@@ -52,7 +51,6 @@ class AmpKwargs(KwargsHandler):
         on_min_scale: overflow at the floor: ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant.
         fp16_gradients: True allows parameters in float16.
-        sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
         one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
         fold_clip: True leaves a clip by norm to the step where the optimizer is stepped in one pass or fused:
             faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` and the step;
@@ -90,7 +88,6 @@ class AmpKwargs(KwargsHandler):
     on_min_scale: Literal["hold", "raise"] | None = None
     dynamic: bool | None = None
     fp16_gradients: bool | None = None
-    sync_free: bool | None = None
     one_pass: bool | None = None
     fold_clip: bool | None = None
     on_nonfinite: OnNonfinite | None = None
@@ -114,7 +111,6 @@ class AdapterOptions:
     """The options of AmpKwargs that are not the loss scale's, with their defaults."""
 
     fp16_gradients: bool = False
-    sync_free: bool = False
     one_pass: bool = True
     fold_clip: bool = False
     on_nonfinite: OnNonfinite = "skip"

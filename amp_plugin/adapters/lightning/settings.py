@@ -20,8 +20,7 @@ from amp_plugin.adapters.precision_names import (
     checked_training_precision,
     weights_meant,
 )
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
-from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions, OnNonfinite, checked_on_nonfinite
 from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName, checked_reduce
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 

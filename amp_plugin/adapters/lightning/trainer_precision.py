@@ -49,7 +49,7 @@ class TrainerPrecision(TrainerCheckpoints):
             layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
             understood.
         device: device type, an error where training runs on another; None: the one it runs on.
-        scaler: a GradScaler in place of the plugin's own, torch's too, as the stock plugin takes it.
+        scaler: a GradScaler in place of the plugin's own; torch's gives its options and state.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
@@ -99,7 +99,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def _begin(self) -> None:
         super()._begin()
-        self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
+        self._holds = SchedulerHolds()
         self._in_train_step = False
         self._runs_again = False
         self._backwards = 0
@@ -150,7 +150,8 @@ class TrainerPrecision(TrainerCheckpoints):
         for optimizer in optimizers:
             self._scaler.register(optimizer, names=names_of(optimizer, named))
         if self._may_skip:
-            lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
+            take = partial(self._holds.take, config_class=self.config_class, log=self.step_log)
+            lr_schedulers = list(map(take, lr_schedulers))
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
@@ -315,7 +316,7 @@ class TrainerPrecision(TrainerCheckpoints):
         return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._holds.after_step(optimizer, result)
+        self._holds.after_step(optimizer, self.step_log)
         super()._report(optimizer, result)
 
     # -- clipping -----------------------------------------------------------------------------
