@@ -12,7 +12,6 @@ from torch.compiler import is_compiling
 from typing_extensions import Self
 
 from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
-from amp_plugin.casting.dynamo_types import named_for_dynamo
 from amp_plugin.casting.rule_sets import number_by_default, number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
 from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
@@ -41,7 +40,6 @@ def is_autocast_available(device_type: str) -> bool:
     return bool(torch.amp.is_autocast_available(device_type))
 
 
-@named_for_dynamo
 class autocast(torch.autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 

@@ -61,7 +61,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import multi_tensor, rank_reference, reference, step_reference, weight_reference
+from amp_plugin.kernels import rank_reference, reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
@@ -154,17 +154,8 @@ _REFERENCES: Final = (reference, rank_reference, step_reference, weight_referenc
 
 
 def _plain(name: str) -> Callable[..., Any]:
-    """The op in torch's own ops: many tensors at once on a GPU, one by one elsewhere."""
-    one_by_one = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
-    at_once = getattr(multi_tensor, name, one_by_one)
-
-    def plain(*arguments: Any, **options: Any) -> Any:
-        given = (*arguments, *options.values())
-        tensors = (leaf for value in given for leaf in (value if isinstance(value, list) else [value]))
-        on_gpu = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tensors)
-        return (at_once if on_gpu else one_by_one)(*arguments, **options)
-
-    return plain
+    """Return the op in torch's own ops, one tensor at a time."""
+    return next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))  # type: ignore[no-any-return]
 
 
 def _define() -> None:

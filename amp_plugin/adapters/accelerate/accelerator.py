@@ -30,7 +30,6 @@ from amp_plugin.adapters.accelerate.preparation import Preparation
 from amp_plugin.adapters.accelerate.refusals import refuse_before_backward
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
 from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
-from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
 from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
@@ -103,7 +102,6 @@ class AmpAccelerator(Accelerator):
         self._scaler_shown: Any = None
         self._iteration = Iteration()
         self._metrics = StepMetrics()
-        ask_in_transformers()
         self._engaged = False
         self._loaded_folder: Path | None = None
         super().__init__(**given)
