@@ -38,11 +38,7 @@ class NormClip:
     fold: bool
 
     def refuse_nonfinite(self, norm: Tensor) -> None:
-        """Raise if that is asked for and the norm is not finite: a host sync.
-
-        Raises:
-            RuntimeError: It is not.
-        """
+        """Raise if that is asked for and the norm is not finite: a host sync."""
         if self.error_if_nonfinite and not torch.isfinite(norm).item():
             msg = (
                 f"The total norm of order {self.norm_type} for gradients is non-finite, so it cannot be "
@@ -162,12 +158,7 @@ def _states_of(registry: Registry, params: list[Tensor], shared: Shared) -> list
 
 
 def limit(name: str, given: object) -> float:
-    """Return a limit of clipping as a float.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative or nan.
-    """
+    """Return a limit of clipping as a float."""
     value = number(name, given)
     if not value >= 0:
         msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
@@ -176,11 +167,7 @@ def limit(name: str, given: object) -> float:
 
 
 def number(name: str, given: Any) -> float:
-    """Return an argument of clipping as a float.
-
-    Raises:
-        TypeError: It is no number.
-    """
+    """Return an argument of clipping as a float."""
     try:
         return float(given)
     except (TypeError, ValueError):
@@ -190,11 +177,7 @@ def number(name: str, given: Any) -> float:
 
 
 def params_in(target: Target) -> list[Tensor]:
-    """Return the parameters that are to be clipped.
-
-    Raises:
-        TypeError: ``target`` is neither an optimizer nor parameters.
-    """
+    """Return the parameters that are to be clipped."""
     if isinstance(target, Optimizer):
         return list(params_of(target))
     if isinstance(target, Tensor):

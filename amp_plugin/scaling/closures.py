@@ -50,11 +50,7 @@ def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure
 
 
 def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:
-    """Run a closure and return its loss.
-
-    Raises:
-        RuntimeError: It ran a backward from a loss that was not scaled, or returned the scaled one.
-    """
+    """Run a closure and return its loss."""
     before = state.backwards
     state.norm = None  # of an earlier call
     with torch.enable_grad():
@@ -76,15 +72,7 @@ def step(
     *,
     scaled: bool,
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer that calls a closure; waits for the device in each call.
-
-    Returns:
-        What ``optimizer.step`` returns, and the step's result. Of a step that was given up None, without a
-        loss scale the loss of the last call.
-
-    Raises:
-        RuntimeError: As :func:`run`; or the step was given up, and what it had changed cannot be put back.
-    """
+    """Step an optimizer that calls a closure; waits for the device in each call."""
     calls = _CheckedCalls(state, optimizer, closure, scaled=scaled)
     if scaled and overflowed_before(state, optimizer):
         return None, calls.close(skipped=True)
@@ -160,12 +148,7 @@ class _CheckedCalls:
 
 
 def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
-    """Unscale what backward passes have left that the optimizer may use before it calls its closure.
-
-    Returns:
-        Whether it is not finite: a host sync. False if there is nothing, or torch's own optimizer, which
-        calls the closure first, and that often drops those gradients.
-    """
+    """Unscale what backward passes have left that the optimizer may use before it calls its closure."""
     left = uses_gradients_before_closure(optimizer) and state.is_awaited() and state.has_gradients()
     return left and bool(_unscaled(state)[1].item() > 0)
 

@@ -36,13 +36,6 @@ _CONVERTED = -2  # what was there when a loss scale was left for another: was an
 class GradientGroup:
     """The gradients of some parameters, and what they are multiplied by.
 
-    Args:
-        params: The parameters.
-        owners: Numbers of the optimizers that step them.
-        carries: The loss scale their gradients are multiplied by; None for none.
-        remembers: Whether an overflow counts until the step although user code has written over it since, as
-            in torch.amp; without a loss scale only the gradients of the step count.
-
     Attributes:
         carries: As given; changed by the methods below only.
         awaited_owners: Owners for whom the gradients are awaited.
@@ -194,13 +187,7 @@ class GradientGroup:
         return measurements
 
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
-        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale.
-
-        Args:
-            loss_scale: The scale of the loss.
-            several_ranks: Note which scale was left for this one also without gradients here: other ranks
-                may have some.
-        """
+        """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale."""
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
         self._stepped.clear()
         present = self.has_gradients()
@@ -334,10 +321,6 @@ class TakenGradients:
     """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do.
 
     Only parameters that have such hooks are watched.
-
-    Args:
-        params: The parameters.
-        ledger: That of their gradients, which knows the parameters with hooks.
 
     Attributes:
         seen: Parameters that a scaled backward has reached, and that had no gradient at its end.

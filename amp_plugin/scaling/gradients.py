@@ -130,11 +130,7 @@ class GradientLedger:
         self._marks[slot] = [None if param.grad is None else _Mark(param.grad) for param in params]
 
     def compare(self, params: list[Tensor], slot: int) -> int:
-        """Compare the present gradients with those noted under ``slot``.
-
-        Returns:
-            2 if one is in other memory, else 1 if one was written to, else -1 if one is gone, else 0.
-        """
+        """Compare the present gradients with those noted under ``slot``."""
         marks = self._marks.get(slot) or [None] * len(params)
         changes = [_change(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
         return max(changes, default=self.SAME) or min(changes, default=self.SAME)
@@ -336,12 +332,6 @@ def match_memory_order(optimizer: Optimizer) -> None:
     torch's fused optimizers on the CPU walk through memory, not through indices: they would step with the
     wrong elements. Autograd lays gradients out like their parameters, so this copies only what hooks,
     ``autograd.grad`` or a later ``model.to(memory_format=...)`` have left. On GPUs torch looks itself.
-
-    Args:
-        optimizer: Of its groups those with ``fused=True`` are looked at.
-
-    Raises:
-        ValueError: A parameter has gaps between its elements, which such a step would write to.
     """
     for group in optimizer.param_groups:
         if group.get("fused"):

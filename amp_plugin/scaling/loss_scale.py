@@ -189,12 +189,7 @@ class LossScale:
             self.found_inf = torch.maximum(self.found_inf, found_inf)
 
     def update_(self) -> Tensor | None:
-        """Apply the recorded checks, by one op on the device; a constant scale only forgets them.
-
-        Returns:
-            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim); None if
-            neither a floor nor an error there was asked for.
-        """
+        """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -224,11 +219,7 @@ class LossScale:
         self.later = LaterScale()
 
     def fill_(self, value: float | Tensor) -> None:
-        """Set the scale by hand.
-
-        Args:
-            value: The new scale; a number, or a tensor of one element.
-        """
+        """Set the scale by hand."""
         if isinstance(value, Tensor):
             self.require().copy_(value.detach().reshape(()))
         else:
@@ -260,12 +251,7 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
-        """Take over saved numbers, on the device if the tensors exist.
-
-        Args:
-            saved: What :meth:`state_dict` returned; all but ``scale`` may be missing.
-            hysteresis_tracker: Overflows still tolerated; None leaves them.
-        """
+        """Take over saved numbers, on the device if the tensors exist."""
         self.init_scale = float(saved["scale"])
         self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
         if hysteresis_tracker is not None:
@@ -296,19 +282,11 @@ class LossScale:
 class LossScales:
     """The loss scales of a scaler: the default one, and one for each named loss.
 
-    Args:
-        options: Of each of them.
-        names: The losses that have a scale of their own.
-        enabled: False multiplies no loss: every scale stays None, and gradients are divided by nothing.
-
     Attributes:
         enabled: As given.
         default: The scale of losses without a name.
         named: The scales of the others.
         updates_requested: How often ``update()`` was called; torch forgets what it knows of optimizers there.
-
-    Raises:
-        ValueError: ``names`` is one string, or holds a name twice.
     """
 
     def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
@@ -323,11 +301,7 @@ class LossScales:
         self.updates_requested = 0
 
     def of(self, name: str | None) -> LossScale:
-        """Return the scale of a loss; None is the default.
-
-        Raises:
-            ValueError: ``name`` is unknown.
-        """
+        """Return the scale of a loss; None is the default."""
         if name is None:
             return self.default
         if name not in self.named:
@@ -351,14 +325,7 @@ class LossScales:
         return next((value.device for value in used if value is not None), None)
 
     def require(self, call: str) -> LossScale:
-        """Return the first scale that has been used.
-
-        Args:
-            call: Which call needs it, for the error.
-
-        Raises:
-            RuntimeError: None has.
-        """
+        """Return the first scale that has been used."""
         if self.default.value is not None:
             return self.default
         used = self.materialized()
@@ -394,11 +361,7 @@ class LossScales:
 
 
 def is_state(given: Any) -> bool:
-    """Whether something is the state of a scaler; warns if it is not.
-
-    Raises:
-        RuntimeError: It is empty: torch's scaler raises so too.
-    """
+    """Whether something is the state of a scaler; warns if it is not."""
     if isinstance(given, dict) and "scale" in given:
         return True
     if not given:
@@ -420,9 +383,6 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
     A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
     The host has no stream and reads at once, so a copy to the host waits until it has arrived.
-
-    Returns:
-        The tensor itself if it is there already, else a copy.
     """
     if tensor.device == device:
         return tensor
@@ -444,16 +404,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
-    """Return ``outputs`` with every tensor replaced by ``apply(tensor)``.
-
-    Args:
-        outputs: A tensor; a list, tuple, named tuple or mapping, which keep their type; or another
-            iterable, which becomes a lazy iterator, as in torch.
-        apply: Called once for each tensor.
-
-    Raises:
-        ValueError: Something in it is neither a tensor nor a container.
-    """
+    """Return ``outputs`` with every tensor replaced by ``apply(tensor)``."""
     if isinstance(outputs, Tensor):
         return apply(outputs)
     if isinstance(outputs, Mapping):

@@ -54,11 +54,7 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Look up all that a step needs.
-
-    Raises:
-        NotInOnePassError: A tensor is not for the op; the text says which and why.
-    """
+    """Look up all that a step needs."""
     rule, view = _RULES[type(optimizer)], view_of(optimizer)
     if view is not None:
         view.give_up(optimizer)
@@ -80,14 +76,7 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 
 class OnePassStep:
-    """The tensors of one step of an optimizer; to be taken before anything of it changes.
-
-    Args:
-        optimizer: Whose step it is.
-        parts: For each call of an op the call and its options.
-        stored: Weights in 16 bits among its parameters.
-        view: What keeps them; None if there are none.
-    """
+    """The tensors of one step of an optimizer; to be taken before anything of it changes."""
 
     def __init__(
         self, optimizer: Optimizer, parts: list[_Part], stored: list[StoredWeight], view: OptimizerView | None
@@ -99,13 +88,7 @@ class OnePassStep:
         return bool(self._parts)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
-        """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks.
-
-        Args:
-            divisor: What gradients are divided by, one element; None for 1.
-            found_inf: One element.
-            skipped: Whether it is 1, if the host knows: then no hook runs, as without a step.
-        """
+        """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             for call, options, lr in self._parts:

@@ -147,11 +147,7 @@ class OverflowHistory:
         return list(self._measurements)
 
     def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
-        """Forget all if the gradients are zero now: setting them to zero drops the batch.
-
-        Args:
-            measurements: Of the present gradients; no host sync.
-        """
+        """Forget all if the gradients are zero now: setting them to zero drops the batch."""
         if self.found_inf is None:
             return
         kept = None

@@ -69,11 +69,7 @@ class FoldedClip(NamedTuple):
         return divisor if self.earlier is None else divisor / self.earlier.factor()
 
     def measured_again(self, measure: Callable[[float], tuple[Tensor, Tensor]]) -> FoldedClip:
-        """Return the same clip of what the gradients are now.
-
-        Args:
-            measure: Returns their norm of an order, without clips, and whether one is not finite.
-        """
+        """Return the same clip of what the gradients are now."""
         earlier = None if self.earlier is None else self.earlier.measured_again(measure)
         norm, found = measure(self.norm_type)
         norm = norm if earlier is None else norm * earlier.factor()
@@ -249,18 +245,7 @@ class PerOptimizerState:
                 gradients.assume_scaled(scales.default)
 
     def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-        """Measure the gradients, over all ranks; note an overflow for the next update.
-
-        Args:
-            write: Whether to unscale them in place too.
-            norm_type: The p of the norm.
-
-        Returns:
-            Norm of the unscaled gradients and found_inf, float32, 0-dim, on the loss scale's device.
-
-        Raises:
-            ValueError: A gradient to unscale is float16.
-        """
+        """Measure the gradients, over all ranks; note an overflow for the next update."""
         if write:
             self.write_clip()
         for gradients in self.groups:
@@ -338,11 +323,7 @@ class PerOptimizerState:
             gradients.note_unscaled(self.number)
 
     def refuse_taken_away(self) -> None:
-        """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale.
-
-        Raises:
-            RuntimeError: They did.
-        """
+        """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
         taken = [param for gradients in self.groups for param in gradients.taken_away.seen]
         if taken and not self.has_gradients():
             kind = type(self.optimizer).__name__
@@ -374,11 +355,7 @@ class PerOptimizerState:
             self.clip = None
 
     def refuse_changed_after_clip(self) -> None:
-        """Raise if gradients were seen to change since a clip was folded.
-
-        Raises:
-            RuntimeError: They were.
-        """
+        """Raise if gradients were seen to change since a clip was folded."""
         if self.clip is not None and any(gradients.is_changed() for gradients in self.groups):
             msg = (
                 "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
@@ -403,13 +380,7 @@ class PerOptimizerState:
     # -- the end ------------------------------------------------------------------------------
 
     def close(self, norm: Tensor, found: Tensor, *, known: bool | None) -> StepResult:
-        """End with a step that was taken or skipped, and return its result.
-
-        Args:
-            norm: Norm of the unscaled gradients, float32, 0-dim.
-            found: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
-            known: Whether it was skipped; None if only the device knows.
-        """
+        """End with a step that was taken or skipped, and return its result."""
         loss_scale = self.loss_scales[0] if self.loss_scales else self._shared.scales.default
         if self.norm is not None:
             norm = self.norm

@@ -48,11 +48,7 @@ class Groups(NamedTuple):
 
 
 class Ranks:
-    """The processes that decide together.
-
-    Args:
-        groups: The groups the scaler was given; DTensors bring their meshes themselves.
-    """
+    """The processes that decide together."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
@@ -66,22 +62,7 @@ class Ranks:
         layouts: Sequence[ShardLayout],
         earlier: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Combine the measurements of all devices and ranks.
-
-        Args:
-            measurements: This rank's; may be empty.
-            norm_type: The p of the norms.
-            device: Where the results go.
-            layouts: All shard layouts of the optimizer's *parameters*, the same list on every rank, so
-                that a rank without gradients takes part too.
-            earlier: Overflow flags of this rank from before these measurements.
-
-        Returns:
-            Norm and found_inf over all ranks, float32, 0-dim, on ``device``.
-
-        Raises:
-            RuntimeError: Some ranks have the native core and others do not.
-        """
+        """Combine the measurements of all devices and ranks."""
         if len(measurements) == 1 and not (self.groups or layouts):
             norm = moved(measurements[0].norm, device)
             found = moved(measurements[0].found_inf, device)
@@ -116,13 +97,7 @@ class Ranks:
 
 
 class _Place:
-    """The ranks that combine some of the measurements.
-
-    Args:
-        layouts: How those gradients are spread; None for plain ones.
-        groups: The ranks' process groups.
-        measurements: Those of all places.
-    """
+    """The ranks that combine some of the measurements."""
 
     def __init__(
         self, layouts: tuple[ShardLayout | None, ...], groups: Groups, measurements: Sequence[Measurement]

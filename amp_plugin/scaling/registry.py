@@ -61,11 +61,7 @@ class Registry:
         return next((state for state in self if state.optimizer.param_groups is groups), None)
 
     def state(self, optimizer: Optimizer) -> PerOptimizerState:
-        """Return an optimizer's state, its parameters looked at again; a new one if it was never met.
-
-        Raises:
-            TypeError: It is no optimizer.
-        """
+        """Return an optimizer's state, its parameters looked at again; a new one if it was never met."""
         state = self.find(optimizer)
         if state is None:
             return self.add([optimizer])[0]
@@ -73,11 +69,7 @@ class Registry:
         return state
 
     def add(self, optimizers: Iterable[Optimizer]) -> list[PerOptimizerState]:
-        """Return the states of optimizers, new ones for those met for the first time.
-
-        Raises:
-            TypeError: Something is no optimizer.
-        """
+        """Return the states of optimizers, new ones for those met for the first time."""
         found = []
         for optimizer in optimizers:
             if not isinstance(getattr(optimizer, "param_groups", None), Iterable):
@@ -199,9 +191,6 @@ class Registry:
         """Return the states of the optimizers that step the given parameters.
 
         Also of those without gradients here: other ranks may have some, and wait for this one.
-
-        Returns:
-            The states, and how many of the parameters have a gradient and no optimizer known here.
         """
         params = list(params)
         wanted = {id(param) for param in params}

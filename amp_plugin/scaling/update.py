@@ -24,13 +24,7 @@ _AT_FLOOR = (
 
 
 class Updates:
-    """The requested update of the loss scales.
-
-    Args:
-        scales: The loss scales.
-        registry: Whose gradients may have to wait, or to be converted.
-        log: The steps; it learns late of overflows at the floor.
-    """
+    """The requested update of the loss scales."""
 
     def __init__(self, scales: LossScales, registry: Registry, log: StepLog) -> None:
         self._scales = scales
@@ -44,11 +38,7 @@ class Updates:
         self._log.note_update()
 
     def request(self) -> None:
-        """Ask for an update; applied at once if no gradient waits.
-
-        Raises:
-            FloatingPointError: An overflow at the floor is known of, with ``on_min_scale="raise"``.
-        """
+        """Ask for an update; applied at once if no gradient waits."""
         self._log.read()
         self._count_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
@@ -57,12 +47,7 @@ class Updates:
         self.settle(force=False)
 
     def set_scale(self, new_scale: float | Tensor) -> None:
-        """Set all loss scales at once; pending gradients are converted.
-
-        Raises:
-            RuntimeError: A pending gradient is float16.
-            ValueError: ``new_scale`` is no scale.
-        """
+        """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
         self._log.read()
@@ -76,22 +61,14 @@ class Updates:
             loss_scale.publish()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
-        """Go on from loaded loss scales: no update is requested, pending gradients are converted.
-
-        Args:
-            before: The scales with their values before loading.
-        """
+        """Go on from loaded loss scales: no update is requested, pending gradients are converted."""
         self._requested = False
         for loss_scale, old in before:
             self.convert(loss_scale, old)
             loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
-        """Apply a requested update, unless gradients wait that depend on the scale.
-
-        Args:
-            force: Apply it all the same and convert those gradients; only float16 ones prevent it.
-        """
+        """Apply a requested update, unless gradients wait that depend on the scale."""
         if not self._requested:
             return
         if not force and self._registry.delays_update():
@@ -120,11 +97,7 @@ class Updates:
         )
 
     def refuse_half(self, call: str) -> None:
-        """Raise if float16 gradients wait that a new scale would have to be written into.
-
-        Args:
-            call: The call that asks, for the error.
-        """
+        """Raise if float16 gradients wait that a new scale would have to be written into."""
         for state in self._registry:
             for gradients in state.groups:
                 param = None if gradients.scaled_by is None else gradients.first_half()
