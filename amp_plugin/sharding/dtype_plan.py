@@ -9,7 +9,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from amp_plugin.casting.fp32_modules import matched_names, require_matches
+from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import DTYPES, PrecisionName, ReduceName, WeightsName, checked_dtype, checked_reduce
 from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
@@ -96,7 +96,7 @@ class DtypePlan:
             ValueError: A pattern matches no module; the text names the nearest.
         """
         require_matches([model], self.fp32_modules)
-        in_fp32 = set(matched_names(model, self.fp32_modules))
+        in_fp32 = matched_modules(model, self.fp32_modules)
         planned = self.patterns()
         rest, fp32 = planned[REST], self._dtypes(torch.float32, torch.float32)
         return {
