@@ -20,12 +20,10 @@ import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
-from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
+from amp_plugin.precision import PrecisionName, ReduceName, WeightsName, checked_precision
 from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions, OnNonfinite
-from amp_plugin.sharding.dtype_plan import ReduceName
-from amp_plugin.weights.forms import WeightsName
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"

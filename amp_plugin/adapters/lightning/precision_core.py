@@ -17,30 +17,31 @@ from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
-from amp_plugin.adapters.precision_names import (
-    TRAINING_DTYPES,
-    NameWithWeights,
-    PrecisionName,
-    StockName,
-    TrainingPrecision,
-)
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.precision import (
+    TRAINING_DTYPES,
+    NameWithWeights,
+    PrecisionName,
+    ReduceName,
+    StockName,
+    TrainingPrecision,
+    WeightsName,
+)
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.loss_scale_options import HysteresisMode, OnNonfinite
 from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName
+from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.shard_units import is_sharded
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 

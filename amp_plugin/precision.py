@@ -1,21 +1,22 @@
-"""The names of precisions: ours, and what users of torch, Lightning, Accelerate and apex type instead."""
+"""The names of dtypes and precisions: ours, and those that users of other libraries type instead."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Literal, cast
+from collections.abc import Sequence
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
 from amp_plugin.did_you_mean import did_you_mean
 
-if TYPE_CHECKING:
-    from amp_plugin.weights.forms import WeightsName
-
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 NameWithWeights = Literal["16-true", "bf16-true"]
+WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
+ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
 # The dtype that autocast computes in, in training; of fp8 around the layers that torchao has converted.
 TRAINING_DTYPES: Final = {**DTYPES, "fp8": torch.bfloat16}
 STOCK_NAMES: Final = {"fp16": "16-mixed", "bf16": "bf16-mixed", "fp32": "32-true", "fp8": "bf16-mixed"}
@@ -40,6 +41,11 @@ WEIGHTS_IN_16_BITS: Final[dict[str, Literal["fp16", "bf16"]]] = {
     "O3": "fp16",
 }
 _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Return ``"bf16"`` for ``torch.bfloat16``, and torch's own name where there is no shorter one."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def known_precision(given: object) -> PrecisionName | None:
@@ -119,6 +125,37 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
         'fp32'
     """
     return WEIGHTS_IN_16_BITS.get(str(precision), weights) if weights == "fp32" else weights
+
+
+def checked_dtype(option: str, given: Any, allowed: Sequence[str] = get_args(PrecisionName)) -> Any:
+    """Return the name of a dtype, also of a torch.dtype.
+
+    Args:
+        option: The option it was given for.
+        given: A name or a dtype.
+        allowed: The names that the option takes.
+
+    Raises:
+        ValueError: It is none of those; the text names the nearest.
+    """
+    name = known_precision(given) if isinstance(given, torch.dtype) else given
+    if name in allowed:
+        return name
+    known = known_precision(given)
+    near = [*allowed] if known is None else [name for name in allowed if name == known]
+    given_as = {str(given): name for name in near[: known is not None]}
+    hint = did_you_mean(given, near, aliases=given_as, written=lambda name: f"{option}={name!r}")
+    msg = f"{option}={given!r} is not allowed; give {' or '.join(map(repr, allowed))}{hint}"
+    raise ValueError(msg)
+
+
+def checked_reduce(given: Any) -> ReduceName:
+    """Return the dtype that gradients are to be reduced in.
+
+    Raises:
+        ValueError: It is none of the two.
+    """
+    return checked_dtype("reduce", given, get_args(ReduceName))  # type: ignore[no-any-return]
 
 
 def _allowed() -> str:
