@@ -19,7 +19,6 @@ SCALING_LAYERS = (
     {
         "moves",
         "loss_scale",
-        "loss_scale_options",
         "shard_layout",
         "folded_clip",
         "memory_order",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.scaling.moves import moved, stream_number
 
 

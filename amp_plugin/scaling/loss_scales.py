@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from amp_plugin.user_warnings import warn_user
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
-
 from torch.optim import Optimizer
 
+from amp_plugin.options import OnNonfinite
 from amp_plugin.scaling.step_result import StepResult
-
-OnNonfinite = Literal["skip", "raise", "ignore"]
-
-
-def checked_on_nonfinite(given: Any) -> OnNonfinite:
-    """Return the option.
-
-    Raises:
-        ValueError: It is none of the three.
-    """
-    if given not in get_args(OnNonfinite):
-        msg = f"on_nonfinite={given!r} is not known; use 'skip', 'raise' or 'ignore'"
-        raise ValueError(msg)
-    return given  # type: ignore[no-any-return]
 
 
 class NonfiniteSteps:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.loss_scale_options import whole
+from amp_plugin.options import whole
 from amp_plugin.scaling.replay import Explainer, Recorder, Replay
 from amp_plugin.scaling.skips_in_a_row import SkipsInARow
 from amp_plugin.scaling.step_result import StepResult

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.endless_skips import EndlessSkips, explanation
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.option_checks import names_checked, number
+from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.options import number
 from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
