@@ -6,7 +6,6 @@ compiles and loads the native core, as its first use would.
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import warnings
@@ -23,9 +22,9 @@ from amp_plugin.environment_variables import KNOWN, read_variables, unknown_vari
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.precision import DTYPES
 from amp_plugin.scaling import one_pass
-from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.weights.forms import FORMS
 
 DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
@@ -205,8 +204,7 @@ def _one_pass_steps(device_type: str) -> str:
 
 def _loss_scale() -> Part:
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    parameters = inspect.signature(GradScaler).parameters
-    return {name: parameters[name].default for name in names}
+    return {name: getattr(LossScaleOptions(), name) for name in names}
 
 
 def _problem(device_type: str) -> str:

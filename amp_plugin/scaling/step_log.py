@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_plugin.options import whole
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.loss_scale_options import whole
 from amp_plugin.scaling.step_result import HostFlag, StepResult
 from amp_plugin.user_warnings import warn_user
 
