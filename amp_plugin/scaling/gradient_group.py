@@ -177,9 +177,9 @@ class GradientGroup:
 
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
         """Divide the gradients by the scale they carry, once, and measure them."""
-        self._stepped.clear()
         if self.carries is None:
             return self.measure(norm_type)
+        self._stepped.clear()
         self.invalidate_measurement()
         measurements = [self._measured(batch, norm_type, write=True) for batch in self.batches()]
         self.carries = None
@@ -189,6 +189,7 @@ class GradientGroup:
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
         """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale."""
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
+        self._stepped.clear()
         present = self.has_gradients()
         if not present:
             self.invalidate_measurement()
@@ -215,7 +216,6 @@ class GradientGroup:
         self._ledger.remember(self.params, _CONVERTED)
         self.invalidate_measurement()
         self.carries = loss_scale
-        self._stepped.clear()
 
     def _convert_(self, factor: Tensor) -> list[Tensor]:
         """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""

@@ -53,13 +53,15 @@ class Steps:
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
         """Step as :meth:`amp_plugin.GradScaler.step` tells; ``scaler`` is for optimizers that take it."""
-        state, scales = self.registry.state(optimizer), self.shared.scales
+        scales = self.shared.scales
         if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
-            return self._unchecked(state, optimizer, args, kwargs)
+            return self._unchecked(self.registry.state(optimizer), optimizer, args, kwargs)
         closure, args, kwargs = closures.take_closure(args, kwargs)
-        state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         if closure is None:
             self._require_scale()
+        state = self.registry.state(optimizer)
+        state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
+        if closure is None:
             _refuse_repeated(state, scaled=scales.enabled)
             value, result = self._once(state, optimizer, args, kwargs, scaler)
         elif state.obstacle:
