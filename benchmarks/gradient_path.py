@@ -61,7 +61,7 @@ class Gradients:
             window.clip = None
         for gradients in self.ours._registry.sets():  # scaled gradients again, as after a backward pass
             gradients._measurements = None
-            gradients.assume_scaled(self.ours.loss_scale)
+            gradients.carries = self.ours.loss_scale
         self.ours.clip_grad_norm_(self.optimizer, MAX_NORM, fold=fold)
 
     def clip_theirs(self) -> None:

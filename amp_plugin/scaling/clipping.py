@@ -71,7 +71,7 @@ def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip
     clip.refuse_nonfinite(norm)
     own.clip_(clip.factor(norm, found), clip.norm_type)
     for known in states:
-        known.note_clipped()
+        known.is_clipped = True
     return norm
 
 
@@ -93,7 +93,7 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     factor = clip.factor(norm, found)
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
-    state.note_clipped()
+    state.is_clipped = True
     return norm
 
 

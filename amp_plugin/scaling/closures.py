@@ -144,7 +144,7 @@ class _CheckedCalls:
     def close(self, *, skipped: bool) -> StepResult:
         """End the step with what the last call has shown, or what there was before the first."""
         norm, found = self._found or self._state.check(write=False)
-        return self._state.close(norm, found, known=skipped)
+        return self._state.close(self._state.result_of_step(norm, found, known=skipped))
 
 
 def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
@@ -160,9 +160,7 @@ def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
 
 def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
     state.begin_call()
-    measured = state.unscale_()
-    state.note_unscaled()
-    return measured
+    return state.unscale_(on_request=True)
 
 
 def _refuse_unscaled(state: PerOptimizerState) -> None:

@@ -310,8 +310,7 @@ class GradScaler(TorchNames):
         if state.stage is OptState.STEPPED and not state.is_awaited():
             msg = "unscale_() is being called after step(). Call it between backward() and step()."
             raise RuntimeError(msg)
-        state.unscale_()
-        state.note_unscaled()
+        state.unscale_(on_request=True)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
@@ -323,9 +322,7 @@ class GradScaler(TorchNames):
             ValueError: A gradient is float16.
         """
         if self._enabled:
-            state = self._state_for("ensure_unscaled", optimizer)
-            state.unscale_()
-            state.note_unscaled()
+            self._state_for("ensure_unscaled", optimizer).unscale_(on_request=True)
         else:
             self._registry.state(optimizer).write_clip()
 
@@ -519,7 +516,7 @@ class GradScaler(TorchNames):
 
         The next call then does not read them again. For callers that know that no user code has run since.
         """
-        self._registry.state(optimizer).assume_unchanged()
+        self._registry.state(optimizer).is_unchanged = True
 
     def measure(self, optimizer: Optimizer) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.

@@ -67,14 +67,14 @@ class GradientBatch(NamedTuple):
     run: Callable[..., Any]
 
     def norm_check(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
-        """Measure the gradients times ``inv_scale``; ``is_scale`` divides, which saves the launch to invert."""
-        return Measurement(
-            *self.run("norm_check", inv_scale, norm_type, is_scale), self.positions, self.layout
-        )
+        """Measure the gradients times ``inv_scale``; with ``is_scale`` divide, which saves a launch."""
+        found: tuple[Tensor, Tensor, Tensor] = self.run("norm_check", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
     def unscale_(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
         """Multiply or divide in place, and measure."""
-        return Measurement(*self.run("unscale_", inv_scale, norm_type, is_scale), self.positions, self.layout)
+        found: tuple[Tensor, Tensor, Tensor] = self.run("unscale_", inv_scale, norm_type, is_scale)
+        return Measurement(*found, self.positions, self.layout)
 
     def multiply_(self, factor: Tensor) -> Tensor:
         """Multiply in place; returns whether a product is not finite, float32, 0-dim."""
@@ -133,8 +133,9 @@ def _mark(grad: Tensor | None) -> _Mark:
     version = 0 if grad.is_inference() else grad._version
     if grad.layout is not torch.strided:
         return torch._C._WeakTensorRef(grad), id(grad), version  # type: ignore[attr-defined]
-    storage = grad.untyped_storage()
-    return StorageWeakRef(storage), (storage._cdata, grad.storage_offset()), version
+    storage: Any = grad.untyped_storage()
+    reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return reference, (storage._cdata, grad.storage_offset()), version
 
 
 def _change(grad: Tensor | None, mark: _Mark) -> int:
@@ -299,8 +300,9 @@ def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
     """Match the states too: all of a parameter are made in its order, so its first one shows a conversion."""
     states: Any = optimizer.state
     example = next((param for param in params if param in states), None)
-    shapes = {} if example is None else states[example]
-    names = [name for name, value in shapes.items() if getattr(value, "shape", None) == example.shape]
+    if example is None:
+        return
+    names = [name for name, value in states[example].items() if getattr(value, "shape", None) == example.shape]
     for param in params if names else []:
         state = states.get(param, {})
         first = state.get(names[0])

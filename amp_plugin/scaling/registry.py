@@ -106,7 +106,7 @@ class Registry:
 
     def refresh_joined(self) -> bool:
         """Look again at the parameters of optimizers that have more or fewer of them than before."""
-        joined = [state for state in self if state.has_other_count()]
+        joined = [state for state in self if len(params_of(state.optimizer)) != len(state.params)]
         return self.refresh(joined) if joined or self._gone else False
 
     def note_backward(self, reading: PendingScale) -> None:

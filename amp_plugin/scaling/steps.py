@@ -105,8 +105,7 @@ class Steps:
     def note(self, state: PerOptimizerState, obstacle: str) -> StepResult:
         """Record a step that was taken without a look at its gradients, and return its result."""
         state.obstacle = obstacle
-        result = StepResult.unscaled(state.norm, obstacle=obstacle)
-        state.close_unchecked(result)
+        result = state.close(StepResult.unscaled(state.norm, obstacle=obstacle))
         if not torch.compiler.is_compiling():
             self.log.add(state.optimizer, result, scaled_dynamically=False)
         return result
@@ -142,12 +141,12 @@ class Steps:
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
                 value, known = _take_fused(state, optimizer, found, args, kwargs)
             if divisor is not None and known is not False:
-                state.divide_where(found, divisor)
+                state.multiply_(_where_skipped(found, divisor))
         else:
             value, known = _take_plain(optimizer, found, args, kwargs)
         for gradients in state.groups:
-            gradients.note_divided()
-        return value, state.close(norm, found, known=known)
+            gradients.carries = None
+        return value, state.close(state.result_of_step(norm, found, known=known))
 
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
         """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""
@@ -259,9 +258,14 @@ def _step_with_scaler(
     for gradients in state.groups:
         loss_scale = gradients.scaled_by
         if loss_scale is not None:
-            gradients.multiply_(torch.where(found > 0, loss_scale.require().reciprocal(), 1.0))
-        gradients.note_divided()
-    return value, state.close(norm, found, known=None)
+            gradients.multiply_(_where_skipped(found, loss_scale.require()))
+        gradients.carries = None
+    return value, state.close(state.result_of_step(norm, found, known=None))
+
+
+def _where_skipped(found: Tensor, divisor: Tensor) -> Tensor:
+    """Return what divides gradients where ``found`` is 1: a kernel that has skipped has not divided them."""
+    return torch.where(found > 0, divisor.reciprocal(), 1.0)
 
 
 def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
