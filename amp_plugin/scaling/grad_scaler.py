@@ -368,12 +368,7 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(
-            max_norm=limit("max_norm", max_norm),
-            norm_type=number("norm_type", norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-            fold=fold,
-        )
+        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(

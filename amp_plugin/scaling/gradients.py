@@ -302,7 +302,9 @@ def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
     example = next((param for param in params if param in states), None)
     if example is None:
         return
-    names = [name for name, value in states[example].items() if getattr(value, "shape", None) == example.shape]
+    names = [
+        name for name, value in states[example].items() if getattr(value, "shape", None) == example.shape
+    ]
     for param in params if names else []:
         state = states.get(param, {})
         first = state.get(names[0])

@@ -31,16 +31,10 @@ _OPS = torch.ops.amp_plugin
 
 
 class Groups(NamedTuple):
-    """Process groups a scaler was given.
+    """Process groups a scaler was given."""
 
-    Attributes:
-        agree: All their ranks take the same decision.
-        sharded: Their ranks hold different parts of the plain (not DTensor) gradients,
-            as FSDP1's do: norms are added up over them.
-    """
-
-    agree: tuple[ProcessGroup, ...] = ()
-    sharded: tuple[ProcessGroup, ...] = ()
+    agree: tuple[ProcessGroup, ...] = ()  # all their ranks take the same decision
+    sharded: tuple[ProcessGroup, ...] = ()  # theirs hold parts of the plain gradients too: norms are added up
 
     def __bool__(self) -> bool:
         """Whether there is any group."""
@@ -84,10 +78,10 @@ class Ranks:
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
         """Sort the measurements by the ranks that combine them: those of each mesh, then the given groups."""
-        of_measurements = (found.layout for found in measurements if found.layout is not None)
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
-        for layout in (*layouts, *of_measurements):
-            by_mesh.setdefault(layout.mesh, {})[layout] = None
+        for layout in (*layouts, *(found.layout for found in measurements)):
+            if layout is not None:
+                by_mesh.setdefault(layout.mesh, {})[layout] = None
         places = []
         for mesh, spread in by_mesh.items():
             groups = Groups(sharded=tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
@@ -102,8 +96,7 @@ class _Place:
     def __init__(
         self, layouts: tuple[ShardLayout | None, ...], groups: Groups, measurements: Sequence[Measurement]
     ) -> None:
-        self._layouts = layouts
-        self._groups = groups
+        self._layouts, self._groups = layouts, groups
         self.members = [found for found in measurements if found.layout in layouts]
 
     def pack(self, norm_type: float, flags: list[Tensor], device: torch.device) -> Tensor:

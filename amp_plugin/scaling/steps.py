@@ -39,51 +39,49 @@ from amp_plugin.user_warnings import warn_user
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Takes the steps of a scaler's optimizers.
-
-    Attributes:
-        shared: What the optimizers share.
-        registry: Their states.
-        log: Where each step goes.
-    """
+    """Takes the steps of a scaler's optimizers."""
 
     shared: Shared
     registry: Registry
-    log: StepLog
+    log: StepLog  # where each step goes
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
-        """Step as :meth:`amp_plugin.GradScaler.step` tells; ``scaler`` is for optimizers that take it."""
+        """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
         state, scales = self.registry.state(optimizer), self.shared.scales
         if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
-            return self._unchecked(state, optimizer, args, kwargs)
+            value = optimizer.step(*args, **kwargs)
+            why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
+            self.note(state, f"{why} takes torch's own step")
+            return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         if closure is None:
-            self._require_scale()
-            _refuse_repeated(state, scaled=scales.enabled)
+            self._refuse_early_or_repeated(state)
             value, result = self._once(state, optimizer, args, kwargs, scaler)
         elif state.obstacle:
             value, result = closures.step(state, optimizer, closure, args, kwargs, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
-            self._require_scale()
+            if scales.enabled:
+                scales.require("step")
             _, result = self._once(state, optimizer, args, kwargs, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
-        self.log.add(state.optimizer, result, scaled_dynamically=self._is_dynamic)
+        dynamic = scales.enabled and scales.default.options.dynamic
+        self.log.add(state.optimizer, result, scaled_dynamically=dynamic)
         return value
 
-    @property
-    def _is_dynamic(self) -> bool:
-        return self.shared.scales.enabled and self.shared.scales.default.options.dynamic
-
-    def _require_scale(self) -> None:
+    def _refuse_early_or_repeated(self, state: PerOptimizerState) -> None:
         if self.shared.scales.enabled:
             self.shared.scales.require("step")
+            if state.stage is OptState.STEPPED and not state.is_awaited():
+                msg = (
+                    "step() has already been called since the last update(). "
+                    "Run backward() or update() first."
+                )
+                raise RuntimeError(msg)
 
-    def why_not_one_pass(
-        self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool = False
-    ) -> str:
-        """Say why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
+    def why_not_one_pass(self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
+        """Return why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
         if has_arguments:
             return "step() was given arguments"
         if not self.shared.one_pass:
@@ -92,15 +90,6 @@ class Steps:
         if scale_is_on is not None and any(param.device != scale_is_on for param in state.params[:1]):
             return f"the loss scale is on {scale_is_on}"
         return one_pass.why_not(optimizer)
-
-    def _unchecked(
-        self, state: PerOptimizerState, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Step whatever the gradients are."""
-        value = optimizer.step(*args, **kwargs)
-        why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
-        self.note(state, f"{why} takes torch's own step")
-        return value
 
     def note(self, state: PerOptimizerState, obstacle: str) -> StepResult:
         """Record a step that was taken without a look at its gradients, and return its result."""
@@ -205,22 +194,13 @@ def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:
     return divisor if given is None else given if divisor is None else divisor * given
 
 
-def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
-    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
-        msg = "step() has already been called since the last update(). Run backward() or update() first."
-        raise RuntimeError(msg)
-
-
-# -- torch's own steps ----------------------------------------------------------------------------
-
-
 def _take_fused(
     state: PerOptimizerState, optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool | None]:
     """Let torch's kernel divide and skip."""
     known = HostFlag.at_once(found)
     if not state.has_momentum:
-        without = without_momentum(optimizer)
+        without = _without_momentum(optimizer)
         state.has_momentum = not without
         if any(param.grad is not None for param in without) and found.item() > 0:
             return None, True
@@ -232,14 +212,13 @@ def _take_plain(
     optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool | None]:
     """Step unless the host finds that it is to be skipped."""
-    if capturing(found.device):
+    captured = capturing(found.device)
+    if captured:
         warn_user(
             f"a step of {type(optimizer).__name__} is captured in a CUDA graph: its replays do not skip "
             "gradients that are not finite. Use fused=True, or capturable=True with Adam or AdamW."
         )
-        skipped = False
-    else:
-        skipped = bool(found.item() > 0)
+    skipped = not captured and bool(found.item() > 0)
     match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
     return (None if skipped else optimizer.step(*args, **kwargs)), skipped
 
@@ -296,16 +275,14 @@ def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keep
             setattr(optimizer, name, value)
 
 
-def without_momentum(optimizer: Optimizer) -> list[Tensor]:
+def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
 
     torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.
     """
-    if not isinstance(optimizer, SGD):
-        return []
     return [
         param
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())
         for param in group["params"]
         if group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
     ]

@@ -46,6 +46,13 @@ class TorchNames(torch.amp.GradScaler):
     _scales: LossScales
     _registry: Registry
 
+    _growth_factor = property(lambda self: self.get_growth_factor())
+    _backoff_factor = property(lambda self: self.get_backoff_factor())
+    _growth_interval = property(lambda self: self.get_growth_interval())
+    _init_scale = property(lambda self: self.loss_scale.init_scale)
+    _init_growth_tracker = property(lambda self: self.loss_scale.init_growth_tracker)
+    _per_optimizer_states = property(lambda self: OptimizerStates(self._registry))
+
     @property
     def loss_scale(self) -> LossScale:
         """The default loss scale."""
@@ -108,30 +115,6 @@ class TorchNames(torch.amp.GradScaler):
     @_growth_tracker.setter
     def _growth_tracker(self, value: Tensor | None) -> None:
         self.loss_scale.growth_tracker = value
-
-    @property
-    def _init_scale(self) -> float:  # type: ignore[override]
-        return self.loss_scale.init_scale
-
-    @property
-    def _init_growth_tracker(self) -> int:  # type: ignore[override]
-        return self.loss_scale.init_growth_tracker
-
-    @property
-    def _growth_factor(self) -> float:  # type: ignore[override]
-        return self.get_growth_factor()
-
-    @property
-    def _backoff_factor(self) -> float:  # type: ignore[override]
-        return self.get_backoff_factor()
-
-    @property
-    def _growth_interval(self) -> int:  # type: ignore[override]
-        return self.get_growth_interval()
-
-    @property
-    def _per_optimizer_states(self) -> OptimizerStates:  # type: ignore[override]
-        return OptimizerStates(self._registry)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
