@@ -59,10 +59,9 @@ class Backwards:
         # before gradients are added to; marks are set after converting.
         states = list(self._registry)
         again = [state for state in states if _holds_unscaled(state)]
-        several_ranks = False
         for state in states:
-            several_ranks |= state.spans_ranks
             state.write_clip()
+        several_ranks = any(state.spans_ranks for state in states)
         for gradients in self._registry.groups():
             gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
         for state in states:

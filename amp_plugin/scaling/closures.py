@@ -92,7 +92,7 @@ def step(
             elif calls.changed_early:
                 raise RuntimeError(_not_put_back_text(optimizer)) from None
         finally:
-            if calls.found is not None:  # for the next step
+            if calls.called:  # for the next step
                 state.changes_early = bool(state.changes_early or calls.changed_early)
     norm, found = calls.found or state.check(write=False)
     return value, state.close(state.result_of_step(norm, found, known=skipped))
@@ -107,7 +107,7 @@ class _CheckedCalls:
         self._state, self._optimizer, self._closure, self._scaled = state, optimizer, closure, scaled
         self._foreign = uses_gradients_before_closure(optimizer)
         self._versions = self._versions_now()
-        self._called = False
+        self.called = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.changed_early = False  # the optimizer has changed a weight before a call
         self.loss: Any = None  # what the last call returned
@@ -123,8 +123,8 @@ class _CheckedCalls:
 
     def run(self) -> Any:
         """Run the closure, unscale its gradients, and leave the step if they are not finite."""
-        self.changed_early |= self._called or self._versions != self._versions_now()
-        self._called = True
+        self.changed_early |= self.called or self._versions != self._versions_now()
+        self.called = True
         self.loss = run(self._state, self._closure, scaled=self._scaled)
         with torch.no_grad():
             self.found = _unscaled(self._state)

@@ -59,8 +59,6 @@ class GradientGroup:
         self._marked = False
         self._ones: dict[tuple[torch.device, int], Tensor] = {}
 
-    # -- looking ------------------------------------------------------------------------------
-
     @property
     def scaled_by(self) -> LossScale | None:
         """The loss scale the gradients are multiplied by; one that no loss was multiplied by yet is none."""
@@ -122,8 +120,6 @@ class GradientGroup:
         earlier = self._histories[owner].measurements if owner in self._histories else []
         return [*earlier, *(self._measurements or ())]
 
-    # -- measuring ----------------------------------------------------------------------------
-
     def measure(self, norm_type: float = 2.0) -> list[Measurement]:
         """Measure the gradients; what one call of the scaler has measured already is not read again."""
         if self._measurements is None or norm_type != self._norm_type or self.is_changed():
@@ -163,8 +159,6 @@ class GradientGroup:
             for history in self._histories.values():
                 history.forget_if_zero(measurements)
         self._ledger.remember(self.params, _MEASURED)
-
-    # -- changes of what they carry -----------------------------------------------------------
 
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
         """Divide the gradients by the scale they carry, once, and measure them."""
@@ -227,8 +221,6 @@ class GradientGroup:
             measured = self._measured(math.inf)
             for history in histories:
                 history.forget_if_zero(measured)
-
-    # -- other changes ------------------------------------------------------------------------
 
     def clip_(self, factor: Tensor, norm_type: float) -> None:
         """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""

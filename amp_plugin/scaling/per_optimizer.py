@@ -100,8 +100,6 @@ class PerOptimizerState:
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self._measured: list[tuple[list[Tensor], Measurement]] = []
 
-    # -- what it is ---------------------------------------------------------------------------
-
     @property
     def optimizer(self) -> Optimizer:
         """The optimizer."""
@@ -176,8 +174,6 @@ class PerOptimizerState:
         if key in {"stage", "found_inf_per_device"}:
             return getattr(self, key)
         raise KeyError(key)
-
-    # -- measuring ----------------------------------------------------------------------------
 
     def begin_call(self) -> None:
         """Read gradients again in this call of the scaler, since user code may have written to them."""
@@ -275,8 +271,6 @@ class PerOptimizerState:
             )
             raise RuntimeError(msg)
 
-    # -- clipping -----------------------------------------------------------------------------
-
     def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
         clip = self.clip
@@ -314,8 +308,6 @@ class PerOptimizerState:
         """Multiply the gradients by a number on the device."""
         for gradients in self.groups:
             gradients.multiply_(factor)
-
-    # -- the end ------------------------------------------------------------------------------
 
     def result_of_step(self, norm: Tensor, found: Tensor, *, known: bool | None) -> StepResult:
         """Return the result of a step that was taken or skipped."""

@@ -22,16 +22,13 @@ class HostFlag:
 
     Args:
         flag: One element; above 0 means set.
-
-    Attributes:
-        lasting: False if the flag belongs to a CUDA graph, which writes it anew at each replay.
     """
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
         self._copy: Tensor | None = None
         self._arrived: torch.Event | None = None
-        self.lasting = not capturing(flag.device)
+        self.lasting = not capturing(flag.device)  # else a CUDA graph writes it at each replay
         if flag.device.type in {"cuda", "xpu"} and self.lasting:
             self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
