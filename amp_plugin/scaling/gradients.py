@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -262,14 +262,9 @@ def is_partial(placements: Sequence[Any]) -> bool:
 def _is_dtensor(grad: Tensor) -> bool:
     if type(grad) in {Tensor, torch.nn.Parameter} or not torch.distributed.is_available():
         return False
-    return isinstance(grad, _dtensor())
-
-
-@cache
-def _dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
 
-    return DTensor
+    return isinstance(grad, DTensor)
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:

@@ -272,19 +272,17 @@ class LossScales:
             raise ValueError(msg)
         return self.named[name]
 
-    def all(self) -> list[LossScale]:
-        """Return all scales, the default first."""
-        return [self.default, *self.named.values()]
-
     def materialized(self) -> list[LossScale]:
         """Return those that have been used."""
-        return [loss_scale for loss_scale in self.all() if loss_scale.value is not None]
+        return [used for used in (self.default, *self.named.values()) if used.value is not None]
 
     @property
     def device(self) -> torch.device | None:
         """Where the scales are; None if none has been used."""
-        used = (loss_scale.value for loss_scale in self.all())
-        return next((value.device for value in used if value is not None), None)
+        value = self.default.value
+        if value is None and self.named:
+            value = next((used.value for used in self.materialized()), None)
+        return None if value is None else value.device
 
     def require(self, call: str) -> LossScale:
         """Return the first scale that has been used."""

@@ -43,10 +43,6 @@ class Registry:
             return states[0].groups
         return list(dict.fromkeys(gradients for state in states for gradients in state.groups))
 
-    def by_id(self, key: int) -> PerOptimizerState | None:
-        """Return the state of the optimizer with this id."""
-        return self._states.get(key)
-
     def find(self, optimizer: Optimizer) -> PerOptimizerState | None:
         """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
         state = self._states.get(id(optimizer))
