@@ -98,10 +98,6 @@ def _unscale_again(states: list[PerOptimizerState]) -> None:
 
 
 def _after_backward(call: Callable[[], None]) -> None:
-    """Run ``call`` when the present backward is over, after the reducers' own callbacks.
-
-    DDP and FSDP queue theirs while the backward runs, so a callback that queues the call once more
-    comes behind them.
-    """
+    """Run ``call`` when the present backward is over: after the callbacks DDP and FSDP queue during it."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(call))

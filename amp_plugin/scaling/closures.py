@@ -115,8 +115,7 @@ class _CheckedCalls:
     def may_change_early(self) -> bool:
         """Whether the optimizer may change anything before the last call of its closure.
 
-        torch's own, LBFGS apart, call it once and first. Others show it in their first step, which is
-        believed where overflows are no routine.
+        torch's own, LBFGS apart, call it once and first. Others show it in their first step.
         """
         known = None if self._scaled else self._state.changes_early
         return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)

@@ -251,10 +251,11 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self.step_log.explain_once(explainer, after, self._all_params)
 
-    def _all_params(self) -> list[Tensor]:
-        return [param for state in self._registry for param in state.params]
+        def params() -> list[Tensor]:
+            return [param for state in self._registry for param in state.params]
+
+        self.step_log.explain_once(explainer, after, params)
 
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.

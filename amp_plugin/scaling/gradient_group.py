@@ -110,15 +110,13 @@ class GradientGroup:
         """Return the present gradients, ready for the kernels."""
         return batches_of(self._ledger, self.params)
 
-    def earlier_overflow(self, owner: int) -> Tensor | None:
+    def found_before(self, owner: int) -> OverflowHistory:
         """Return what was found since the last step of ``owner`` and before the last measurement."""
-        history = self._histories.get(owner)
-        return None if history is None else history.found_inf
+        return self._histories.get(owner) or OverflowHistory()
 
     def all_measurements(self, owner: int) -> list[Measurement]:
         """Return those since the last step of ``owner``, for their flags."""
-        earlier = self._histories[owner].measurements if owner in self._histories else []
-        return [*earlier, *(self._measurements or ())]
+        return [*self.found_before(owner).measurements, *(self._measurements or ())]
 
     def measure(self, norm_type: float = 2.0) -> list[Measurement]:
         """Measure the gradients; what one call of the scaler has measured already is not read again."""
@@ -128,10 +126,7 @@ class GradientGroup:
         return self._measurements or []
 
     def invalidate_measurement(self) -> None:
-        """Read the gradients again when they are next measured: user code may have written to them.
-
-        Version counters miss writes through ``.grad.data``, NumPy and collectives.
-        """
+        """Read the gradients again when next measured: ``.grad.data`` and NumPy write without a version."""
         if self._measurements is not None:
             for history in self._histories.values():
                 history.add(self._measurements)
@@ -174,16 +169,7 @@ class GradientGroup:
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
         """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale."""
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
-        present = self.has_gradients()
-        if present:
-            self._forget_dropped_overflow()
-        else:
-            self.invalidate_measurement()
-            for history in self._histories.values():
-                history.clear()
-            self.taken_away.watch()
-            if not several_ranks:
-                self._contributions.clear()
+        present = self._forget_dropped(several_ranks=several_ranks)
         before = self.scaled_by
         if before is loss_scale:
             return
@@ -205,22 +191,25 @@ class GradientGroup:
         self.carries = loss_scale
         self._stepped.clear()
 
+    def _forget_dropped(self, *, several_ranks: bool) -> bool:
+        """Forget what was found in a batch that was dropped; return whether there are gradients."""
+        self.invalidate_measurement()
+        histories, present = self._histories.values(), self.has_gradients()
+        if present and any(history.found_inf is not None for history in histories):
+            measured = self._measured(math.inf)  # setting gradients to zero drops a batch too
+            for history in histories:
+                history.forget_if_zero(measured)
+        if not present:
+            for history in histories:
+                history.clear()
+            self.taken_away.watch()
+            self._contributions = self._contributions if several_ranks else []
+        return present
+
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
         contributions, self._contributions = self._contributions, []
         return contributions
-
-    def _forget_dropped_overflow(self) -> None:
-        """Forget an overflow whose batch was dropped by setting its gradients to zero.
-
-        Reads the gradients, where they were measured and not stepped with.
-        """
-        self.invalidate_measurement()
-        histories = [history for history in self._histories.values() if history.found_inf is not None]
-        if histories:
-            measured = self._measured(math.inf)
-            for history in histories:
-                history.forget_if_zero(measured)
 
     def clip_(self, factor: Tensor, norm_type: float) -> None:
         """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""

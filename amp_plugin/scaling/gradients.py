@@ -183,11 +183,7 @@ def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) 
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Look up the gradients of ``params``, whatever their kind.
-
-    Uncoalesced sparse gradients, Partial DTensors and lazily conjugated ones are replaced by
-    their plain equal, in ``.grad`` too.
-    """
+    """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
     found: dict[tuple[torch.device, ShardLayout | None, bool], tuple[list[Tensor], list[int]]] = {}
     for position, param in enumerate(params):
         if param.grad is None:
@@ -205,10 +201,7 @@ def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
 
 
 def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
-    """The tensor to work on: duplicates of a sparse gradient are added up first.
-
-    torch coalesces float16 only; the norm needs the sums whatever the dtype.
-    """
+    """Return the tensor to work on: the norm needs the sums of a sparse gradient's duplicates."""
     if grad.layout is torch.sparse_coo:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
@@ -235,11 +228,7 @@ def _run_widened(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
-    """Return this rank's part of ``param.grad``, and the layout of the whole.
-
-    A Partial gradient is summed up first and replaced: neither its norm nor its overflow
-    can be told from the summands.
-    """
+    """Return this rank's part of ``param.grad``, and the layout of the whole; Partial ones are summed up."""
     grad: Any = param.grad
     if not _is_dtensor(grad):
         return grad, None
@@ -268,10 +257,7 @@ def _is_dtensor(grad: Tensor) -> bool:
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
-    """Return every layout that the gradients of ``params`` may have, in a fixed order.
-
-    Every rank finds the same list, whatever gradients it has.
-    """
+    """Return every layout that the gradients of ``params`` may have, in the same order on every rank."""
     sharded: list[Any] = [param for param in params if _is_dtensor(param)]
     return tuple(dict.fromkeys(ShardLayout.of(param.device_mesh, param.placements) for param in sharded))
 

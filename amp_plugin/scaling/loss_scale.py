@@ -8,7 +8,6 @@ them there, so no step waits for the host. The rule is in
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +38,6 @@ class PendingScale(NamedTuple):
         return None if unchanged else self.loss_scale.require() / self.value
 
 
-@dataclass(slots=True)
-class LaterScale:
-    """The value that a loss scale gets by its next update, for results that show it later."""
-
-    value: Tensor | None = None
-
-
 class LossScale:
     """One loss scale: its tensors, and the rule by which it changes.
 
@@ -64,7 +56,7 @@ class LossScale:
         self.growth_tracker: Tensor | None = None  # good steps since the last change, int32, 0-dim
         self.hysteresis_tracker: Tensor | None = None  # overflows still tolerated, int32, 0-dim
         self.generation = 0  # increases whenever the value may have changed
-        self.later = LaterScale()
+        self.later: list[Tensor] = []  # will hold its value after the next update, for results
         self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
@@ -182,8 +174,8 @@ class LossScale:
 
     def publish(self) -> None:
         """Give the present value to results of earlier steps: an update was applied."""
-        self.later.value = self.snapshot()
-        self.later = LaterScale()
+        self.later.append(self.snapshot())
+        self.later = []
 
     def fill_(self, value: float | Tensor) -> None:
         """Set the scale by hand."""
@@ -244,7 +236,7 @@ class LossScale:
             "init_hysteresis_tracker": self.tolerance(),
             **dict.fromkeys(gone),
             "_derived": {},
-            "later": LaterScale(),
+            "later": [],
         }
 
 
@@ -337,8 +329,7 @@ def is_state(given: Any) -> bool:
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``, ready for whatever is put on that device next.
 
-    A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
-    The host has no stream and reads at once, so a copy to the host waits until it has arrived.
+    A copy to an accelerator is not waited for, its stream keeps the order; the host waits for its copies.
     """
     if tensor.device == device:
         return tensor
@@ -347,10 +338,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_number(device: torch.device) -> int:
-    """Return a number that stands for the current stream of a device; 0 where a device has none.
-
-    What is made on one stream must not be handed out on another, which may be ahead of it.
-    """
+    """Return a number for a device's current stream: what is made on one may not be ready on another."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,8 +99,7 @@ def _first(names: Sequence[str], count: int = 5) -> str:
 class OverflowHistory:
     """Measurements that no longer describe the gradients, kept for what they found.
 
-    A step with a gradient that was not finite is skipped, also if user code has written over it since:
-    clipping by value turns an infinity into a number, and the step would be as wrong.
+    User code may have written over an overflow: clipping by value turns an infinity into a number.
     """
 
     def __init__(self) -> None:
@@ -157,28 +155,25 @@ class OverflowHistory:
         self.measurements.clear()
 
 
-class Attribution(NamedTuple):
-    """What is needed to say which gradients of a step were not finite."""
-
-    params: list[Tensor]
-    measured: Sequence[tuple[list[Tensor], Measurement]]  # parameters, and what their gradients held
-    names: ParameterNames
-    optimizer: weakref.ref[Optimizer]  # it may no longer exist when the names are asked for
-
-    def report(self) -> OverflowReport:
-        """Read the flags: a host sync."""
-        index = {id(param): i for i, param in enumerate(self.params)}
-        flags: dict[int, int] = {}
-        for params, measurement in self.measured:
-            positions = range(len(params)) if measurement.positions is None else measurement.positions
-            for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
-                place = index[id(params[position])]
-                flags[place] = flags.get(place, 0) | flag
-        names = self.names.of(self.params, self.optimizer())
-        overflowed = [place for place in sorted(flags) if flags[place]]
-        return OverflowReport(
-            inf=tuple(names[place] for place in overflowed if flags[place] & INF_FLAG),
-            nan=tuple(names[place] for place in overflowed if flags[place] & NAN_FLAG),
-            checked=len(flags),
-            named=all(self.names.has(self.params[place], self.optimizer()) for place in overflowed),
-        )
+def report_of(
+    params: list[Tensor],
+    measured: Sequence[tuple[list[Tensor], Measurement]],
+    names: ParameterNames,
+    optimizer: weakref.ref[Optimizer],
+) -> OverflowReport:
+    """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
+    index = {id(param): i for i, param in enumerate(params)}
+    flags: dict[int, int] = {}
+    for some, measurement in measured:
+        positions = range(len(some)) if measurement.positions is None else measurement.positions
+        for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
+            place = index[id(some[position])]
+            flags[place] = flags.get(place, 0) | flag
+    known = names.of(params, optimizer())
+    overflowed = [place for place in sorted(flags) if flags[place]]
+    return OverflowReport(
+        inf=tuple(known[place] for place in overflowed if flags[place] & INF_FLAG),
+        nan=tuple(known[place] for place in overflowed if flags[place] & NAN_FLAG),
+        checked=len(flags),
+        named=all(names.has(params[place], optimizer()) for place in overflowed),
+    )

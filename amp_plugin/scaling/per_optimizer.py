@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
-from amp_plugin.scaling.overflows import Attribution
+from amp_plugin.scaling.overflows import report_of
 from amp_plugin.scaling.parameter_names import ParameterNames
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_result import StepResult
@@ -224,7 +225,7 @@ class PerOptimizerState:
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-            overflow = gradients.earlier_overflow(self.number)
+            overflow = gradients.found_before(self.number).found_inf
             if overflow is not None:
                 earlier.append(overflow)
         ranks, device = self._shared.ranks, self.device()
@@ -318,7 +319,7 @@ class PerOptimizerState:
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
-            report=Attribution(self.params, self._measured, self.names, self._optimizer).report,
+            report=partial(report_of, self.params, self._measured, self.names, self._optimizer),
             known=known,
             obstacle=self.obstacle,
         )

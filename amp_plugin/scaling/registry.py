@@ -171,10 +171,7 @@ class Registry:
         return [state.optimizer for state in self if {id(p) for p in params_of(state.optimizer)} == wanted]
 
     def states_of(self, params: Iterable[Tensor]) -> tuple[list[PerOptimizerState], int]:
-        """Return the states of the optimizers that step the given parameters.
-
-        Also of those without gradients here: other ranks may have some, and wait for this one.
-        """
+        """Return whose parameters are given, also without gradients here, and how many are nobody's."""
         params = list(params)
         wanted = {id(param) for param in params}
         unknown = {id(param) for param in params if param.grad is not None}

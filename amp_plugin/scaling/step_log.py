@@ -142,12 +142,8 @@ class _Record:
         return 0 if self.skipped is None else int(self.skipped.item())
 
 
-class _Late(NamedTuple):
-    """Something that the host learns later, and what is done then."""
-
-    known: Callable[[], bool | None]
-    wait: Callable[[], bool]
-    then: Callable[[bool], None]
+_Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], None]]
+# What the host learns later: the flag if it is known, the flag waited for, and what is done then.
 
 
 class StepLog:
@@ -204,7 +200,7 @@ class StepLog:
             )
         if not capturing(found.device):
             learn = partial(self._learn, record, result)
-            self._late.append(_Late(result.skipped_if_known, lambda: result.skipped, learn))
+            self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
         try:
             self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
         finally:
@@ -215,7 +211,7 @@ class StepLog:
         """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
         if not capturing(flag.device):
             on_its_way = HostFlag(flag)
-            self._late.append(_Late(on_its_way.known, on_its_way.wait, then))
+            self._late.append((on_its_way.known, on_its_way.wait, then))
 
     def note_update(self) -> None:
         """Record that an update was requested."""
@@ -234,9 +230,9 @@ class StepLog:
         Raises:
             Exception: What a subscriber raises.
         """
-        while self._late and (wait or self._late[0].known() is not None):
-            late = self._late.popleft()
-            late.then(late.wait())
+        while self._late and (wait or self._late[0][0]() is not None):
+            _, flag, then = self._late.popleft()
+            then(flag())
 
     def unread(self) -> int:
         """Return how many results the host does not know yet."""

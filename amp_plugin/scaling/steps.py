@@ -276,10 +276,7 @@ def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keep
 
 
 def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
-
-    torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.
-    """
+    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips."""
     return [
         param
         for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())
