@@ -34,6 +34,12 @@ from amp_plugin.weights.optimizer_view import stored_weights
 
 Closure = Callable[[], Any]
 
+_NOT_PUT_BACK = (
+    "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
+    "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
+    "last checkpoint; a {0} made anew keeps copies if its first step is such a one."
+)
+
 
 class _NonfiniteError(Exception):
     """Leaves ``optimizer.step`` from inside its closure."""
@@ -90,7 +96,8 @@ def step(
             if saved is not None:
                 saved.restore()
             elif calls.changed_early:
-                raise RuntimeError(_not_put_back_text(optimizer)) from None
+                msg = _NOT_PUT_BACK.format(type(optimizer).__name__)
+                raise RuntimeError(msg) from None
         finally:
             if calls.called:  # for the next step
                 state.changes_early = bool(state.changes_early or calls.changed_early)
@@ -151,15 +158,6 @@ def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
 def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
     state.begin_call()
     return state.unscale_(on_request=True)
-
-
-def _not_put_back_text(optimizer: Optimizer) -> str:
-    kind = type(optimizer).__name__
-    return (
-        f"{kind}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
-        "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
-        f"last checkpoint; a {kind} made anew keeps copies if its first step is such a one."
-    )
 
 
 class Snapshot:

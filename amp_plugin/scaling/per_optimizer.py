@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,13 +51,6 @@ class FoldedClip(NamedTuple):
         scale = torch.ones_like(self.norm) if scale is None else moved(scale, self.norm.device)
         divisor = clip_factor(self.norm, self.found_inf, self.max_norm, scale)
         return divisor if self.earlier is None else divisor / self.earlier.factor()
-
-    def measured_again(self, measure: Callable[[float], tuple[Tensor, Tensor]]) -> FoldedClip:
-        """Return the same clip of what the gradients are now."""
-        earlier = None if self.earlier is None else self.earlier.measured_again(measure)
-        norm, found = measure(self.norm_type)
-        norm = norm if earlier is None else norm * earlier.factor()
-        return self._replace(norm=norm, found_inf=found, earlier=earlier)
 
 
 def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
@@ -274,15 +266,17 @@ class PerOptimizerState:
 
     def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
-        clip = self.clip
-        if clip is not None and not self._trusted:
+        last = self.clip
 
-            def measure(order: float) -> tuple[Tensor, Tensor]:
-                if known is not None and order == clip.norm_type:
-                    return known
-                return self._measure(write=False, norm_type=order)[1:]
+        def again(clip: FoldedClip) -> FoldedClip:
+            earlier = None if clip.earlier is None else again(clip.earlier)
+            measured = known if last is not None and clip.norm_type == last.norm_type else None
+            norm, found = measured or self._measure(write=False, norm_type=clip.norm_type)[1:]
+            norm = norm if earlier is None else norm * earlier.factor()
+            return clip._replace(norm=norm, found_inf=found, earlier=earlier)
 
-            self.clip = clip.measured_again(measure)
+        if last is not None and not self._trusted:
+            self.clip = again(last)
         return self.clip
 
     def forget_dropped_clip(self) -> None:

@@ -107,15 +107,12 @@ class Registry:
     def delays_update(self) -> bool:
         """Whether the loss scale cannot change yet, because an optimizer has yet to step.
 
-        One that does not delay it is not asked again before the next backward, so that an ``update()``
-        after each of many optimizers stays cheap.
+        One that does not delay it is not asked again before the next backward: there may be many.
         """
-        while self._may_delay_update:
-            state = self._states.get(self._may_delay_update[-1])
-            if state is not None and state.delays_update():
-                return True
-            self._may_delay_update.pop()
-        return False
+        waiting = self._may_delay_update
+        while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
+            waiting.pop()
+        return bool(waiting)
 
     def _partition(self) -> None:
         """Let parameters with the same owners and the same history form one group."""
