@@ -152,8 +152,8 @@ class _Others:
     enabled: Annotated[
         bool,
         Doc(
-            "False makes the scale None, for bfloat16 and float32: gradients are divided by nothing; ``step`` "
-            "skips and ``last_step`` reports as ever."
+            "False makes the scale None, for bfloat16 and float32: gradients are divided by nothing; "
+            "``step`` skips and ``last_step`` reports as ever."
         ),
     ] = True
     _: KW_ONLY

@@ -75,6 +75,7 @@ class GradScaler(TorchNames):
     """
 
     _one_pass = True  # of scalers pickled without it
+    _collaborators = frozenset({"step_log", "_shared", "_registry", "_updates", "_backwards", "_steps"})
 
     @takes(GradScalerOptions)
     def __init__(self, **given: Any) -> None:
@@ -103,7 +104,6 @@ class GradScaler(TorchNames):
 
     def _start(self, log: StepLog) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
-        kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
             ranks=Ranks(self._groups),
@@ -111,13 +111,11 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log = log
-        self._shared = shared
+        self.step_log, self._shared = log, shared
         self._registry = registry = Registry(shared)
         self._updates = Updates(self._scales, registry, log)
         self._backwards = Backwards(registry)
         self._steps = Steps(shared=shared, registry=registry, log=log)
-        self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
 
@@ -139,8 +137,6 @@ class GradScaler(TorchNames):
             self._groups = groups
             self.step_log.begin_anew(self.skipped_steps())
             self._start(self.step_log)
-
-    # -- the loss -----------------------------------------------------------------------------
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
@@ -210,12 +206,11 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self.step_log.explain_once(explainer, after, self._all_params)
 
-    def _all_params(self) -> list[Tensor]:
-        return [param for state in self._registry for param in state.params]
+        def params() -> list[Tensor]:
+            return [param for state in self._registry for param in state.params]
 
-    # -- its gradients ------------------------------------------------------------------------
+        self.step_log.explain_once(explainer, after, params)
 
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
@@ -235,7 +230,7 @@ class GradScaler(TorchNames):
         named = checked_names(names)
         own = {id(param) for param in named.values()}
         for state in self._registry.add(optimizers):
-            if named and state.params and not any(id(param) in own for param in state.params):
+            if named and state.params and own.isdisjoint(map(id, state.params)):
                 msg = (
                     f"register(names=...): none of the {len(named)} names is of a parameter of this "
                     f"{type(state.optimizer).__name__}; give the module that it optimizes"
@@ -256,17 +251,17 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return
         state = self._state_for("unscale_", optimizer)
-        if state.stage is OptState.UNSCALED and not state.is_awaited():
+        stage = OptState.READY if state.is_awaited() else state.stage
+        if stage is OptState.UNSCALED:
             msg = (
                 "unscale_() has already been called on this optimizer since the last update(). "
                 "Call it once, or use ensure_unscaled(), which may be repeated."
             )
             raise RuntimeError(msg)
-        if state.stage is OptState.STEPPED and not state.is_awaited():
+        if stage is OptState.STEPPED:
             msg = "unscale_() is being called after step(). Call it between backward() and step()."
             raise RuntimeError(msg)
-        state.unscale_()
-        state.note_unscaled()
+        state.unscale_(on_request=True)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
@@ -278,9 +273,7 @@ class GradScaler(TorchNames):
             ValueError: A gradient is float16.
         """
         if self._enabled:
-            state = self._state_for("ensure_unscaled", optimizer)
-            state.unscale_()
-            state.note_unscaled()
+            self._state_for("ensure_unscaled", optimizer).unscale_(on_request=True)
         else:
             self._registry.state(optimizer).write_clip()
 
@@ -326,12 +319,7 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(
-            max_norm=limit("max_norm", max_norm),
-            norm_type=number("norm_type", norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-            fold=fold,
-        )
+        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
@@ -349,8 +337,6 @@ class GradScaler(TorchNames):
         """
         largest = limit("clip_value", clip_value)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
-
-    # -- the step -----------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
@@ -399,12 +385,10 @@ class GradScaler(TorchNames):
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
-        state = None if optimizer is None else self._registry.find(optimizer)
-        if optimizer is not None and state is None:
-            return 0
-        return self.step_log.skipped_steps(None if state is None else state.optimizer)
-
-    # -- the update ---------------------------------------------------------------------------
+        if optimizer is None:
+            return self.step_log.skipped_steps()
+        state = self._registry.find(optimizer)
+        return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
@@ -437,16 +421,10 @@ class GradScaler(TorchNames):
         if self._enabled:
             self._updates.settle(force=True)
 
-    # -- what adapters ask, of a disabled scaler too ------------------------------------------
-
     @property
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet."""
         return self._enabled and bool(self._scales.materialized())
-
-    def current_scale(self) -> Tensor | None:
-        """Return the scale on its device, float32, 0-dim, without a host sync; None before the first loss."""
-        return self.loss_scale.value if self._enabled else None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -474,34 +452,30 @@ class GradScaler(TorchNames):
 
         The next call then does not read them again. For callers that know that no user code has run since.
         """
-        self._registry.state(optimizer).assume_unchanged()
+        self._registry.state(optimizer).is_unchanged = True
 
-    def measure(self, optimizer: Optimizer) -> Tensor | None:
+    def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
         Args:
             optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
+            norm: Their norm (0-dim), where it is known already: nothing is read then.
 
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
         state = self._registry.state(optimizer)
-        state.begin_call()
-        state.norm = None
-        state.check(write=False)
+        state.norm = norm
+        if norm is None:
+            state.begin_call()
+            state.check(write=False)
         return state.norm
-
-    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._registry.state(optimizer).norm = norm
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
         return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
-
-    # -- saving and copying -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
@@ -540,10 +514,7 @@ class GradScaler(TorchNames):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
         twin = type(self).__new__(type(self))
-        state = self._between_iterations()
-        skipped_before = state.pop("_skipped_before")
-        twin.__dict__.update(copy.deepcopy(state, memo), _groups=self._groups)
-        twin._start(twin._new_log(skipped_before))
+        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), "_groups": self._groups})
         return twin
 
     def __copy__(self) -> Self:
@@ -562,10 +533,8 @@ class GradScaler(TorchNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers and no process groups."""
-        state = dict(state)
-        skipped_before = state.pop("_skipped_before", 0)
-        self.__dict__.update(state, _groups=Groups())
-        self._start(self._new_log(skipped_before))
+        self.__dict__.update({"_groups": Groups(), **state})
+        self._start(self._new_log(self.__dict__.pop("_skipped_before", 0)))
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
@@ -577,7 +546,8 @@ class GradScaler(TorchNames):
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        kept = {name: value for name, value in vars(self).items() if name not in self._made_anew}
+        left = {*self._collaborators, "_groups"}
+        kept = {name: value for name, value in vars(self).items() if name not in left}
         return {**kept, "_skipped_before": self.skipped_steps()}
 
 

@@ -152,7 +152,7 @@ class PrecisionCore:
 
         None before the first loss, and where nothing is scaled.
         """
-        return self._scaler.current_scale()
+        return self._scaler.loss_scale.value
 
     # -- starting and ending ------------------------------------------------------------------
 

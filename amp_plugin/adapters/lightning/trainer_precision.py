@@ -307,7 +307,7 @@ class TrainerPrecision(TrainerCheckpoints):
             seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
         elif self._sharded_root is not None:
-            self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
+            self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         elif self._scaler.is_enabled():
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
