@@ -100,7 +100,7 @@ def wrong_verdict(program: Program) -> str:
     wrong = []
     if getattr(finding, "cause", None) != program.cause:
         wrong.append(f"cause {getattr(finding, 'cause', None)!r}, not {program.cause!r}")
-    if not re.search(program.op, finding.op):
+    if not re.search(program.op, f"{finding.op} {finding.forward_op}"):
         wrong.append(f"op {finding.op}, not {program.op}")
     lines = [place.line for place in (finding.place, finding.caller) if place is not None]
     if program.line is not None and program.line not in lines:

@@ -1,15 +1,20 @@
-"""How far an op's results are from the exact ones: sums that many calls add up in."""
+"""How far an op's results are from the exact ones: sums that many calls add up in, and their picture."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_plugin.casting.dtype_names import short_name
+
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # powers of two that fp32 holds; 0 is counted apart
+_SMALLEST, _LARGEST = 1e-9, 1e3  # ends of the axis of errors
 
 
 @dataclass(kw_only=True, slots=True)
@@ -142,3 +147,79 @@ def relative_error(values: Tensor, exact: Tensor) -> float:
 
 def _plain(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
+
+
+# -- the picture -------------------------------------------------------------------------------------------------
+
+
+def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:
+    """Write a picture: errors at the left, how results spread over powers of two at the right.
+
+    Args:
+        errors: (module, op, direction) -> errors; a row each, the first on top.
+        path: of the file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - loaded for pictures alone
+    except ImportError as error:
+        msg = "a plot needs matplotlib; run: pip install matplotlib"
+        raise ImportError(msg) from error
+    names = [_name(*key, found) for key, found in errors.items()]
+    width = 12 + 0.065 * max(map(len, names), default=0)
+    figure = Figure(figsize=(width, 2.2 + 0.3 * max(len(errors), 2)), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    _draw_errors(left, list(errors.values()))
+    _draw_exponents(figure, right, list(errors.values()))
+    left.set_yticks(range(len(names)), names, fontsize=8)
+    left.set_ylim(len(names) - 0.5, -0.5)
+    figure.savefig(path, dpi=120)
+
+
+def _name(module: str, op: str, direction: str, errors: Errors) -> str:
+    plain = op.removeprefix("aten::").removesuffix(".default")
+    return f"{module or '(no module)'}  {plain}, {direction}, {short_name(errors.narrow)}"
+
+
+def _draw_errors(axes: Any, errors: list[Errors]) -> None:
+    rows = range(len(errors))
+    arriving = [min(max(found.arriving, _SMALLEST), _LARGEST) for found in errors]
+    own = [min(max(found.own, _SMALLEST), _LARGEST) for found in errors]
+    axes.barh(rows, arriving, 0.8, color="0.85", label="arriving (norm)")
+    axes.barh(rows, own, 0.4, color="tab:blue", label="own (mean)")
+    for row, found in enumerate(errors):
+        eps = torch.finfo(found.narrow).eps
+        label = "" if row else "rounding once (eps / 4)"
+        axes.plot([eps / 4] * 2, [row - 0.45, row + 0.45], color="black", linewidth=1, label=label)
+    axes.set_xscale("log")
+    axes.set_xlim(_SMALLEST, 2 * max(1.0, *arriving) if arriving else 1.0)
+    axes.set_xlabel("relative error")
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+
+
+def _draw_exponents(figure: Any, axes: Any, errors: list[Errors]) -> None:
+    shares = [[100 * count / max(sum(found.exponents), 1) for count in found.exponents] for found in errors]
+    edges = (LOWEST_EXPONENT - 0.5, HIGHEST_EXPONENT + 0.5, len(errors) - 0.5, -0.5)
+    image = axes.imshow(
+        shares or [[0.0]], aspect="auto", extent=edges, cmap="Greys", norm="asinh", vmin=0.0, vmax=100.0
+    )
+    figure.colorbar(image, ax=axes, label="results with this power of two, %")
+    low, high = _shown_exponents(errors)
+    for row, found in enumerate(errors):
+        info = torch.finfo(found.narrow)
+        for bound in (info.smallest_normal, info.max):
+            place = math.log2(bound)
+            if low <= place <= high:
+                axes.plot([place] * 2, [row - 0.5, row + 0.5], color="tab:red", linewidth=1)
+    axes.set_xlim(low, high)
+    axes.set_xlabel("power of two of the results; red: normal range of the dtype")
+
+
+def _shown_exponents(errors: list[Errors]) -> tuple[float, float]:
+    """Return the powers of two that hold all results."""
+    held = [index for found in errors for index, count in enumerate(found.exponents) if count]
+    low = min(held, default=-LOWEST_EXPONENT) + LOWEST_EXPONENT
+    high = max(held, default=-LOWEST_EXPONENT) + LOWEST_EXPONENT
+    return min(low, -26) - 2.0, max(high, 16) + 2.0

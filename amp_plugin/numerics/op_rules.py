@@ -1,4 +1,4 @@
-"""The autocast rule of an op, asked while it runs below autocast."""
+"""The autocast rule of an op, asked while it runs below autocast, and the names by which rules reach it."""
 
 from __future__ import annotations
 

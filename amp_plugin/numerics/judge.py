@@ -10,10 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.op_call import Argument
-from amp_plugin.numerics.op_traits import OpTraits
-from amp_plugin.numerics.storages import storage_address
-from amp_plugin.numerics.tensor_summary import FINITE, NonFinite, non_finite, real_values
+from amp_plugin.numerics.op import Argument, OpTraits
+from amp_plugin.numerics.values import FINITE, NonFinite, non_finite, real_values, storage_address
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
 
@@ -90,7 +88,7 @@ def related(result: Argument, given: Sequence[GivenTensor], traits: OpTraits) ->
 def judge(
     result: Argument, given: Sequence[GivenTensor], traits: OpTraits, scalars: Sequence[float]
 ) -> Judgement:
-    """Say where the numbers of one result that are not finite come from.
+    """Return where the numbers of one result that are not finite come from.
 
     Args:
         result: a result that is not finite.

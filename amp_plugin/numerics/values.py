@@ -1,15 +1,25 @@
-"""What a tensor holds, in a few numbers: its range, and how many of its elements are nan or infinite."""
+"""What tensors hold: ranges, numbers that are not finite, and facts remembered for as long as a storage lives."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp_plugin.casting.dtype_names import short_name
 
+Value = TypeVar("Value")
+
+PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+"""The types of tensors that hold their numbers themselves."""
+
+_SWEEP = 4096  # entries, after which those of dead storages are dropped
 _NARROW = tuple(
     getattr(torch, name) for name in dir(torch) if name.startswith("float8_") or name == "float4_e2m1fn_x2"
 )
@@ -85,8 +95,11 @@ def real_values(tensor: Tensor) -> Tensor | None:
         None if they cannot be read here: no floating-point or complex numbers, a tensor subclass, a
         fake or meta tensor, no storage.
     """
-    if type(tensor) not in {Tensor, nn.Parameter, nn.Buffer} or tensor.is_meta or tensor.is_quantized:
+    if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_quantized:
         return None
+    if tensor.is_nested:
+        whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return real_values(whole.set_(tensor.untyped_storage()))
     if tensor._is_zerotensor():
         return None
     if not (tensor.is_floating_point() or tensor.is_complex()):
@@ -108,7 +121,7 @@ def _stored(tensor: Tensor) -> Tensor | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Say whether all elements are finite; one read, one host sync. True where they cannot be read."""
+    """Return whether all elements are finite; one read, one host sync. True where they cannot be read."""
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return True
@@ -150,14 +163,80 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
         nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
         if nan or inf:
             index = (~finite).nonzero()[0].tolist()
-            first = tuple(index[: tensor.dim()])
+            first = () if tensor.is_nested else tuple(index[: tensor.dim()])
     return TensorSummary(
         name=name,
         dtype=tensor.dtype,
-        shape=tuple(tensor.shape),
+        shape=() if tensor.is_nested else tuple(tensor.shape),
         lowest=lowest,
         highest=highest,
         nan=nan,
         inf=inf,
         first=first,
     )
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Run ops below every dispatch mode, tensor subclass and autocast region, without gradients."""
+    with torch._C._DisableTorchDispatch(), torch._C._DisableAutocast(), torch.no_grad():
+        yield
+
+
+def is_low_precision(dtype: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has fewer bits than fp32."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse tensors, subclasses, lazy parameters
+        return 0
+
+
+class Storages(Generic[Value]):
+    """A value for each storage, so for a tensor, its views and what autograd saves of it.
+
+    An entry holds the storage weakly: its memory is freed, but its address not used again until
+    the entry is gone.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[StorageWeakRef, Value]] = {}
+        self._sweep_at = _SWEEP
+
+    def get(self, tensor: Tensor) -> Value | None:
+        """Return the value of a tensor's storage; None if it has none."""
+        address = storage_address(tensor) if self._entries else 0
+        entry = self._entries.get(address)
+        return None if entry is None else entry[1]
+
+    def set(self, tensor: Tensor, value: Value) -> None:
+        """Remember a value for a tensor's storage."""
+        address = storage_address(tensor)
+        if address:
+            self._entries[address] = (StorageWeakRef(tensor.untyped_storage()), value)  # type: ignore[no-untyped-call]
+            if len(self._entries) > self._sweep_at:
+                self._drop_dead()
+
+    def forget(self, tensor: Tensor) -> None:
+        """Forget a storage that the tensor covers; of a part of one nothing is forgotten."""
+        if self._entries and (address := storage_address(tensor)) in self._entries:
+            storage = tensor.untyped_storage()
+            if tensor.numel() * tensor.element_size() >= storage.nbytes():
+                del self._entries[address]
+
+    def alive(self) -> list[Value]:
+        """Return the values of the storages that live, oldest first."""
+        self._drop_dead()
+        return [value for _, value in self._entries.values()]
+
+    def _drop_dead(self) -> None:
+        self._entries = {
+            address: entry
+            for address, entry in self._entries.items()
+            if not entry[0].expired()  # type: ignore[no-untyped-call]
+        }
+        self._sweep_at = max(_SWEEP, 2 * len(self._entries))
