@@ -68,9 +68,9 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
-    from amp_plugin.numerics.diagnosis import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.rank import rank_of_process  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
     from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
@@ -110,7 +110,7 @@ def _compare_precision(
 ) -> None:
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.numerics.shadow_run import ShadowRun  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
     from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
@@ -129,13 +129,13 @@ def _compare_precision(
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
-    from amp_plugin.numerics.recorder import RunRecorder  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     recorder = RunRecorder(path, steps=steps)
     run = run_program(program, arguments, around=recorder)
-    if recorder.records:
-        print(f"{len(recorder.records)} results of {recorder.records[-1].step + 1} steps are in {path}")
+    if records := recorder.run.records:
+        print(f"{len(records)} results of {records[-1].step + 1} steps are in {path}")
     else:
         print(f"no op made a floating-point number; {path} is empty")
     raise typer.Exit(run.code)
@@ -147,7 +147,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Name the first result in which two recorded runs differ; exit code 1 if it is more than rounding."""
-    from amp_plugin.numerics.run_comparison import compare_runs  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
 
     try:
         comparison = compare_runs(first, second)

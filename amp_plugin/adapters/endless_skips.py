@@ -62,6 +62,6 @@ def explanation(replay: Replay, model: Any) -> str:
     """
     if not replay.calls:
         return ""
-    from amp_plugin.numerics.replayed import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+    from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
 
     return f"The last of them was run once more:\n{diagnose_skip(replay, model)}"

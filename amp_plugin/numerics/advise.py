@@ -16,7 +16,7 @@ from amp_plugin.numerics.modules import ModuleAddress
 from amp_plugin.numerics.values import TensorSummary
 
 GROWN = 8.0
-"""Weights that are so many times as large as when they were first seen have diverged; see ``Modules.growth``."""
+"""Weights so many times as large as when they were first seen have diverged; see ``Modules.growth``."""
 
 _PRODUCTS = frozenset(
     {"addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "convolution", "dot", "linear", "matmul",
@@ -27,7 +27,9 @@ _LOGS = frozenset({"log", "log10", "log1p", "log2", "logit", "xlogy", "special_x
 _ROOTS = frozenset({"linalg_vector_norm", "norm", "pow", "rsqrt", "sqrt", "cdist", "_cdist_forward", "hypot"})
 _BOUNDED = frozenset({"acos", "asin", "atanh", "acosh", "erfinv"})
 _POLES = frozenset({"digamma", "lgamma", "polygamma", "mvlgamma", "special_zeta", "tan"})
-_AVERAGES = frozenset({"std", "var", "std_mean", "var_mean", "mean", "nll_loss_forward", "nll_loss2d_forward"})
+_AVERAGES = frozenset(
+    {"std", "var", "std_mean", "var_mean", "mean", "nll_loss_forward", "nll_loss2d_forward"}
+)
 _SOFTMAXES = frozenset({"_softmax", "_log_softmax", "_safe_softmax"})
 _SUMS = frozenset({"sum", "mean", "cumsum", "prod", "linalg_vector_norm", "norm", "_cdist_forward", "dist"})
 _CAME_IN: dict[str, Cause] = {
@@ -83,13 +85,13 @@ def _cause(finding: Finding, around: Circumstances) -> Cause:
     return own
 
 
-def _cause_of_nan(finding: Finding, around: Circumstances) -> Cause:  # noqa: PLR0911 - one answer per case
+def _cause_of_nan(finding: Finding, around: Circumstances) -> Cause:
     base = around.base
     if _infinite_argument(finding):
         return "mask" if base in _SOFTMAXES else "infinity"
     if around.in_optimizer and _is_narrow(finding.dtype):
         return "range"
-    if base in _AVERAGES and (base not in {"mean"} or any(0 in given.shape for given in finding.inputs)):
+    if base in _AVERAGES and (base != "mean" or any(0 in given.shape for given in finding.inputs)):
         return "empty"
     if base in _DIVISIONS and _divides_by_zero(finding):
         return "pole"
@@ -131,18 +133,22 @@ def _advice(finding: Finding, around: Circumstances) -> str:  # noqa: PLR0911 - 
             return _about_a_domain(around.base)
         case "mask":
             return (
-                "a row with nothing but -inf has no softmax: every position of it is masked. Leave one position "
+                "a row with nothing but -inf has no softmax: every position of it is masked. Leave one "
+                "position "
                 "open, or mask with a large negative number and drop the row afterwards."
             )
         case "infinity":
             return (
-                f"{_infinite_argument(finding)} holds infinities, and inf - inf, inf / inf and 0 * inf are nan: keep them out of "
-                f"{around.base}: put them in with masked_fill or where, after the arithmetic, so that the gradient "
+                f"{_infinite_argument(finding)} holds infinities, and inf - inf, inf / inf and 0 * inf "
+                "are nan: keep them out of "
+                f"{around.base}: put them in with masked_fill or where, after the arithmetic, so that the "
+                "gradient "
                 "is masked too."
             )
         case "empty":
             return (
-                f"{around.base} of too few elements is 0 / 0: check the length first (an empty selection, targets "
+                f"{around.base} of too few elements is 0 / 0: check the length first (an empty selection, "
+                "targets "
                 "that are all ignored), or pass correction=0."
             )
         case "range" | "size" | "loss scale":
@@ -164,21 +170,28 @@ def _about_a_pole(finding: Finding, around: Circumstances) -> str:
     root = (finding.forward_op and forward in _ROOTS) or (around.divisor in _ROOTS)
     if not finding.forward_op and around.divisor in _ROOTS:
         return (
-            "0 / 0: the divisor is a root that is 0 there. Multiply by rsqrt(x + eps) of the same x instead; an eps "
+            "0 / 0: the divisor is a root that is 0 there. Multiply by rsqrt(x + eps) of the same x "
+            "instead; an eps "
             "next to the root would leave the root's own gradient infinite."
         )
     if finding.forward_op and root:
         return (
-            f"it is the derivative of {forward} at 0, which is infinite: put the eps inside, {forward}(x + eps), or for "
+            f"it is the derivative of {forward} at 0, which is infinite: put the eps inside, {forward}(x "
+            "+ eps), or for "
             "a division by it rsqrt(x + eps). where() afterwards hides the value but not the gradient."
         )
     if finding.forward_op and forward != base:
         return (
-            f"the derivative of {forward} is not finite there: move the input away from the point (clamp, eps) or "
+            f"the derivative of {forward} is not finite there: move the input away from the point (clamp, "
+            "eps) or "
             "mask it before the op; where() after it hides the value but not the gradient."
         )
     if base in _LOGS:
-        return f"{base} is infinite there: clamp its input or add an eps; log_softmax and logsumexp need neither."
+        pole = -1 if base == "log1p" else 0
+        return (
+            f"{base} of {pole} is infinite: clamp its input or add an eps; log_softmax and logsumexp "
+            "need neither."
+        )
     if base in _DIVISIONS:
         return f"{base} by 0: add an eps to the divisor, or mask it before the division."
     return f"{base} is infinite at this point: clamp its input away from it, or add an eps."
@@ -186,7 +199,10 @@ def _about_a_pole(finding: Finding, around: Circumstances) -> str:
 
 def _about_a_domain(base: str) -> str:
     if base in _LOGS | _ROOTS:
-        return f"{base} of a negative number is nan: clamp its input; a small negative one is a 0 that was rounded."
+        return (
+            f"{base} of a negative number is nan: clamp its input; a small negative one is a 0 that "
+            "was rounded."
+        )
     if base in _BOUNDED:
         return f"{base} is defined on a bounded range: clamp its input into it, and away from its ends."
     if base.endswith("norm"):
@@ -196,27 +212,36 @@ def _about_a_domain(base: str) -> str:
 
 def _about_what_came_in(finding: Finding) -> str:
     return {
-        "weight": "look at the checkpoint, at how this weight is initialised, and at the last optimizer step: it was "
+        "weight": "look at the checkpoint, at how this weight is initialised, and at the last optimizer "
+        "step: it was "
         "so before this op read it.",
         "unwritten": "torch.empty and its kin return whatever the memory held: write every element, or use "
         "torch.zeros.",
         "collective": "read the report of the other ranks: the one that made it names the op.",
-        "input": "look at the data: it was so before the first op read it. isfinite() in the loader finds the sample.",
-        "constant": "the program wrote this nan or infinity itself: leave those elements out before they are used; "
+        "input": "look at the data: it was so before the first op read it. isfinite() in the loader "
+        "finds the sample.",
+        "constant": "the program wrote this nan or infinity itself: leave those elements out before they "
+        "are used; "
         "a mask afterwards hides the value but not the gradient.",
-        "function": f"look at what {finding.op} computes outside of torch, in NumPy or in C: it got finite numbers.",
+        "function": f"look at what {finding.op} computes outside of torch, in NumPy or in C: it got "
+        "finite numbers.",
     }[finding.kind]
 
 
-def _about_range(finding: Finding, around: Circumstances) -> str:
+def _about_range(finding: Finding, around: Circumstances) -> str:  # noqa: PLR0911 - one answer per op
     base, dtype = around.base, short_name(finding.dtype)
     limit = input_limit(base, finding.limit, around.exponent)
-    cause = f"{base} overflows {dtype} above {limit:.4g}" if limit else f"{base} goes beyond {finding.limit:.5g}"
+    cause = (
+        f"{base} overflows {dtype} above {limit:.4g}" if limit else f"{base} goes beyond {finding.limit:.5g}"
+    )
     if base == "_to_copy":
         largest = max((g.largest for g in finding.inputs if not math.isnan(g.largest)), default=math.nan)
         cause = f"{largest:.5g} is beyond {finding.limit:.5g}, the largest number of {dtype}"
     if around.in_optimizer:
-        return f"the optimizer computes in {dtype}, where its eps is 0: keep weights and its state in fp32, or raise eps."
+        return (
+            f"the optimizer computes in {dtype}, where its eps is 0: keep weights and its state in "
+            "fp32, or raise eps."
+        )
     if finding.direction == "backward" and _is_narrow(finding.dtype):
         has_ways = finding.in_block and (finding.rule_names or finding.cures)
         way = _in_fp32(finding) if has_ways else "look at how large the loss is, and whether it grows"
@@ -226,10 +251,13 @@ def _about_range(finding: Finding, around: Circumstances) -> str:
         )
     if finding.cause == "size":
         return (
-            f"{cause}: clamp its input, or subtract the largest first, as logsumexp and softmax do; normalise what goes in."
+            f"{cause}: clamp its input, or subtract the largest first, as logsumexp and softmax do; "
+            "normalise what goes in."
         )
     if base in _PRODUCTS:
-        return f"{cause}: scale before the product, as attention divides q by sqrt(d), or {_in_fp32(finding)}."
+        return (
+            f"{cause}: scale before the product, as attention divides q by sqrt(d), or {_in_fp32(finding)}."
+        )
     if base in _SUMS:
         return f"{cause}: divide before the sum, or {_in_fp32(finding)}."
     if base == "_to_copy":
@@ -298,13 +326,13 @@ def _plain(op: str) -> str:
     return op.partition("::")[2].split(".")[0].strip("_")
 
 
-# -- lines to paste ----------------------------------------------------------------------------------------------
+# -- lines to paste ------------------------------------------------------------------------------------------
 
 
 def cures_of(
     module: ModuleAddress, rule_names: Sequence[str], device_type: str, loaded: Container[str] = sys.modules
 ) -> tuple[Cure, ...]:
-    """Return the ways to compute an op in fp32, in the words of the program's front door, that of its module first.
+    """Return the ways to compute an op in fp32, as the program's front door takes them.
 
     Args:
         module: in which the op ran; for the outermost one there is none: nothing would stay in 16 bits.
@@ -346,7 +374,7 @@ def _of_plain(module: ModuleAddress, names: Sequence[str], device_type: str) -> 
 def _of_lightning(module: ModuleAddress, names: Sequence[str], device_type: str) -> Iterator[Cure]:
     """Options of the plugin that the program has made already: it keeps the others."""
     place = "Lightning, options of the plugin (in Fabric FabricAmpPrecision), next to those it has"
-    call = f'import amp_plugin\namp_plugin.AmpPrecision({_own_options()}'
+    call = f"import amp_plugin\namp_plugin.AmpPrecision({_own_options()}"
     if module.path:
         pattern = module.path if module.is_of_lightning else f"*.{module.path}"
         yield Cure(place=f"the module in fp32: {place}", code=f'{call}fp32_modules=["{pattern}"])')

@@ -94,7 +94,9 @@ class _Doors:
             for path, leaf in leaves:
                 if isinstance(leaf, Tensor):
                     where = "".join(map(str, path))
-                    self._sources.set(leaf, f"batch {number} of the DataLoader" + (where and f", its {where}"))
+                    self._sources.set(
+                        leaf, f"batch {number} of the DataLoader" + (where and f", its {where}")
+                    )
             return batch
 
         return next_batch
@@ -139,7 +141,11 @@ class Diagnosis(Region):
         self._watch = Watch(reporter, self._found, self._amended, strict=strict)
         self._learning = Learning(reporter, self._watch.state_written)
         super().__init__(
-            modules, _Both(self._watch, self._learning), progress, self._learning, _Doors(self._watch, modules, sources)
+            modules,
+            _Both(self._watch, self._learning),
+            progress,
+            self._learning,
+            _Doors(self._watch, modules, sources),
         )
 
     def __exit__(
@@ -217,7 +223,10 @@ def _alike(finding: Finding) -> tuple[object, ...]:
 
 def _in_one_line(finding: Finding) -> str:
     place = f" at {finding.place}" if finding.place else ""
-    return f"{finding.headline}{place}; it reached no loss, gradient or weight, but x / inf is 0; strict reports it"
+    return (
+        f"{finding.headline}{place}; it reached no loss, gradient or weight, but x / inf is 0; strict "
+        "reports it"
+    )
 
 
 def _ignore(finding: Finding) -> None:
@@ -232,10 +241,12 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     are followed until they reach a loss, a gradient, a weight or an optimizer's state: masks of -inf, what
     torch masks in its own derivatives, and numbers that vanish again raise nothing. In a region without a
     backward pass those matter that nothing has hidden at its end. A region that ends with all numbers finite
-    is looked at for learning: no step taken, updates that a weight's dtype lost, gradients that are 0 in fp16.
+    is looked at for learning: no step taken, updates that a weight's dtype lost, gradients that are 0 in
+    fp16.
 
     Threads that the region starts are not watched, nor is what happens in other processes; compiled functions
-    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks the
+    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks
+    the
     error of one leaves the others waiting in their next collective until its process ends: let it end, or use
     ``keep_going``, which stops none.
 

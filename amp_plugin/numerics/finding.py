@@ -22,9 +22,12 @@ Cause = Literal[
 ]  # fmt: skip
 """Why a number is not finite, or why nothing is learnt.
 
-``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a division by zero, or a function or
-derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of nothing but masked
-positions; ``"infinity"``: arithmetic with infinities that are there on purpose; ``"empty"``: statistics of too few
+``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a division by zero, or
+a function or
+derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of nothing but
+masked
+positions; ``"infinity"``: arithmetic with infinities that are there on purpose; ``"empty"``: statistics of
+too few
 elements; ``"divergence"``: the weights have grown; the others are named after what brought it.
 """
 
@@ -79,7 +82,7 @@ class Finding:
         in_block: whether an autocast block was open; for a backward op around its forward op.
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
             them.
-        source: of data: the batch, its tensor and the row, as far as they are known.
+        source: of data: the batch, its tensor and the row, as far as they are known; of a weight its path.
         lesson: of ``"learning"``: what was measured.
         count: how often it was found, of one op and line in modules alike.
     """
@@ -113,7 +116,7 @@ class Finding:
     count: int = 1
 
     @property
-    def headline(self) -> str:
+    def headline(self) -> str:  # noqa: PLR0911 - one sentence per kind
         """What happened, in one sentence."""
         held = str(self.values)
         if self.kind == "learning":
@@ -128,7 +131,10 @@ class Finding:
             )
             return f"{self.op} made {held} {where}, in {short_name(self.dtype)}"
         if self.kind == "weight":
-            return f"the weight {self._culprit or '(without a name)'} held {held} before {self.op} read it"
+            return (
+                f"the weight {self.source or self._culprit or '(without a name)'} held {held} before "
+                f"{self.op} read it"
+            )
         if self.kind == "unwritten":
             return f"{self.op} returned memory that nobody wrote; it holds {held}"
         if self.kind == "collective":
@@ -141,9 +147,9 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
-        yield "when", str(self.moment)
+        yield "when", str(self.moment) + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
-            yield "module", self.module if self.count == 1 else f"{self.module}, {self.count} times"
+            yield "module", self.module
         if self.place:
             yield "line", f"{self.place}{': ' if self.place.text else ''}{self.place.text}"
         if self.caller:

@@ -43,7 +43,12 @@ class GivenTensor:
         values = real_values(self.argument.tensor)
         if values is None or self.was_written:
             return None
-        return values.isfinite()
+        finite = values.isfinite()
+        if (
+            self.argument.tensor.is_complex()
+        ):  # either part of a number spoils both parts of what is made of it
+            finite = finite.all(-1, keepdim=True).expand_as(finite)
+        return finite
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Why a program whose numbers are all finite does not learn: no step, lost updates, gradients that underflow."""
+"""Why a program does not learn though all is finite: no step, lost updates, gradients that underflow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from amp_plugin.numerics.values import PLAIN, is_low_precision, unwatched
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
 _UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
-_MOVED_APART = "store the weights exactly: fp32 weights under autocast, amp_plugin.store_weights(model, optimizer), "
+_MOVED_APART = (
+    "store the weights exactly: fp32 weights under autocast, amp_plugin.store_weights(model, optimizer), "
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -76,6 +78,7 @@ class Learning:
 
         for hook in (begin_step, end_step):
             hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+            hook.leaves_steps = True  # type: ignore[attr-defined]
         self._hooks = [
             register_optimizer_step_pre_hook(begin_step),
             register_optimizer_step_post_hook(end_step),
@@ -87,10 +90,6 @@ class Learning:
             self._hooks.pop().remove()
 
     def _begin(self, optimizer: Optimizer) -> None:
-        self._steps += 1
-        with_gradients = [param for group, param in _parameters(optimizer) if param.grad is not None]
-        self._steps_with_gradients += bool(with_gradients)
-        self._stepped_at = called_from()
         with unwatched():
             self._before[optimizer] = [
                 (param, param.detach().clone())
@@ -99,6 +98,9 @@ class Learning:
             ]
 
     def _end(self, optimizer: Optimizer) -> None:
+        self._steps += 1
+        self._steps_with_gradients += any(param.grad is not None for _, param in _parameters(optimizer))
+        self._stepped_at = called_from()
         with unwatched():
             for param, before in self._before.pop(optimizer, []):
                 wanted = param.grad != 0 if param.grad is not None else torch.zeros(())
@@ -118,7 +120,11 @@ class Learning:
             self._look_for_an_optimizer(call)
         if call.traits.is_view or call.traits.written or call.traits.is_random:
             return
-        results = [r.tensor for r in results_of(output) if r.tensor.dtype is torch.float16 and type(r.tensor) in PLAIN]
+        results = [
+            r.tensor
+            for r in results_of(output)
+            if r.tensor.dtype is torch.float16 and type(r.tensor) in PLAIN
+        ]
         if not results or not any(bool((tensor == 0).any()) for tensor in results):
             return
         try:
@@ -134,9 +140,9 @@ class Learning:
                     self._worst = (share, call.here())
 
     def _look_for_an_optimizer(self, call: Call) -> None:
-        """Find out in the pass in which a step should have been taken whether there is an optimizer to take it."""
+        """Find out in a late pass whether there is an optimizer that should have taken a step."""
         if call.accumulates:
-            self._leaves.add(id(call.node.variable))
+            self._leaves.add(id(call.leaf))
         if self._reporter.progress.backward_passes >= _ENOUGH:
             optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
             held = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
@@ -148,28 +154,32 @@ class Learning:
         if self._steps == 0 and self._has_optimizer:
             yield self._reporter.lesson(
                 f"no optimizer took a step in {passes} backward passes",
-                "call optimizer.step() after the backward pass; a scaler's step() leaves it out while gradients "
+                "call optimizer.step() after the backward pass; a scaler's step() leaves it out while "
+                "gradients "
                 "overflow.",
                 cause="no step",
             )
         elif self._steps >= _ENOUGH and not self._steps_with_gradients:
             yield self._lesson(
                 f"no parameter had a gradient in any of {self._steps} optimizer steps",
-                "give the optimizer the parameters of the model that the loss is computed with, after the model was "
+                "give the optimizer the parameters of the model that the loss is computed with, after "
+                "the model was "
                 "moved or replaced; look for detach() and no_grad() on the way to the loss.",
                 "no step",
             )
         elif self._steps >= _ENOUGH and self._updates.value > _LOST:
             name = str(self._dtype).removeprefix("torch.")
             yield self._lesson(
-                f"{self._updates.value:.0%} of the elements with a gradient did not move in {self._steps} steps: the "
+                f"{self._updates.value:.0%} of the elements with a gradient did not move in {self._steps} "
+                "steps: the "
                 f"updates are below half a unit of {name} weights",
                 f"{_MOVED_APART}AmpPrecision(weights='bf16') or stochastic rounding.",
                 "lost updates",
             )
         elif passes >= _ENOUGH and self._underflow.value > _UNDERFLOWED:
             yield self._lesson(
-                f"{self._underflow.value:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most of "
+                f"{self._underflow.value:.0%} of the fp16 gradients' elements are 0 and would not be in "
+                "fp32, most of "
                 f"them in {self._worst[1]}",
                 "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
                 "underflow",

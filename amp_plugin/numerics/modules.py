@@ -12,7 +12,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.nn.parameter import UninitializedTensorMixin
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -98,7 +97,8 @@ class Modules:
     def growth(self) -> tuple[float, str]:
         """Return by which factor the weights that grew most have grown since they were first seen, and whose.
 
-        A tensor that began at or near 0 counts from the size that weights of its number of elements begin with.
+        A tensor that began at or near 0 counts from the size that weights of its number of elements begin
+        with.
         """
         most, grown = 1.0, ""
         for tensor, name in self._living():
@@ -164,7 +164,7 @@ def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    if tensor is None or isinstance(tensor, UninitializedTensorMixin) or type(tensor) is not nn.Parameter:
+    if tensor is None or type(tensor) is not nn.Parameter:
         return False
     return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
 
@@ -262,6 +262,7 @@ class Progress:
 
         for hook in (begin_step, count_step):
             hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+            hook.leaves_steps = True  # type: ignore[attr-defined]
         self._hooks = [
             register_optimizer_step_pre_hook(begin_step),
             register_optimizer_step_post_hook(count_step),

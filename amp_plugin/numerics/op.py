@@ -219,6 +219,12 @@ class Call:
         return self.is_backward and self.node.name().endswith("AccumulateGrad")
 
     @property
+    def leaf(self) -> Tensor:
+        """The leaf to whose gradient autograd adds."""
+        leaf: Tensor = self.node.variable  # type: ignore[attr-defined]
+        return leaf
+
+    @property
     def scalars(self) -> dict[str, float]:
         """The Python numbers among the arguments, by name."""
         return scalars_of(self.traits, self.args, self.kwargs)
@@ -299,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._run_whole(func, args, kwargs)
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+        if any(_dispatches(kind) for kind in types):
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
             return NotImplemented  # the subclass's own ops come here one by one
@@ -318,11 +324,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _run_whole(self, func: HigherOrderOperator, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run an op that is given functions; what happens in them is not seen, unless they run by themselves."""
+        """Run an op that is given functions, and count it: what happens in them is not seen."""
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            self.unseen[func.name()] += 1
+            self.unseen[str(func)] += 1
         return func(*args, **kwargs)
+
+
+@cache
+def _dispatches(kind: type) -> bool:
+    """Return whether a type of tensors has ops of its own; lazy parameters have not."""
+    return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
 class Follower(Protocol):

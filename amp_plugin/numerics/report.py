@@ -65,7 +65,13 @@ class Reporter:
         """
         site = made or call.site
         in_backward = made is None and call.is_backward
-        op = self.function(read.tensor) if kind == "function" and read else made.op if made else call.traits.name
+        op = (
+            self.function(read.tensor)
+            if kind == "function" and read
+            else made.op
+            if made
+            else call.traits.name
+        )
         forward_op = call.forward_op if in_backward else ""
         inputs = tuple(self._summary(call, argument) for argument in ([read] if read else call.arguments))
         finding = Finding(
@@ -88,7 +94,7 @@ class Reporter:
             device_type=result.device.type,
             in_block=site.in_block,
             rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=source + _row(inputs[0]) if kind == "input" else "",
+            source=source + _row(inputs[0]) if kind == "input" else source,
         )
         growth, grown = self._modules.growth() if finding.moment.optimizer_steps else (1.0, "")
         around = Circumstances(
@@ -125,22 +131,33 @@ class Reporter:
         )
         return advised(finding, Circumstances(base=site.op), self._modules.address(site.module))
 
-    def lesson(self, text: str, advice: str, like: Finding | None = None, **fields: object) -> Finding:
+    def lesson(self, text: str, advice: str, **fields: object) -> Finding:
         """Describe why nothing is learnt.
 
         Args:
             text: what was measured.
             advice: what to do.
-            like: a finding to take the place from.
             **fields: of the finding.
         """
-        empty = TensorSummary(name="", dtype=torch.float32, shape=(), lowest=math.nan, highest=math.nan)
         finding = Finding(
-            kind="learning", op="", direction="forward", forward_op="", values=NonFinite(), module="", place=None,
-            caller=None, dtype=torch.float32, limit=math.inf, rule="unchanged", output=empty, inputs=(), numbers=(),
-            rank=rank_of_process(), moment=self.progress.now(in_backward=False),
-        )  # fmt: skip
-        return replace(like or finding, lesson=text, advice=advice, **fields)  # type: ignore[arg-type]
+            kind="learning",
+            op="",
+            direction="forward",
+            forward_op="",
+            values=NonFinite(),
+            module="",
+            place=None,
+            caller=None,
+            dtype=torch.float32,
+            limit=math.inf,
+            rule="unchanged",
+            output=TensorSummary(name="", dtype=torch.float32, shape=(), lowest=math.nan, highest=math.nan),
+            inputs=(),
+            numbers=(),
+            rank=rank_of_process(),
+            moment=self.progress.now(in_backward=False),
+        )
+        return replace(finding, lesson=text, advice=advice, **fields)  # type: ignore[arg-type]
 
     def weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is none."""
@@ -157,7 +174,9 @@ class Reporter:
         """Return the name of the user's autograd function that made a tensor; empty if none did."""
         node = tensor.grad_fn
         while node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
-            is_view = any(name in node.name() for name in ("View", "Expand", "Unsqueeze", "Transpose", "TBackward"))
+            is_view = any(
+                name in node.name() for name in ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
+            )
             node = node.next_functions[0][0] if is_view and node.next_functions else None
         return node.name().removesuffix("Backward") if node is not None else ""
 

@@ -149,7 +149,7 @@ def _plain(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-# -- the picture -------------------------------------------------------------------------------------------------
+# -- the picture ---------------------------------------------------------------------------------------------
 
 
 def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:

@@ -1,6 +1,7 @@
 """Which ops lose precision, and what of it arrives: each op of a program runs in fp32 or fp64, too.
 
-A storage has one flat shadow: the values it would have without rounding to 16 bits. A tensor's shadow is a view of that
+A storage has one flat shadow: the values it would have without rounding to 16 bits. A tensor's shadow is a
+view of that
 with the tensor's own strides, so views, writes in place and what autograd saves need no care.
 """
 
@@ -37,7 +38,7 @@ class ShadowValues:
         self._flat: Storages[Tensor] = Storages()
 
     def follows(self, tensor: object) -> bool:
-        """Return whether a value has a shadow: a dense floating-point tensor of at most the shadow's width."""
+        """Return whether a value has a shadow: a dense floating-point tensor no wider than it."""
         return (
             isinstance(tensor, Tensor)
             and type(tensor) in PLAIN  # others hold plain ones, or no memory
@@ -87,7 +88,7 @@ class ShadowValues:
 
 
 class Shadow:
-    """Run every op a second and third time in a wide dtype: on its inputs, and on those of a run without rounding.
+    """Run every op twice more in a wide dtype: on its inputs, and on those of a run without rounding.
 
     Args:
         dtype: the wide dtype, fp32 or fp64.
@@ -126,12 +127,12 @@ class Shadow:
 
     @staticmethod
     def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Return whether the op can be run again: it draws no numbers, sends nothing, and is given tensors."""
+        """Return whether the op can run again: it draws no numbers and sends nothing."""
         return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
 
     @staticmethod
     def _is_a_loss(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Return whether errors are lost where the op is not run again: its results depend on its arguments."""
+        """Return whether errors are lost if the op is not run again: it reads its arguments."""
         return not traits.is_unwritten and any(a.name not in traits.overwritten for a in arguments)
 
     def _count(self, traits: OpTraits) -> None:
@@ -156,7 +157,7 @@ class Shadow:
             self._shadows.reset(result.tensor)
 
     def _compare(self, call: Call, results: list[Argument]) -> None:
-        """Run the op on both wide sides, add up the errors, and let the results' shadows be the other run's."""
+        """Run the op on both wide sides, add up the errors, and write the results' shadows."""
         traits = call.traits
         try:
             exact, arriving = (self._results(call, *side) for side in call.kept)

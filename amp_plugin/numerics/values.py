@@ -1,4 +1,4 @@
-"""What tensors hold: ranges, numbers that are not finite, and facts remembered for as long as a storage lives."""
+"""What tensors hold: ranges, numbers that are not finite, and facts kept while a storage lives."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class TensorSummary:
         return ", ".join([f"{size} {held}", *counts])
 
 
-def real_values(tensor: Tensor) -> Tensor | None:
+def real_values(tensor: Tensor) -> Tensor | None:  # noqa: PLR0911 - one answer per layout
     """Return a tensor's stored numbers as real ones, without a copy where that can be.
 
     Returns:

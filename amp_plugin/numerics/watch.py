@@ -3,7 +3,8 @@
 for each op: look at the results
     finite: what came in is absorbed; the storage holds nothing odd any more
     else: judge whether the op made it, passes it on, or a constant of the program put it there on purpose
-report an origin when its numbers reach the start of a backward pass, a leaf's gradient, a result of autograd.grad, a
+report an origin when its numbers reach the start of a backward pass, a leaf's gradient, a result of
+autograd.grad, a
     parameter or an optimizer's state; torch masks what its own derivatives make, and masks are masks
 at the end, of a region without a backward pass: report what nothing has hidden
 """
@@ -26,7 +27,7 @@ from amp_plugin.numerics.report import Reporter
 from amp_plugin.numerics.values import Storages, is_finite, non_finite
 
 OriginKind = Literal[
-    "made", "weight", "input", "unwritten", "collective", "constant", "function", "on purpose"
+    "made", "weight", "input", "unwritten", "collective", "constant", "function", "learning", "on purpose"
 ]
 
 PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
@@ -45,13 +46,15 @@ class Origin:
         is_reported: it was reported, so what comes of it is no news.
         is_read: an op has computed with it; moving it about does not count.
         is_absorbed: an op has made finite numbers of it.
+        became_nan: an op has made a nan of it.
         in_python: Python has read it.
         source: of data: where it was loaded.
     """
 
     def __init__(self, kind: OriginKind, finding: Finding | None = None, site: Site | None = None) -> None:
         self.kind, self.finding, self.site = kind, finding, site
-        self.is_reported = self.is_read = self.is_absorbed = self.in_python = False
+        self.is_reported = self.is_read = self.is_absorbed = False
+        self.became_nan = self.in_python = False
         self.source = ""
 
     @property
@@ -145,8 +148,9 @@ class Watch:
             if origin is None or origin is ON_PURPOSE:
                 continue
             if call.accumulates:
-                leaf = call.node.variable  # type: ignore[union-attr]
-                self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
+                self._reaches_gradient(
+                    origin, f"the gradient of {self._reporter.weight(call.leaf) or 'a leaf'}"
+                )
             elif call.traits.name == _TO_PYTHON:
                 origin.in_python = True
         call.kept = given_before(call.arguments, call.traits) if call.traits.written else []
@@ -187,7 +191,7 @@ class Watch:
                 origin.is_absorbed = True
 
     def _take_unjudged(self, call: Call, results: Sequence[Argument]) -> None:
-        """Record memory that nobody wrote or that another rank has written; what this rank sent is its own."""
+        """Record memory that nobody wrote, or another rank; what this rank sent is its own."""
         arguments = call.arguments if call.traits.is_collective else []
         origins = (self._origins.get(argument.tensor) for argument in arguments)
         sent = next((origin for origin in origins if origin not in {None, ON_PURPOSE}), None)
@@ -225,7 +229,9 @@ class Watch:
         if origin.is_reported or not origin.explains:
             return
         owner = self._reporter.weight(result.tensor) if call.traits.written and not call.is_backward else ""
-        if owner and result.name and isinstance(result.tensor, nn.Parameter):
+        if origin.kind == "collective" and not call.traits.moves:
+            self._report(origin, f"{judged.values} in {call.here()}")
+        elif owner and result.name and isinstance(result.tensor, nn.Parameter):
             if origin.kind == "input" and call.traits.moves:
                 origin.kind = "weight"  # loaded so: it matters once it is used
                 return
@@ -266,6 +272,7 @@ class Watch:
 
     def _then(self, origin: Origin, what: str) -> None:
         """Record the first nan that came of an infinity."""
+        origin.became_nan = True
         if origin.finding is not None and not origin.finding.reached:
             origin.finding = replace(origin.finding, reached=what)
 
@@ -292,7 +299,8 @@ class Watch:
 
     def _read(self, origin: Origin, call: Call, result: Argument, given: GivenTensor) -> None:
         """Let the finding of what came in show the first op that computes with it."""
-        origin.source = origin.source or self._reporter.source(given.argument.tensor)
+        tensor = given.argument.tensor
+        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
         if origin.is_read or origin.kind not in {"weight", "input"} or call.traits.moves:
             return
         origin.is_read = True
@@ -309,8 +317,11 @@ class Watch:
             kind: Kind = "collective" if made.op.startswith(("c10d", "_c10d")) else "unwritten"
         else:
             is_weight = self._reporter.weight(argument.tensor)
-            kind = "weight" if is_weight else "function" if self._reporter.function(argument.tensor) else "input"
-        finding = self._reporter.finding(call, kind, result.tensor, given.held, argument, made)
+            kind = (
+                "weight" if is_weight else "function" if self._reporter.function(argument.tensor) else "input"
+            )
+        source = self._reporter.source(argument.tensor)
+        finding = self._reporter.finding(call, kind, result.tensor, given.held, argument, made, source=source)
         return self._keep(Origin(kind, finding))
 
     # -- where numbers arrive --------------------------------------------------------------------------------
@@ -350,7 +361,7 @@ class Watch:
 
     def left_over(self) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden."""
-        if (overflow := self._scaled.last) is not None:
+        if (overflow := self._scaled.last) is not None and not overflow.is_absorbed:
             passes = f"{self._scaled.passes} backward passes" if self._scaled.passes > 1 else "backward pass"
             self._report(overflow, f"gradients that are not finite, in the last {passes}")
         if self._reporter.progress.has_backward:
@@ -358,12 +369,17 @@ class Watch:
         alive = {id(origin) for origin in self._origins.alive()}
         left: dict[object, list[Origin]] = {}
         for origin in self._unreported():
-            held = origin.finding.values.nan or id(origin) in alive  # type: ignore[union-attr]
+            is_nan = origin.became_nan or origin.finding.values.nan  # type: ignore[union-attr]
+            held = is_nan or id(origin) in alive
             if origin.explains and (origin.in_python or (held and not origin.is_absorbed)):
                 left.setdefault(_line_of(origin), []).append(origin)
         for first, *others in left.values():
             more = f", and {len(others)} more that this line made" if others else ""
-            what = "a number in Python (item, float, print)" if first.in_python else "the end of the region"
+            what = (
+                "a number in Python (item, float, print)"
+                if first.in_python
+                else "still there at the end of the region"
+            )
             self._report(first, f"{what}{more}")
 
     def harmless(self) -> list[Finding]:
@@ -388,13 +404,11 @@ class Watch:
         if not origin.is_reported and origin.finding is not None:
             origin.is_reported = True
             then = "; ".join(filter(None, (origin.finding.reached, reached)))
-            origin.finding = replace(
-                origin.finding, reached=then, consequences=self._of_the_same_op(origin), source=origin.source
-            )
+            origin.finding = replace(origin.finding, reached=then, consequences=self._of_the_same_op(origin))
             self._found(origin.finding)
 
     def _of_the_same_op(self, origin: Origin) -> tuple[str, ...]:
-        """Return what the backward pass of the same op has made before; it is not a finding of its own then."""
+        """Return what the backward pass of the same op has made before, which is part of this finding."""
         if origin.site is None:
             return ()
         first = self._first_at.get(id(origin.site), origin)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from typing_extensions import Self
 
-from amp_plugin.numerics.storages import Storages, storage_address
+from amp_plugin.numerics.values import Storages, storage_address
 
 
 class SavedBytes:

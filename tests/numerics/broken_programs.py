@@ -44,9 +44,8 @@ def train(model, batch, *, lr=0.01, steps=4, optimizer=torch.optim.SGD, loss=Non
 def a_row_of_a_batch_is_nan(fix):
     rows = from_a_file((12, 4), at=(9, 2), value=math.nan)
     model = nn.Linear(4, 1)
-    for (batch,) in DataLoader(TensorDataset(rows), batch_size=4):
-        if fix:
-            batch = batch[batch.isfinite().all(1)]
+    for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
+        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
         model(batch).sum().backward()  # <-
 
 
@@ -54,9 +53,8 @@ def a_row_of_a_batch_is_nan(fix):
 def a_row_of_a_batch_is_infinite(fix):
     rows = from_a_file((12, 4), at=(5, 1), value=math.inf)
     model = nn.Linear(4, 1)
-    for (batch,) in DataLoader(TensorDataset(rows), batch_size=4):
-        if fix:
-            batch = batch[batch.isfinite().all(1)]
+    for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
+        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
         centred = batch - batch.mean(0)  # <-
         model(centred).sum().backward()
 

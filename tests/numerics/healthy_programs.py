@@ -411,13 +411,17 @@ def a_loss_scale_that_comes_down():
 
 @healthy
 def bf16_autocast():
-    trained(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), lambda: torch.randn(8, 4), context=BF16)
+    trained(
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), lambda: torch.randn(8, 4), context=BF16
+    )
 
 
 @healthy
 def fp16_autocast_with_a_scaler():
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    trained(model, lambda: torch.randn(8, 4), context=FP16, scaler=amp_plugin.GradScaler("cpu", init_scale=1024.0))
+    trained(
+        model, lambda: torch.randn(8, 4), context=FP16, scaler=amp_plugin.GradScaler("cpu", init_scale=1024.0)
+    )
 
 
 @healthy

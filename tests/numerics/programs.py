@@ -82,13 +82,11 @@ def healthy(run):
 def findings_of(run: Callable[[], object]) -> list:
     """Run a program under diagnose as the command does, and return what it found."""
     torch.manual_seed(0)
-    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with contextlib.suppress(NonFiniteError), amp_plugin.diagnose() as diagnosis:
             run()
-        found = diagnosis.findings
-    return found
+    return diagnosis.findings
 
 
 def wrong_verdict(program: Program) -> str:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.numerics import broken_programs, healthy_programs  # noqa: F401 - they register
 from tests.numerics.programs import BROKEN, HEALTHY, Program, findings_of, wrong_cure, wrong_verdict
 
 NAMES = [program.run.__name__ for program in BROKEN]
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that has loaded no adapter."""
+    for name in ("accelerate", "lightning"):
+        monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
 
 
 def test_the_library_is_large_and_its_names_are_unique() -> None:
