@@ -74,14 +74,14 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.misplaced_options": set(),
     "amp_plugin.program": set(),
     "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
-    "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
+    "amp_plugin.cli.program": {"amp_plugin.casting", "amp_plugin.program"},
     "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.scaling"},
     "amp_plugin.numerics_commands": {
         "amp_plugin.command_arguments",
         "amp_plugin.misplaced_options",
         "amp_plugin.numerics",
         "amp_plugin.program",
-        "amp_plugin.program_run",
+        "amp_plugin.cli.program",
         "amp_plugin.terminal",
     },
     "amp_plugin.tuning": {
@@ -90,7 +90,7 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.kernels",
         "amp_plugin.numerics",
         "amp_plugin.program",
-        "amp_plugin.program_run",
+        "amp_plugin.cli.program",
     },
     "amp_plugin.tuning_commands": {
         "amp_plugin.command_arguments",
@@ -107,7 +107,7 @@ PARTS: dict[str, set[str]] = {
     "amp_plugin.cast_rows": {"amp_plugin.casting"},
     "amp_plugin.cli": CORE
     | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.model_examination"}
-    | {"amp_plugin.misplaced_options", "amp_plugin.program_run"}
+    | {"amp_plugin.misplaced_options", "amp_plugin.cli.program"}
     | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
     | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
     "amp_plugin.__main__": {"amp_plugin.cli"},

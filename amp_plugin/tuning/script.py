@@ -21,8 +21,8 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import Self
 
-from amp_plugin.program import Program
-from amp_plugin.program_run import run_program
+from amp_plugin.cli.program import Program
+from amp_plugin.cli.program import run_program
 from amp_plugin.tuning.workload import Observer
 
 

@@ -9,8 +9,7 @@ import typer
 from rich.table import Table
 
 from amp_plugin.casting.rule_tables import TABLES
-from amp_plugin.command_arguments import AsJson, word_option
-from amp_plugin.terminal import fail, show
+from amp_plugin.cli.arguments import AsJson, fail, show, word_option
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -85,7 +84,7 @@ def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
         typer.Exit: a word stands for none, or two files are for different devices.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
 
     try:
         files = {word: OpRules.from_yaml(word) for word in words if word.endswith((".yaml", ".yml"))}

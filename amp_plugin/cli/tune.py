@@ -9,11 +9,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from amp_plugin.command_arguments import AsJson, AsModule, Script, program_of, word_option
-from amp_plugin.terminal import fail, show
+from amp_plugin.cli.arguments import (
+    Arguments,
+    AsJson,
+    AsModule,
+    Script,
+    fail,
+    program_of,
+    show,
+    word_option,
+)
 
 if TYPE_CHECKING:
-    from amp_plugin.program import Program
+    from amp_plugin.cli.program import Program
     from amp_plugin.tuning.tuning import Tuning
 
 _GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
@@ -40,7 +48,7 @@ def _share(given: str) -> float:
 
 def tune(
     script: Script,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    arguments: Arguments = None,
     as_module: AsModule = False,
     output: Output = Path("rules.yaml"),
     goal: Goal = "memory",
@@ -83,7 +91,7 @@ def tune(
 
 
 def _tuned(program: Program, arguments: list[str], batches: int, device: str | None, **search: Any) -> Tuning:
-    from amp_plugin.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning.script import Script  # noqa: PLC0415 - loads torch
     from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch

@@ -18,10 +18,19 @@ from rich.console import Console
 from rich.markup import escape
 
 import amp_plugin
-from amp_plugin import numerics_commands, rules_commands, tuning_commands
-from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
-from amp_plugin.misplaced_options import warn_of_misplaced_options
-from amp_plugin.terminal import fail, output_of_script, show
+from amp_plugin.cli import numerics, rules, run, tune
+from amp_plugin.cli.arguments import (
+    OF_SCRIPTS,
+    Arguments,
+    AsJson,
+    AsModule,
+    Script,
+    fail,
+    output_of_script,
+    program_of,
+    show,
+    word_option,
+)
 
 app = typer.Typer(
     name="amp-plugin",
@@ -79,7 +88,7 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
-    from amp_plugin.doctor import default_device, examine  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.doctor import default_device, examine  # noqa: PLC0415 - loads torch
 
     try:
         report = examine(precision, device or default_device())
@@ -163,9 +172,8 @@ def _build_cuda(architectures: list[str]) -> int:
     return build_ahead(architectures)
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(context_settings=OF_SCRIPTS)
 def casts(
-    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -173,36 +181,41 @@ def casts(
         str,
         word_option(("cast", "module", "op"), "What a row stands for."),
     ] = "cast",
+    every: Annotated[bool, typer.Option("--every", help="A row for each module, siblings too.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
-    from amp_plugin.cast_rows import rows  # noqa: PLC0415
     from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.casts import cast_table, compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.program import run_program  # noqa: PLC0415
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="casts")
-    warn_of_misplaced_options(context, script, arguments or [])
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
-    log = log_casts()
+    log, before = log_casts(), compiled_graphs()
     with output_of_script(as_json=as_json):
-        run = run_program(program, arguments or [], around=log)
+        ran = run_program(program, arguments or [], around=log)
+    graphs = compiled_graphs() - before
+    made = log.records() if every else folded(log.records())
     if as_json:
-        print(json.dumps({"script": script, "by": by, "rows": rows(log, by)}))
-    elif len(log) or not run.failed:
-        table = log.table(by=by)  # type: ignore[arg-type]
+        print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows(made, by)}))
+    elif len(log) or not ran.failed:
+        table = cast_table(made, by)  # type: ignore[arg-type]
         table.caption = table.caption and _NO_CASTS
         show(table)
-    raise typer.Exit(run.code)
+        if graphs:
+            print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
+    raise typer.Exit(ran.code)
 
 
-app.command(context_settings={"allow_interspersed_args": False})(numerics_commands.diagnose)
-app.command()(numerics_commands.compare)
-app.command()(tuning_commands.tune)
-app.add_typer(rules_commands.commands)
+app.command(context_settings=OF_SCRIPTS)(run.run)
+app.command(context_settings=OF_SCRIPTS)(numerics.diagnose)
+app.command()(numerics.compare)
+app.command(context_settings=OF_SCRIPTS)(tune.tune)
+app.add_typer(rules.commands)
 
 
 def _print_report(report: dict[str, Any]) -> None:

@@ -11,10 +11,18 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
-from amp_plugin.misplaced_options import warn_of_misplaced_options
-from amp_plugin.program import Program
-from amp_plugin.terminal import fail, output_of_script, show
+from amp_plugin.cli.arguments import (
+    Arguments,
+    AsJson,
+    AsModule,
+    Script,
+    fail,
+    output_of_script,
+    program_of,
+    show,
+    word_option,
+)
+from amp_plugin.cli.program import Program
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
@@ -24,7 +32,6 @@ _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64
 
 
 def diagnose(
-    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -48,7 +55,6 @@ def diagnose(
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
     program = program_of(script, as_module=as_module, command="diagnose")
-    warn_of_misplaced_options(context, script, arguments or [])
     if compare is not None:
         if keep_going or strict or save:
             fail(
@@ -71,7 +77,7 @@ def _find_non_finite(
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
-    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
@@ -111,7 +117,7 @@ def _compare_precision(
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
-    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
 
     errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
     with output_of_script(as_json=as_json):
@@ -130,7 +136,7 @@ def _compare_precision(
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
     from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
-    from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
 
     recorder = RunRecorder(path, steps=steps)
     run = run_program(program, arguments, around=recorder)

@@ -1,14 +1,23 @@
-"""Arguments that several commands take: a script, words of a list, `--json`."""
+"""What commands have in common: a script and its arguments, words of a list, `--json`, tables and errors."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
+from amp_plugin.cli.program import Program, program_named
 from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.program import Program, program_named
+
+OF_SCRIPTS: Final = {"allow_interspersed_args": False}
+"""Settings of commands that run a script: what follows it is its own."""
 
 Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
@@ -54,3 +63,35 @@ def word_option(
 
     names = () if name is None else (name,)
     return typer.Option(*names, metavar="|".join(words), callback=check, help=purpose)
+
+
+def show(table: Table) -> None:
+    """Print a table without trailing blanks, in full width if this is no terminal."""
+    console = Console(highlight=False)
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(width=10_000)).maximum
+        )
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())
+
+
+def output_of_script(*, as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Send what a script prints to standard error where standard output is one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def fail(message: str, *, code: int) -> NoReturn:
+    """Print an error to standard error and end the command.
+
+    Args:
+        message: what was given, what is allowed, what to do next.
+        code: the exit code.
+
+    Raises:
+        typer.Exit: always.
+    """
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    raise typer.Exit(code)
