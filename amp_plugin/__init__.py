@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from amp_plugin.sharding.dtype_plan import DtypePlan as DtypePlan
     from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
-    from amp_plugin.tuning.tuning import tune as tune
+    from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
 __version__ = "0.2.0"
@@ -68,7 +68,7 @@ _HOME = {
     "set_default_rules": "amp_plugin.casting.rule_sets",
     "shadow_run": "amp_plugin.numerics.shadow",
     "store_weights": "amp_plugin.weights.store_weights",
-    "tune": "amp_plugin.tuning.tuning",
+    "tune": "amp_plugin.tuning.tune",
 }
 
 _ADAPTERS = {

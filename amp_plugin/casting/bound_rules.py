@@ -12,9 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from amp_plugin.casting.rules import OpRules
 
-_LAUNCHERS = {"torchrun", "accelerate", "amp-plugin", "deepspeed", "torch.distributed.run", "torch.distributed.launch"}
+_LAUNCHERS = {
+    *("torchrun", "accelerate", "amp-plugin", "deepspeed"),
+    *("torch.distributed.run", "torch.distributed.launch"),
+}
 
 
 class BoundRules:
@@ -30,7 +35,7 @@ class BoundRules:
         self._is_read = False
         self._give_back: Any = None
 
-    def __enter__(self) -> BoundRules:
+    def __enter__(self) -> Self:
         """Let autocast follow the rules, and look which blocks are opened."""
         import torch  # noqa: PLC0415 - this module is loaded while torch is
 
@@ -40,8 +45,9 @@ class BoundRules:
         entered = torch.autocast.__enter__
 
         def enter(block: Any) -> Any:
-            self._is_read = self._is_read or (block.device == self._rules.device_type and bool(block._enabled))
-            return entered(block)
+            is_ours = block.device == self._rules.device_type and bool(block._enabled)
+            self._is_read = self._is_read or is_ours
+            return entered(block)  # type: ignore[no-untyped-call]
 
         torch.autocast.__enter__ = enter  # type: ignore[method-assign]
         self._give_back = entered
@@ -60,15 +66,16 @@ class BoundRules:
     def warn_if_unread(self) -> None:
         """Print a warning if no autocast block has followed the rules."""
         if not self._is_read:
+            device = self._rules.device_type
             print(
-                f"amp_plugin: no autocast block on {self._rules.device_type} was opened, so nothing has read the "
-                f"rules of {self._name}; open torch.autocast({self._rules.device_type!r}), or leave the file out",
+                f"amp_plugin: no autocast block on {device} was opened, so nothing has read the rules of "
+                f"{self._name}; open torch.autocast({device!r}), or leave the file out",
                 file=sys.stderr,
             )
 
 
 def bind_environment() -> None:
-    """Bind the rules that ``AMP_PLUGIN_RULES`` names, for the rest of the process; called by ``import torch``.
+    """Bind the rules that ``AMP_PLUGIN_RULES`` names, for the whole process; ``import torch`` calls it.
 
     Raises:
         ValueError: there is no such file, or it holds no rules.
@@ -84,7 +91,8 @@ def bind_environment() -> None:
         rules = OpRules.from_yaml(path)
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else error
-        msg = f"AMP_PLUGIN_RULES={path}: {what}; give the path of a YAML file of rules, or unset the variable"
+        remedy = "give the path of a YAML file of rules, or unset the variable"
+        msg = f"AMP_PLUGIN_RULES={path}: {what}; {remedy}"
         raise ValueError(msg) from error
     bound = BoundRules(rules, path).__enter__()
     if _is_main_process():

@@ -186,7 +186,8 @@ def casts(
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
     from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.casts import cast_table, compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.cast_table import cast_table  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.casts import compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.program import run_program  # noqa: PLC0415
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
 

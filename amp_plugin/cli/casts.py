@@ -8,7 +8,6 @@ from typing import Any, Final
 
 from torch._dynamo.utils import counters
 
-from amp_plugin.casting.cast_table import cast_table as cast_table
 from amp_plugin.casting.casts import Cast, CastTotals
 from amp_plugin.numerics.report import fold
 

@@ -74,10 +74,10 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
+    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
@@ -116,8 +116,8 @@ def _compare_precision(
 ) -> None:
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
 
     errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
     with output_of_script(as_json=as_json):
@@ -135,8 +135,8 @@ def _compare_precision(
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
-    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
 
     recorder = RunRecorder(path, steps=steps)
     run = run_program(program, arguments, around=recorder)

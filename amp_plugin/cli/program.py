@@ -112,8 +112,9 @@ def run_program(
 ) -> ProgramRun:
     """Run a file or a module as the main program.
 
-    While it runs, ``torch.autocast`` blocks follow this package's default rules, which equal torch's, or those that the
-    environment names. An error of the script is printed as Python prints it.
+    While it runs, ``torch.autocast`` blocks follow this package's default rules, which equal torch's, or
+    those
+    that the environment names. An error of the script is printed as Python prints it.
 
     Args:
         program: a file or a module.
@@ -159,7 +160,7 @@ def _exit_code(stop: SystemExit) -> int:
 
 @contextmanager
 def _our_rules() -> Iterator[None]:
-    """Let torch's autocast blocks follow the environment's rules, or the default ones, while a program runs."""
+    """Let torch's autocast blocks follow the environment's rules or the default ones for a while."""
     import torch  # noqa: PLC0415 - takes seconds
 
     from amp_plugin.casting.environment_rules import environment_rules  # noqa: PLC0415 - loads torch

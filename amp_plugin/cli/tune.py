@@ -22,7 +22,7 @@ from amp_plugin.cli.arguments import (
 
 if TYPE_CHECKING:
     from amp_plugin.cli.program import Program
-    from amp_plugin.tuning.tuning import Tuning
+    from amp_plugin.tuning.tune import Tuning
 
 _GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
 _DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
@@ -93,8 +93,8 @@ def tune(
 def _tuned(program: Program, arguments: list[str], batches: int, device: str | None, **search: Any) -> Tuning:
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.script import Script  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.tuning import tune_script  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.tune import tune_script  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning.workload import Script  # noqa: PLC0415 - loads torch
 
     require_native("amp-plugin tune")
     script = Script(program, arguments, batches=batches)
@@ -108,8 +108,12 @@ def _tell(tuning: Tuning, output: Path, plot: Path | None) -> None:
     print(f"{output} holds the rules{drawn}")
 
 
+def _rules(changes: Any) -> dict[str, str]:
+    return {change.op: change.rule.value for change in changes}
+
+
 def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
-    rules = {entry.changes[0].op: entry.changes[0].rule.value for entry in tuning.changes}
+    rules = _rules(entry.changes[0] for entry in tuning.changes)
     sides = {
         name: {
             "saved_bytes": side.saved_bytes,
@@ -123,4 +127,13 @@ def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
             ("before", "after"), (tuning.before, tuning.after), tuning.seconds, strict=True
         )
     }
-    return {"goal": tuning.goal, "file": str(output), "rules": rules, "tried": len(tuning.tried), **sides}
+    miss = tuning.nearest
+    nearest = miss and {"rules": _rules(miss.attempt.changes), "saved": miss.saved, "over_budget": miss.over}
+    return {
+        "nearest": nearest,
+        "goal": tuning.goal,
+        "file": str(output),
+        "rules": rules,
+        "tried": len(tuning.tried),
+        **sides,
+    }

@@ -255,7 +255,7 @@ def answer(record: OpRecord, change: float) -> float:
     if not (math.isfinite(small) and math.isfinite(large)) or small == 0:
         return math.inf if math.isinf(large) or math.isinf(small) else max(change, large)
     slope = min(max(math.log(large / small) / math.log(high / low), 0.25), 1.0)
-    return max(change, small * (change / low) ** slope)
+    return max(change, float(small * (change / low) ** slope))
 
 
 def _own_rounding(record: OpRecord, eps: float) -> float:

@@ -14,16 +14,10 @@ from torch import nn
 
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.tuning.cure import cured
-from amp_plugin.tuning.evidence import rules_file
-from amp_plugin.tuning.measurement import Measurement
-from amp_plugin.tuning.progress import shown_progress
-from amp_plugin.tuning.report import tuning_table
-from amp_plugin.tuning.script import Script
-from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
-from amp_plugin.tuning.trials import Trials
-from amp_plugin.tuning.used_ops import used_ops
-from amp_plugin.tuning.workload import Steps, Workload
+from amp_plugin.tuning.measure import Measurement, Trials
+from amp_plugin.tuning.report import draw, rules_file, shown_progress, tuning_table
+from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried, cured, missed
+from amp_plugin.tuning.workload import Script, Steps, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 _TIMINGS: Final = 5
@@ -89,15 +83,26 @@ class Tuning:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        from amp_plugin.tuning.plot import draw  # noqa: PLC0415 - loads matplotlib
+        limit = None if self.goal == "accuracy" else 1 + self.budget
+        in_casts = self.goal == "casts"
+        draw(self.tried, self.before, self.after, Path(path), in_casts=in_casts, limit=limit)
 
-        draw(self.tried, self.before, self.after, Path(path), in_casts=self.goal == "casts")
+    @property
+    def nearest(self) -> Miss | None:
+        """The set that saves something and missed the budget by least; None if none saves anything."""
+        if self.goal == "accuracy":
+            return None
+        misses = [
+            miss for attempt in self.tried if (miss := missed(self.before, self.goal, self.budget, attempt))
+        ]
+        return min(misses, key=lambda miss: miss.over, default=None)
 
     @property
     def headline(self) -> str:
         """What was done, in a line."""
         if self.keeps_default:
-            return f"tuned for {self.goal}: nothing better was found, the default rules stay"
+            nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
+            return nothing if self.nearest is None else f"{nothing}; nearest was {self.nearest}"
         count = len(self.changes)
         return f"tuned for {self.goal}: {count} rule{'s' if count > 1 else ''}, budget {self.budget:.0%}"
 
