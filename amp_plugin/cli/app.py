@@ -188,8 +188,8 @@ def casts(
     from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
     from amp_plugin.casting.cast_table import cast_table  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.casts import compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415
 
     program = program_of(script, as_module=as_module, command="casts")
     try:

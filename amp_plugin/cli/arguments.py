@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_plugin.cli.program import Program, program_named
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import Program, program_named
 
 OF_SCRIPTS: Final = {"allow_interspersed_args": False}
 """Settings of commands that run a script: what follows it is its own."""

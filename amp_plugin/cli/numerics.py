@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 from pathlib import Path
@@ -22,12 +24,13 @@ from amp_plugin.cli.arguments import (
     show,
     word_option,
 )
-from amp_plugin.cli.program import Program
+from amp_plugin.program import Program
 
 if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
+_MOST_RUNS = 8  # of a program with --keep-going
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
 
 
@@ -74,10 +77,10 @@ def diagnose(
 def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
         """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
@@ -87,6 +90,8 @@ def _find_non_finite(
     diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
     with output_of_script(as_json=as_json):
         run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
+    if keep_going:
+        diagnosis.findings += _behind_the_cures(program, arguments, diagnosis.findings, strict=strict)
     if as_json:
         findings = [finding.to_dict() for finding in diagnosis.findings]
         print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
@@ -105,6 +110,40 @@ def _find_non_finite(
     raise typer.Exit(1 if diagnosis.findings else run.code)
 
 
+def _behind_the_cures(
+    program: Program, arguments: list[str], found: list[Finding], *, strict: bool
+) -> list[Finding]:
+    """Run the program again with the ops in fp32 that overflowed, and return what that brings to light.
+
+    Not on several ranks, which would have to run alike, and not where no rule of an op is a cure.
+    """
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import default_rules, run_program  # noqa: PLC0415
+
+    known = {(finding.op, finding.place) for finding in found}
+    rules: dict[str, OpRules] = {}
+    behind: list[Finding] = []
+    latest = found
+    for _ in range(_MOST_RUNS):
+        cured = [finding for finding in latest if finding.cures and finding.rank is None]
+        if not cured:
+            break
+        for finding in cured:
+            device = finding.device_type
+            changed = rules.get(device) or OpRules.default(device)
+            for name in finding.rule_names:
+                changed = changed.with_rule(name, "fp32")
+            rules[device] = changed
+        again = Diagnosis(keep_going=True, strict=strict)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run_program(program, arguments, around=default_rules(rules.values(), again))
+        latest = [finding for finding in again.findings if (finding.op, finding.place) not in known]
+        known |= {(finding.op, finding.place) for finding in latest}
+        behind += latest
+    return behind
+
+
 def _print_finding(finding: Finding) -> None:
     headline, _, rest = str(finding).partition("\n")
     console = Console(highlight=False, soft_wrap=True)
@@ -116,8 +155,8 @@ def _compare_precision(
 ) -> None:
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
     with output_of_script(as_json=as_json):
@@ -135,8 +174,8 @@ def _compare_precision(
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     recorder = RunRecorder(path, steps=steps)
     run = run_program(program, arguments, around=recorder)

@@ -27,8 +27,8 @@ def run(script: Script, rules: Rules, arguments: Arguments = None, as_module: As
     The script need not know this package. What is taken over is given back when it ends.
     """
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="run")
     try:

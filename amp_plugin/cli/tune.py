@@ -21,7 +21,7 @@ from amp_plugin.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from amp_plugin.cli.program import Program
+    from amp_plugin.program import Program
     from amp_plugin.tuning.tune import Tuning
 
 _GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}

@@ -144,9 +144,9 @@ class Learning:
         if call.accumulates:
             self._leaves.add(id(call.leaf))
         if self._reporter.progress.backward_passes >= _ENOUGH:
-            optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
-            held = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
-            self._has_optimizer = bool(held & self._leaves)
+            optimizers = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
+            stepped = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
+            self._has_optimizer = bool(stepped & self._leaves)
 
     def findings(self) -> Iterator[Finding]:
         """Yield why nothing is learnt, if there is a reason."""

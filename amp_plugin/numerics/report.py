@@ -52,28 +52,13 @@ class Reporter:
         *,
         source: str = "",
     ) -> Finding:
-        """Describe an origin that a call made or was the first to read.
-
-        Args:
-            call: the call.
-            kind: what kind of origin.
-            result: a result that is not finite.
-            values: the numbers that the origin is of.
-            read: the argument that held them already.
-            made: where they were made, if not here.
-            source: of data: where it was loaded.
-        """
+        """Describe an origin that a call made, or was the first to read from an argument."""
         site = made or call.site
         in_backward = made is None and call.is_backward
-        op = (
-            self.function(read.tensor)
-            if kind == "function" and read
-            else made.op
-            if made
-            else call.traits.name
-        )
+        op = made.op if made else call.traits.name
+        op = self.function(read.tensor) if kind == "function" and read else op
         forward_op = call.forward_op if in_backward else ""
-        inputs = tuple(self._summary(call, argument) for argument in ([read] if read else call.arguments))
+        inputs = tuple(self._summary(call, given) for given in ([read] if read else call.arguments))
         finding = Finding(
             kind=kind,
             op=op,
@@ -96,16 +81,18 @@ class Reporter:
             rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
             source=source + _row(inputs[0]) if kind == "input" else source,
         )
+        return advised(finding, self._circumstances(call, finding), self._modules.address(site.module))
+
+    def _circumstances(self, call: Call, finding: Finding) -> Circumstances:
         growth, grown = self._modules.growth() if finding.moment.optimizer_steps else (1.0, "")
-        around = Circumstances(
+        return Circumstances(
             base=call.traits.base,
             exponent=call.scalars.get("exponent"),
             growth=growth,
             grown=grown if growth >= GROWN else "",
             in_optimizer=self.progress.in_step,
-            divisor=_maker(call.arguments[-1].tensor) if call.arguments and not in_backward else "",
+            divisor=_maker(call.arguments[-1].tensor) if call.arguments and not finding.forward_op else "",
         )
-        return advised(finding, around, self._modules.address(finding.module))
 
     def of_function(self, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
         """Describe what a user's autograd function made outside of torch's ops."""

@@ -49,6 +49,7 @@ class Origin:
         became_nan: an op has made a nan of it.
         in_python: Python has read it.
         source: of data: where it was loaded.
+        others: origins whose numbers were in the same arithmetic; they arrive where it does.
     """
 
     def __init__(self, kind: OriginKind, finding: Finding | None = None, site: Site | None = None) -> None:
@@ -56,6 +57,7 @@ class Origin:
         self.is_reported = self.is_read = self.is_absorbed = False
         self.became_nan = self.in_python = False
         self.source = ""
+        self.others: dict[Origin, None] = {}
 
     @property
     def explains(self) -> bool:
@@ -286,10 +288,16 @@ class Watch:
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers that came in."""
         origins = [(given, self._origins.get(given.argument.tensor)) for given in judged.of]
-        for given, origin in origins:
-            if origin is not None and origin.explains and (origin.kind == "made" or given.held.nan):
-                self._read(origin, call, result, given)
-                return origin
+        faults = [
+            (given, origin)
+            for given, origin in origins
+            if origin is not None and origin.explains and (origin.kind == "made" or given.held.nan)
+        ]
+        if faults:
+            (given, origin), *others = faults
+            origin.others |= {other: None for _, other in others if other is not origin}
+            self._read(origin, call, result, given)
+            return origin
         given, known = origins[0]
         origin = known or self._came_in(call, result, given)
         if known is None and not given.was_written:
@@ -406,6 +414,8 @@ class Watch:
             then = "; ".join(filter(None, (origin.finding.reached, reached)))
             origin.finding = replace(origin.finding, reached=then, consequences=self._of_the_same_op(origin))
             self._found(origin.finding)
+            for other in origin.others:
+                self._report(other, reached)
 
     def _of_the_same_op(self, origin: Origin) -> tuple[str, ...]:
         """Return what the backward pass of the same op has made before, which is part of this finding."""

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import torch
 from rich import filesize
@@ -148,15 +149,7 @@ def draw(
         raise ImportError(msg) from error
     figure = Figure(figsize=(13, 5.5), layout="constrained")
     for axes, kind in zip(figure.subplots(1, 2), ("whole", "mean"), strict=True):
-        points = {
-            _label(attempt): _place(attempt.measurement, before, attempt.batches, kind, in_casts=in_casts)
-            for attempt in tried
-            if attempt.changes and attempt.measurement is not None
-        }
-        finite = {label: place for label, place in points.items() if math.isfinite(place[1])}
-        axes.scatter(*_columns(list(finite.values())), s=20, color="0.6", label="tried")
-        for label, (x, y) in _apart(finite):
-            axes.annotate(label, (x, y), (4, 3), textcoords="offset points", fontsize=6, color="0.35")
+        _draw_sets(axes, tried, before, kind, in_casts=in_casts)
         for label, marked, marker, color in (
             ("default rules", before, "s", "tab:blue"),
             ("chosen rules", after, "*", "tab:red"),
@@ -168,12 +161,24 @@ def draw(
             axes.axhline(limit, color="black", linewidth=1, linestyle="--", label="budget")
         scaled = ", default rules: 1" if before.failed == 0 else ""
         axes.set_xlabel(f"megabytes {'cast' if in_casts else 'saved for backward'}, per batch")
-        axes.set_ylabel(
-            f"error of {'the whole gradient' if kind == 'whole' else 'a parameter, mean'}{scaled}"
-        )
-        axes.grid(visible=True, alpha=0.3)
+        whose = "the whole gradient" if kind == "whole" else "a parameter, mean"
+        axes.set_ylabel(f"error of {whose}{scaled}")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
+
+
+def _draw_sets(axes: Any, tried: Sequence[Tried], before: Measurement, kind: str, *, in_casts: bool) -> None:
+    """Draw each set as a point, with its name where there is room."""
+    places = {
+        _label(attempt): _place(attempt.measurement, before, attempt.batches, kind, in_casts=in_casts)
+        for attempt in tried
+        if attempt.changes and attempt.measurement is not None
+    }
+    finite = {label: place for label, place in places.items() if math.isfinite(place[1])}
+    axes.scatter(*_columns(list(finite.values())), s=20, color="0.6", label="tried")
+    axes.grid(visible=True, alpha=0.3)
+    for label, place in _apart(finite):
+        axes.annotate(label, place, (4, 3), textcoords="offset points", fontsize=6, color="0.35")
 
 
 def _label(attempt: Tried) -> str:

@@ -132,26 +132,55 @@ def test_a_module_is_run_as_python_does(script: Path, monkeypatch: pytest.Monkey
     assert "for a module write: diagnose -m json.tool" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_an_option_after_the_script_is_told_of_and_passed_on(script: Path) -> None:
+def test_an_option_after_the_script_is_passed_on(script: Path) -> None:
     script.write_text("import sys\nprint(sys.argv[1:])")
-    result = amp(
-        str(script), "--keep-going", "lr=3", "--steps", "4", "--save=a b.npz", "--help", "--", "--json"
-    )
-    assert (
-        "['--keep-going', 'lr=3', '--steps', '4', '--save=a b.npz', '--help', '--', '--json']"
-        in result.stdout
-    )
-    assert result.stderr == (
-        f"warning: --keep-going and --steps and --save after {script} go to the script; if they are meant for "
-        f"diagnose, write: amp-plugin diagnose --keep-going --steps 4 '--save=a b.npz' {script} lr=3 --help -- --json\n"
-    )
+    result = amp(str(script), "--keep-going", "lr=3", "--save=a b.npz", "--help")
+    assert "['--keep-going', 'lr=3', '--save=a b.npz', '--help']" in result.stdout
+    assert result.stderr == ""
 
 
-def test_an_option_after_a_module_is_told_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script.write_text("")
-    monkeypatch.chdir(script.parent)
-    assert amp("-m", "train", "--strict").stderr == (
-        "warning: --strict after train goes to the script; if it is meant for diagnose, write: "
-        "amp-plugin diagnose --strict -m train\n"
+TWO_FAULTS = """\
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def forward(self, x):
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+class Squared(nn.Module):
+    def forward(self, x):
+        energy = x.relu() ** 2
+        return energy / energy.amax()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), Own(), nn.Linear(16, 16), Squared())
+nn.init.eye_(model[2].weight)
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = model(2000 * torch.randn(2, 5, 16)).float().sum()
+loss.backward()
+"""
+
+
+@pytest.mark.native
+def test_keep_going_goes_on_past_what_it_can_cure(script: Path) -> None:
+    script.write_text(TWO_FAULTS)
+    answer = json.loads(amp("--json", "--keep-going", str(script)).stdout)
+    assert [finding["op"] for finding in answer["findings"]] == [
+        "aten::bmm.default",
+        "aten::pow.Tensor_Scalar",
+    ]
+    assert [finding["cause"] for finding in answer["findings"]] == ["range", "range"]
+
+
+def test_siblings_are_one_finding_with_a_count(script: Path) -> None:
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Block(nn.Module):\n    def forward(self, x):\n        return x + (x - x).log().clamp(min=-1e9)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(Block() for _ in range(3))\n"
+        "    def forward(self, x):\n        return sum((layer(x) for layer in self.layers))\n"
+        "Net()(torch.ones(3, requires_grad=True)).sum().backward()\n"
     )
-    assert amp("--strict", "-m", "train", "--", "--json", "--lr=3").stderr == ""
+    answer = json.loads(amp("--json", "--keep-going", str(script)).stdout)
+    (finding,) = answer["findings"]
+    assert (finding["module"], finding["count"]) == ("Net.layers.*", 3)

@@ -6,10 +6,14 @@ import importlib.util
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.rules import OpRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,3 +182,14 @@ def _our_rules() -> Iterator[None]:
         yield
     finally:
         set_default_rules(None)
+
+
+@contextmanager
+def default_rules(rules: Iterable[OpRules], around: AbstractContextManager[object]) -> Iterator[None]:
+    """Open a region around a program in which torch's autocast blocks follow rules."""
+    from amp_plugin.casting.rule_sets import set_default_rules  # noqa: PLC0415 - loads torch
+
+    for chosen in rules:
+        set_default_rules(chosen)
+    with around:
+        yield
