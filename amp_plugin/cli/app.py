@@ -49,11 +49,6 @@ Device = Annotated[
         aliases={"gpu": "cuda"},
     ),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
-]
-Reduce = Annotated[str, word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced.")]
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 
@@ -61,10 +56,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(amp_plugin.__version__)
         raise typer.Exit
-
-
-def _patterns(chosen: str) -> Any:
-    return typer.Option(metavar="PATTERN", help=f"With --model: {chosen}; repeatable.")
 
 
 @app.callback()
@@ -80,11 +71,6 @@ def main(
 def doctor(
     precision: Annotated[str, word_option(("fp16", "bf16", "fp32"), "Precision to plan for.")] = "fp16",
     device: Device = None,
-    model: Model = None,
-    ranks: Annotated[int, typer.Option(min=1, help="With --model: processes that shard it.")] = 1,
-    units: Annotated[list[str] | None, _patterns("modules gathered one at a time")] = None,
-    fp32_modules: Annotated[list[str] | None, _patterns("modules that stay in fp32")] = None,
-    reduce: Reduce = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
@@ -92,8 +78,6 @@ def doctor(
 
     try:
         report = examine(precision, device or default_device())
-        if model is not None:
-            report |= _model_part(model, precision, ranks, units or [], fp32_modules or [], reduce)
     except ValueError as error:
         fail(str(error), code=2)
     if as_json:
@@ -101,17 +85,6 @@ def doctor(
     else:
         _print_report(report)
     raise typer.Exit(0 if report["healthy"] else 1)
-
-
-def _model_part(
-    target: str, precision: str, ranks: int, units: list[str], fp32_modules: list[str], reduce: str
-) -> dict[str, Any]:
-    """Return the report's part on a model."""
-    from amp_plugin.model_examination import examine_model  # noqa: PLC0415 - loads torch
-    from amp_plugin.sharding.dtype_plan import DtypePlan  # noqa: PLC0415
-
-    plan = DtypePlan(compute=precision, fp32_modules=fp32_modules, reduce=reduce)  # type: ignore[arg-type]
-    return {"model": examine_model(target, plan, ranks=ranks, units=units)}
 
 
 def _check_architectures(given: list[str] | None) -> list[str] | None:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.finding import Cause, Cure, Finding
 from amp_plugin.numerics.modules import ModuleAddress
 from amp_plugin.numerics.values import TensorSummary
+from amp_plugin.precision import short_name
 
 GROWN = 8.0
 """Weights so many times as large as when they were first seen have diverged; see ``Modules.growth``."""

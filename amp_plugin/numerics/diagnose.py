@@ -25,7 +25,7 @@ from amp_plugin.numerics.values import Storages, unwatched
 from amp_plugin.numerics.watch import Watch
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.replay import Replay
+    from amp_plugin.scaling.step_log import Replay
 
 _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
 

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import torch
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.values import NonFinite, TensorSummary
+from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # powers of two that fp32 holds; 0 is counted apart
 _SMALLEST, _LARGEST = 1e-9, 1e3  # ends of the axis of errors

@@ -15,11 +15,11 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.modules import Modules
 from amp_plugin.numerics.op import Argument, Call, OpTraits, Region, arguments_of, results_of
 from amp_plugin.numerics.rounding import Errors, draw
 from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, unwatched
+from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 

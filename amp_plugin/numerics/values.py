@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 Value = TypeVar("Value")
 
