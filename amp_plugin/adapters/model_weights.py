@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_plugin.precision import WeightsName
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.conversion import HALVES, convert_to_fp32, trainable
 from amp_plugin.weights.ddp import reduce_in_fp32
 from amp_plugin.weights.exact_loading import load_exactly
-from amp_plugin.weights.forms import WeightsName
 from amp_plugin.weights.optimizer_view import view_of
 from amp_plugin.weights.refusals import sharded_by
 from amp_plugin.weights.store_weights import store_weights

@@ -15,10 +15,10 @@ from typing_extensions import Self
 from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.casting.cast_table import cast_table
 from amp_plugin.casting.casts import Cast, CastTotals, Kind
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
+from amp_plugin.precision import short_name
 
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity

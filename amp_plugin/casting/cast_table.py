@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from amp_plugin.casting.casts import Cast, CastTotals
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 Row = tuple[str, ...]
 

@@ -16,6 +16,7 @@ from amp_plugin.casting.rule_sets import number_by_default, number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
 from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
 from amp_plugin.kernels.tracers import untraced
+from amp_plugin.precision import DTYPES, known_precision
 from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
@@ -184,9 +185,9 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         of the rules to follow by default.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(str(dtype), str(dtype))
-        near = name if name in {"bfloat16", "float16"} else "float16 or torch.bfloat16"
-        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give torch.{near}"
+        name = known_precision(dtype)
+        near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
+        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give {near}"
         raise TypeError(msg)
     KERNELS.install()
     theirs = warned_at_user(torch.autocast, device_type, dtype, enabled)

@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import nn
 
 from amp_plugin.casting.cast_table import FoldedName
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.dtype_report import DtypeReport
 from amp_plugin.casting.dtype_report import dtype_report as report_calls
+from amp_plugin.precision import short_name
 from amp_plugin.sharding.shard_units import ShardUnit, shard_units
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from amp_plugin.patterns import matched_modules, require_matches
 
 HALVES = {torch.bfloat16, torch.float16}
 
@@ -92,19 +93,10 @@ def storable(model: nn.Module, fp32_modules: Iterable[str]) -> tuple[list[nn.Par
 
 
 def _kept_modules(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
-    kept: list[nn.Module] = [module for module in modules.values() if isinstance(module, _NormBase)]
-    for pattern in patterns:
-        found = [name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]]
-        if not found:
-            msg = (
-                f"fp32_modules: {pattern!r} is no name or class of a module in {type(model).__name__}; "
-                "model.named_modules() lists them"
-            )
-            raise ValueError(msg)
-        kept += [modules[name] for name in found]
-    return kept
+    patterns = list(patterns)
+    require_matches([model], patterns)
+    normalized = (module for module in model.modules() if isinstance(module, _NormBase))
+    return [*normalized, *matched_modules(model, patterns).values()]
 
 
 @torch.no_grad()

@@ -12,7 +12,6 @@ from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
 from amp_plugin.weights.stored_weight import StoredWeight
 
 FormName = Literal["bf16", "fp16", "bf16-stochastic"]
-WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
 
 
 class Form(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from torch import nn
 
 from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.weights.forms import WeightsName
+from amp_plugin.precision import WeightsName
 
 _NAMES = get_args(WeightsName)
 _ALIASES = {

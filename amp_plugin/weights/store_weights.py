@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_plugin.precision import WeightsName
 from amp_plugin.weights.conversion import convert_to_fp32, storable
-from amp_plugin.weights.forms import FORMS, WeightsName
+from amp_plugin.weights.forms import FORMS
 from amp_plugin.weights.refusals import checked_name, refuse_sharded, sharded_by
 from amp_plugin.weights.thawed import expect_thawed, widen_when_thawed
 from amp_plugin.weights.weight_store import WeightStore, store_of
