@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, Final
 
-from amp_plugin.casting.cast_log import CastLog
-from amp_plugin.casting.casts import Cast, CastTotals
+from amp_plugin.casting.cast_log import Cast, CastLog, CastTotals
 
 _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
     "cast": lambda cast: {

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.program import Program
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.command_arguments import AsJson, word_option
 from amp_plugin.terminal import fail, show
 

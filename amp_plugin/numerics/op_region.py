@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.numerics.op_mode import OpMode
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.numerics.diagnosis import diagnose
 from amp_plugin.tuning.search import Change, Changes, Search
 from amp_plugin.tuning.workload import NoObserver, Workload

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 import torch
 
-from amp_plugin.casting.torch_version import torch_release
+from amp_plugin.casting.rules_files import torch_release
 from amp_plugin.tuning.measurement import Measurement
 from amp_plugin.tuning.report import change, rows
 from amp_plugin.tuning.search import Tried

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import torch
 
 from amp_plugin.casting.cast_log import log_casts
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.numerics.shadow_run import ShadowRun
 from amp_plugin.tuning.measurement import GradientError, Measurement, middle
 from amp_plugin.tuning.reference import Gradients, ReferenceGradients, rules_without_16_bits

@@ -11,9 +11,9 @@ import torch
 from torch.autograd.profiler import profile
 from torch.autograd.profiler_util import FunctionEvent
 
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.tuning.workload import NoObserver, Workload
 
 # Their results are no floating-point numbers, or are what the caller asked for by dtype.
