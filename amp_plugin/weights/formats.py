@@ -1,0 +1,173 @@
+"""How a weight is stored in 16 bits: what is kept beside it, and how both make a float32 again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+
+WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
+HALVES: Final = frozenset({torch.bfloat16, torch.float16})
+_NAMES: Final = get_args(WeightsName)
+_ALIASES: Final = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "torch.float32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("stochastic", "bf16_stochastic", "stochastic-bf16"), "bf16-stochastic"),
+    **dict.fromkeys(("bf16_true",), "bf16-true"),
+    **dict.fromkeys(("16-true", "fp16_true"), "fp16-true"),
+}
+
+
+class Format(Protocol):
+    """A way to store weights; all lists are of tensors of the same shapes.
+
+    Attributes:
+        dtype: That of the weights.
+        kept_bytes: Bytes kept beside a weight.
+    """
+
+    dtype: torch.dtype
+    kept_bytes: int
+
+    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weight and what is kept beside it, new tensors, of a float32 value."""
+
+    def join(self, weights: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        """Return the float32 masters, of the weights' strides."""
+
+    def store(
+        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+    ) -> None:
+        """Write weights, and what is kept beside them, from the masters."""
+
+
+class SplitBf16:
+    """bfloat16 and an int16 low half: together all bits of float32.
+
+    Whatever low half stands beside a weight, both make a number that rounds to the weight, and zero beside a
+    zero: whoever writes a weight need not know of its low half.
+    """
+
+    dtype = torch.bfloat16
+    kept_bytes = 2
+
+    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`Format.split`."""
+        high, low = torch.empty_like(value, dtype=self.dtype), torch.empty_like(value, dtype=torch.int16)
+        torch.ops.amp_plugin.pack_weights_([value], [high], [low])
+        return high, low
+
+    def join(self, weights: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`Format.join`."""
+        masters = [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        torch.ops.amp_plugin.unpack_weights_(weights, kept, masters)
+        return masters
+
+    def store(
+        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+    ) -> None:
+        """As :meth:`Format.store`."""
+        torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
+
+
+class Fp16WithMaster:
+    """float16 and the float32 master: beyond float16's largest number, 65504, a weight is infinite."""
+
+    dtype = torch.float16
+    kept_bytes = 4
+
+    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`Format.split`."""
+        return value.to(self.dtype), value.clone(memory_format=torch.preserve_format)
+
+    def join(self, weights: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`Format.join`: what is kept, with the elements that somebody else has written."""
+        for weight, master in zip(weights, kept, strict=True):
+            torch.where(master.to(self.dtype) == weight, master, weight.float(), out=master)
+        return list(kept)
+
+    def store(
+        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+    ) -> None:
+        """As :meth:`Format.store`."""
+        torch.ops.amp_plugin.cast(masters, weights)
+        for master, own in zip(masters, kept, strict=True):
+            if master.data_ptr() != own.data_ptr():
+                own.copy_(master)
+
+
+class StochasticBf16:
+    """bfloat16 alone: a step's result is rounded up or down with the probability of its distance."""
+
+    dtype = torch.bfloat16
+    kept_bytes = 0
+
+    def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`Format.split`; rounded to nearest."""
+        return value.to(self.dtype), value.new_empty(0)
+
+    def join(self, weights: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
+        """As :meth:`Format.join`."""
+        return [weight.float() for weight in weights]
+
+    def store(
+        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+    ) -> None:
+        """As :meth:`Format.store`."""
+        torch.ops.amp_plugin.round_weights_(masters, weights, seed, step)
+
+
+_SPLIT, _WITH_MASTER, _STOCHASTIC = SplitBf16(), Fp16WithMaster(), StochasticBf16()
+FORMATS: Final[dict[str, Format]] = {
+    "bf16": _SPLIT,
+    "fp16": _WITH_MASTER,
+    "bf16-stochastic": _STOCHASTIC,
+    "bf16-true": _SPLIT,
+    "fp16-true": _WITH_MASTER,
+}
+
+
+def stores_all(weights: str) -> bool:
+    """Whether all weights are stored, and activations are in 16 bits too, not only what autocast would cast."""
+    return weights.endswith("-true")
+
+
+def checked_name(given: Any) -> WeightsName:
+    """Return how weights are to be stored.
+
+    Raises:
+        ValueError: It is none of the ways.
+    """
+    if given in _NAMES:
+        return given  # type: ignore[no-any-return]
+    hint = did_you_mean(str(given), _NAMES, aliases=_ALIASES, written=lambda near: f"weights={near!r}")
+    msg = f"weights={given!r} is unknown; allowed are {', '.join(map(repr, _NAMES))}{hint}"
+    raise ValueError(msg)
+
+
+def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
+    """Raise if a model would compute in another dtype than its weights are stored in.
+
+    Args:
+        weights: How weights are stored.
+        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
+        named: The option that gives it.
+
+    Raises:
+        ValueError: It would.
+    """
+    wanted = weights.partition("-")[0]
+    if weights == "fp32" or wanted == precision:
+        return
+    fits = f" or weights={precision!r}" if precision in _NAMES and precision != "fp32" else ""
+    msg = (
+        f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
+        f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
+    )
+    raise ValueError(msg)

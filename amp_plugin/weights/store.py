@@ -1,0 +1,462 @@
+"""store_weights and restore_weights: which weights of a model are stored in 16 bits, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+
+from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.checkpoint import export_as_is, export_fp32
+from amp_plugin.weights.formats import HALVES, WeightsName, checked_name, stores_all
+from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_late_optimizers, add_optimizer
+from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, warn_of_16_bits, widen_
+from amp_plugin.weights.weight import (
+    StoredParameter,
+    fp32_shown,
+    refuse_converted,
+    restore_,
+    store_,
+    stored_params,
+    stored_weight,
+)
+
+_STORABLE: Final = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class WeightStore:
+    """What :func:`store_weights` has done to a model.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        """Return the number of parameters that are stored in 16 bits."""
+        return len(stored_params(self._model.parameters()))
+
+    def add(self, *optimizers: Optimizer) -> None:
+        """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
+        for optimizer in optimizers:
+            add_optimizer(optimizer)
+
+    def in_fp32(self) -> AbstractContextManager[None]:
+        """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
+        return in_fp32(self._model)
+
+
+def store_weights(
+    model: nn.Module,
+    *optimizers: Optimizer,
+    weights: WeightsName = "bf16",
+    fp32_modules: Iterable[str] = (),
+    seed: int = 0,
+) -> WeightStore:
+    """Store a model's weights in 16 bits and let any optimizer train them exactly.
+
+    The model computes with the 16 bits. While an optimizer steps or loads a state dict, its parameters,
+    gradients and state are float32, so that each update counts::
+
+        step:  parameters = float32 from the 16 bits and what is kept beside them
+               the optimizer's own step
+               16 bits, what is kept beside them = split(parameters)
+
+    In place: parameters stay the objects they are. State dicts, copies and pickles are those of a float32
+    model. Call it before the first step and before DistributedDataParallel; optimizers that are made later
+    are given to ``add`` of what it returns, before they load a state dict, or are found at their first step.
+
+    Args:
+        model: float32, bfloat16 or float16; on any device, not sharded.
+        *optimizers: Of any class, made before.
+        weights: ``"bf16"``: what autocast would cast (Linear, convolutions, attention projections) is stored
+            as bfloat16 and 16 bits more, together all bits of float32; norms, embeddings and the rest are
+            float32. ``"fp16"``: likewise as float16, with float32 masters. ``"bf16-true"``, ``"fp16-true"``:
+            all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: as
+            ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``: none
+            is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
+        fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
+            weights stay in float32.
+        seed: Of stochastic rounding; the same on all ranks.
+
+    Returns:
+        The store: ``add(optimizer)``, ``in_fp32()``.
+
+    Raises:
+        ValueError: ``weights`` is unknown, a pattern matches no module, or an optimizer has state in 16 bits.
+        TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
+            backward, or was made without ``Optimizer.__init__``.
+        RuntimeError: Something has converted a stored weight.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> store = store_weights(model, optimizer, weights="bf16")
+        >>> model.weight.dtype, model.state_dict()["weight"].dtype, len(store)
+        (torch.bfloat16, torch.float32, 2)
+        >>> model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.grad.dtype
+        torch.float32
+    """
+    name = checked_name(weights)
+    refuse_sharded(model, name)
+    if torch.__future__.get_swap_module_params_on_conversion():
+        msg = "store_weights: torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters; unset it"
+        raise RuntimeError(msg)
+    if name == "fp32":
+        restore_weights(model)
+        convert_to_fp32(model)
+        set_up_when_unfrozen(model, _widen_unfrozen)
+        for optimizer in optimizers:
+            accept_entries_of_0_2(optimizer)
+            warn_of_16_bits(optimizer)
+        return WeightStore(model)
+    patterns = tuple(fp32_modules)
+    wanted = _wanted(model, name, patterns)
+    for param in stored_params(model.parameters()):
+        if param not in wanted:
+            restore_(param)
+    _store(model, list(wanted), [param for param in trainable(model) if param not in wanted], name, seed)
+    set_up_when_unfrozen(model, partial(_store_unfrozen, name=name, patterns=patterns, seed=seed))
+    add_late_optimizers()
+    for optimizer in optimizers:
+        add_optimizer(optimizer)
+    return WeightStore(model)
+
+
+def restore_weights(model: nn.Module) -> None:
+    """Make a model whose weights are stored an ordinary float32 one, in place and exactly.
+
+    Nothing happens to other models. Its optimizers go on with it; DistributedDataParallel around it does not.
+
+    Args:
+        model: The model.
+
+    Raises:
+        RuntimeError: Something has converted a stored weight, or it is called within :func:`in_fp32`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> store = store_weights(model)
+        >>> restore_weights(model)
+        >>> model.weight.dtype
+        torch.float32
+    """
+    params = stored_params(model.parameters())
+    refuse_converted(params)
+    for param in params:
+        restore_(param)
+    export_as_is(model)
+    forget_frozen(model)
+
+
+def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which a model's stored weights are float32, to average, export or edit them.
+
+    Its parameters themselves are float32 there, and what is written to them is stored at its end. Blocks may
+    nest; optimizers may step inside. Training under DistributedDataParallel belongs outside.
+
+    Args:
+        model: The model, or one that wraps it.
+    """
+    return fp32_shown(list(model.parameters()))
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether a model, or what it wraps, has weights that are stored in 16 bits."""
+    return any(isinstance(param, StoredParameter) for param in model.parameters()) or bool(
+        stored_params(model.parameters())
+    )
+
+
+# -- which weights -----------------------------------------------------------------------------------
+
+# Modules whose weights autocast casts wherever they are used, on all devices, and the names of those weights.
+_CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
+    nn.Linear: ("weight", "bias"),
+    _ConvNd: ("weight", "bias"),
+    nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+}
+_CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that require gradients, tied ones once."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _wanted(model: nn.Module, name: str, patterns: Iterable[str]) -> dict[nn.Parameter, None]:
+    """Return the parameters to store, in the model's order.
+
+    Raises:
+        ValueError: A pattern matches no module.
+    """
+    in_fp32 = {param for module in _matching(model, patterns) for param in module.parameters()}
+    for module in model.modules():
+        names = set() if stores_all(name) else set(module._parameters) - set(_cast_names(module))
+        own = module._parameters
+        in_fp32.update(param for key, param in own.items() if param is not None and key in names)
+        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+            in_fp32.update(param for param in own.values() if param is not None)
+    return dict.fromkeys(
+        param for param in model.parameters() if param not in in_fp32 and _is_storable(param, frozen=stores_all(name))
+    )
+
+
+def _is_storable(param: nn.Parameter, *, frozen: bool) -> bool:
+    if param.dtype not in _STORABLE or type(param) not in {nn.Parameter, StoredParameter}:
+        return False
+    known = stored_weight(param) is not None
+    return param.requires_grad or known or (frozen and param.dtype is torch.float32)
+
+
+def _cast_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's own parameters that autocast casts wherever it runs."""
+    kind = type(module)
+    for known, names in _CAST.items():
+        if isinstance(module, known):
+            torchs = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+            return names if kind.forward is torchs.forward else ()
+    return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
+
+
+def _matching(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
+    matching: list[nn.Module] = []
+    for pattern in patterns:
+        found = [name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]]
+        if not found:
+            msg = (
+                f"fp32_modules: {pattern!r} is not a name or class of a module in {type(model).__name__}; "
+                "model.named_modules() lists them"
+            )
+            raise ValueError(msg)
+        matching += [modules[name] for name in found]
+    return matching
+
+
+def _store(
+    model: nn.Module, params: list[nn.Parameter], others: list[nn.Parameter], name: str, seed: int
+) -> None:
+    """Store some parameters of a model, and make others float32."""
+    for param in params:
+        store_(param, name, seed=seed)
+    convert_to_fp32(model, only=others)
+    export_fp32(model)
+
+
+def _store_unfrozen(
+    model: nn.Module, params: list[nn.Parameter], *, name: str, patterns: tuple[str, ...], seed: int
+) -> None:
+    wanted = _wanted(model, name, patterns)
+    stored = [param for param in params if param in wanted]
+    _store(model, stored, [param for param in params if param not in wanted], name, seed)
+
+
+# -- models that come in 16 bits ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Converted:
+    """What became float32.
+
+    Attributes:
+        count: Parameters.
+        bytes: Of their elements in 16 bits, as they came; they take as many again now.
+        dtype: In which they came.
+    """
+
+    count: int
+    bytes: int
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        """Say it in one line, with the alternative."""
+        name = str(self.dtype).removeprefix("torch.")
+        form = "bf16" if self.dtype is torch.bfloat16 else "fp16"
+        size = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes} bytes"
+        return (
+            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
+            f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
+        )
+
+
+def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> Converted | None:
+    """Convert the trainable parameters that come in 16 bits to float32, in place.
+
+    Frozen ones stay as they are. Buffers in 16 bits of a module whose parameters are converted follow them.
+
+    Args:
+        model: Its parameters stay the objects they are; gradients that they have are converted too.
+        only: Some of its parameters; None: all that are trainable.
+
+    Returns:
+        What was converted; None if nothing was.
+    """
+    wanted = trainable(model) if only is None else list(only)
+    params = [param for param in wanted if param.dtype in HALVES and stored_weight(param) is None]
+    if not params:
+        return None
+    converted = Converted(
+        count=len(params),
+        bytes=sum(param.numel() * param.element_size() for param in params),
+        dtype=params[0].dtype,
+    )
+    for param in params:
+        widen_(param)
+    own = set(params)
+    for module in model.modules():
+        if any(param in own for param in module.parameters(recurse=False)):
+            for name, buffer in module.named_buffers(recurse=False):
+                if isinstance(buffer, Tensor) and buffer.dtype in HALVES:
+                    module._buffers[name] = buffer.float()
+    return converted
+
+
+def _widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
+    converted = convert_to_fp32(model, only=params)
+    if converted is not None:
+        warn_user(str(converted))
+
+
+# -- sharded models ----------------------------------------------------------------------------------
+
+
+def refuse_sharded(model: nn.Module, weights: str) -> None:
+    """Raise if a model's parameters are shards: FSDP stores float32 ones and casts them by itself.
+
+    Raises:
+        TypeError: They are.
+    """
+    setting = sharded_by(model)
+    if setting is not None:
+        refuse_sharded_weights(weights, setting)
+
+
+def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
+    """Raise if the weights of a model that is, or will be, sharded are to be stored in 16 bits.
+
+    Args:
+        weights: How they are to be stored.
+        setting: What makes the engine gather them in 16 bits.
+
+    Raises:
+        TypeError: They are.
+    """
+    if weights != "fp32":
+        msg = (
+            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
+            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
+        )
+        raise TypeError(msg)
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
+    if has_shards or "FSDPModule" in kinds:
+        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    if "FullyShardedDataParallel" in kinds:
+        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
+    if "DeepSpeedEngine" in kinds:
+        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
+    return None
+
+
+# -- bytes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBytes:
+    """Bytes held between two optimizer steps, by this process.
+
+    Attributes:
+        parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
+        weights: Of the parameters themselves.
+        masters: Kept beside them: low halves, or float32 masters.
+        gradients: Of the gradients that are there now.
+        optimizer_state: Of the tensors in the optimizers' state.
+    """
+
+    parameters: int
+    weights: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.masters + self.gradients + self.optimizer_state
+
+    def per_parameter(self) -> dict[str, float]:
+        """Return the bytes per parameter of each kind, and of all: ``{"weights": 2.0, ...}``."""
+        count = max(1, self.parameters)
+        kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
+        return {kind: getattr(self, kind) / count for kind in kinds}
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        counts = self.per_parameter()
+        labels = ("weights", "kept beside them", "gradients", "optimizer state")
+        kinds = ("weights", "masters", "gradients", "optimizer_state")
+        parts = ", ".join(f"{label} {counts[kind]:.3g}" for label, kind in zip(labels, kinds, strict=True))
+        return f"{counts['total']:.3g} bytes per parameter ({parts}) for {self.parameters} parameters"
+
+
+def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
+    """Count the bytes that training holds for a model's parameters; no host sync.
+
+    Args:
+        model: The model, or what wraps it.
+        *optimizers: Those that step it; torch's or a framework's.
+
+    Returns:
+        What is held now: call it after ``backward`` of the second step, when gradients and state are there.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> print(weight_bytes(model))
+        4 bytes per parameter (weights 4, kept beside them 0, gradients 0, optimizer state 0) for 4 parameters
+    """
+    params = list(model.parameters())
+    kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)
+    state = (entry for optimizer in optimizers for entry in optimizer.state.values())
+    return WeightBytes(
+        parameters=sum(local_of(param).numel() for param in params),
+        weights=_bytes(params),
+        masters=_bytes(kept),
+        gradients=_bytes(param.grad for param in params if param.grad is not None),
+        optimizer_state=_bytes(value for entry in state for value in _tensors(entry)),
+    )
+
+
+def _tensors(entry: Any) -> list[Tensor]:
+    return [value for value in entry.values() if isinstance(value, Tensor)] if isinstance(entry, dict) else []
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
