@@ -9,7 +9,7 @@ import torch
 from amp_plugin.did_you_mean import did_you_mean
 
 if TYPE_CHECKING:
-    from amp_plugin.weights.forms import WeightsName
+    from amp_plugin.weights.formats import WeightsName
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
@@ -77,7 +77,7 @@ def checked_precision(
         msg = (
             f"{place} keeps the weights themselves in 16 bits, which is not mixed precision: small updates "
             f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32. "
-            f"With {weights_in.format(mine)} too they stay in 16 bits, and are trained as exactly"
+            f"With {weights_in.format(f'{mine}-true')} too all of them stay in 16 bits, and are trained as exactly"
         )
     elif name in _DOUBLE:
         msg = (
@@ -109,16 +109,17 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
     """Return how weights are stored: as the option says, or as the name of the precision implies.
 
     Args:
-        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep weights in 16 bits.
+        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep all weights in 16 bits.
         weights: as given; ``"fp32"``, the default, leaves it to the precision.
 
     Example:
         >>> weights_meant("bf16-true", "fp32"), weights_meant("bf16-true", "bf16-stochastic")
-        ('bf16', 'bf16-stochastic')
+        ('bf16-true', 'bf16-stochastic')
         >>> weights_meant("bf16-mixed", "fp32")
         'fp32'
     """
-    return WEIGHTS_IN_16_BITS.get(str(precision), weights) if weights == "fp32" else weights
+    name = WEIGHTS_IN_16_BITS.get(str(precision))
+    return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
 def _allowed() -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.parameter_names import params_of
-from amp_plugin.weights.optimizer_view import stored_weights
+from amp_plugin.weights.weight import stored_weight
 
 
 def possible(optimizer: Optimizer, device: torch.device) -> bool:
@@ -73,12 +73,10 @@ def step(optimizer: Optimizer, found_inf: Tensor, args: Any, kwargs: dict[str, A
         value = optimizer.step(*args, **kwargs)
     after = _held(optimizer, params)
     _refuse_if_changed(optimizer, before, after, found_inf.device)
-    undo, stored = found_inf > 0, stored_weights(optimizer, params)
+    undo = found_inf > 0
     for name, tensor in after.items():
         if isinstance(tensor, Tensor) and tensor.device == undo.device:
             torch.where(undo, before[name], tensor, out=tensor)
-    for weight in stored:
-        weight.note_written()
     return value
 
 
@@ -102,8 +100,9 @@ def _copy(optimizer: Optimizer, name: str, value: Any) -> Any:
 def _held(optimizer: Optimizer, params: list[Tensor]) -> dict[str, Any]:
     """All that a step may change, by name: parameters, state, options, attributes."""
     held = {f"params.{number}": _local(param) for number, param in enumerate(params)}
-    for number, weight in enumerate(stored_weights(optimizer, params)):
-        held[f"what is kept beside a weight.{number}"] = weight.rest
+    for number, weight in enumerate(map(stored_weight, params)):
+        if weight is not None:
+            held[f"what is kept beside a weight.{number}"] = weight.kept
     for number, param in enumerate(params):
         held |= _leaves(f"the state.{number}", optimizer.state.get(param, {}))
     return held | _beside_params(optimizer)

@@ -11,8 +11,7 @@ from torch import nn
 
 from amp_plugin.casting.fp32_modules import matched_names, require_matches
 from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.weights.forms import WeightsName
-from amp_plugin.weights.refusals import checked_name, refuse_other_precision
+from amp_plugin.weights.formats import WeightsName, checked_name, refuse_other_precision
 
 ComputeName = Literal["fp16", "bf16", "fp32"]
 ReduceName = Literal["fp32", "bf16"]

@@ -24,7 +24,6 @@ from amp_plugin.weights.weight import (
     stored_weight,
 )
 
-_STEPS: Final = "amp_plugin_steps"
 _ENTRY_OF_0_2: Final = "amp_plugin_weights"
 
 
@@ -49,7 +48,7 @@ def _exports(module: nn.Module) -> bool:
     return _after_state_dict in module._state_dict_hooks.values()
 
 
-def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any]) -> None:
+def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
     """Put float32 in the place of 16 bits; variables (``keep_vars=True``) stay what they are."""
     for name, param in module._parameters.items():
         weight = None if param is None else stored_weight(param)
@@ -57,8 +56,6 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, metadata:
             continue
         if prefix + name in state_dict:
             state_dict[prefix + name] = _exported(param, weight, state_dict)
-            if not weight.format.kept_bytes:
-                metadata[_STEPS] = weight.steps
 
 
 def _exported(param: Any, weight: StoredWeight, state_dict: Any) -> Tensor:
@@ -96,7 +93,6 @@ def _before_load(
             continue
         state_dict[prefix + name], kept = weight.format.split(exact)
         weight.kept = kept.to(param.device)  # type: ignore[union-attr]
-        weight.steps = metadata.get(_STEPS, weight.steps)
 
 
 @torch.no_grad()

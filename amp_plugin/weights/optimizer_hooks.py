@@ -44,8 +44,11 @@ def add_optimizer(optimizer: Optimizer) -> None:
 
 def add_late_optimizers() -> None:
     """Let optimizers that nobody has added be added before they step a stored parameter; any number of calls."""
-    if _add_if_late not in _global_optimizer_pre_hooks.values():
-        register_optimizer_step_pre_hook(_add_if_late)
+    if not any(getattr(hook, "adds_late_optimizers", False) for hook in _global_optimizer_pre_hooks.values()):
+        hook: Any = torch.compiler.disable(_add_if_late)
+        hook.adds_late_optimizers = hook.leaves_gradients = True
+        hook.leaves_steps = True  # a step in one pass does without it
+        register_optimizer_step_pre_hook(hook)
 
 
 def _add_if_late(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -80,10 +83,10 @@ class OptimizerHooks:
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = _ShownLoad(optimizer.load_state_dict)  # type: ignore[method-assign]
 
-    def close(self) -> None:
+    def close(self, *, steps: int = 0) -> None:
         """Store what is still shown."""
         shown, self._shown = self._shown, []
-        hide_fp32(shown)
+        hide_fp32(shown, steps=steps)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Show the parameters; let a closure run on 16 bits."""
@@ -92,12 +95,13 @@ class OptimizerHooks:
         if not params:
             return None
         _refuse_graphs(optimizer, params)
+        self._count_steps(optimizer, params)
         self._show(params)
         return self._with_closure(params, args, kwargs)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Store them."""
-        self.close()
+        self.close(steps=1)
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show the parameters: torch casts state to their dtype."""
@@ -108,6 +112,13 @@ class OptimizerHooks:
     def after_load(self, optimizer: Optimizer) -> None:
         """Store them."""
         self.close()
+
+    def _count_steps(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+        """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
+        for param in params:
+            weight, count = stored_weight(param), optimizer.state.get(param, {}).get("step")
+            if weight is not None and not weight.format.kept_bytes and count is not None:
+                weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
 
     def _show(self, params: Iterable[Tensor]) -> None:
         self._shown = show_fp32(param for param in params if param.requires_grad or param.grad is not None)

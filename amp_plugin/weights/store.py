@@ -119,7 +119,7 @@ def store_weights(
     if name == "fp32":
         restore_weights(model)
         convert_to_fp32(model)
-        set_up_when_unfrozen(model, _widen_unfrozen)
+        set_up_when_unfrozen(model, widen_unfrozen)
         for optimizer in optimizers:
             accept_entries_of_0_2(optimizer)
             warn_of_16_bits(optimizer)
@@ -268,6 +268,17 @@ def _store_unfrozen(
     _store(model, stored, [param for param in params if param not in wanted], name, seed)
 
 
+def has_fp32_buffers(model: nn.Module) -> bool:
+    """Whether a model's activations may meet float32 buffers; the statistics of norms do no harm."""
+    modules = (module for module in model.modules() if not isinstance(module, _NormBase))
+    return any(
+        buffer.dtype is torch.float32
+        for module in modules
+        for buffer in module.buffers(recurse=False)
+        if isinstance(buffer, Tensor)
+    )
+
+
 # -- models that come in 16 bits ---------------------------------------------------------------------
 
 
@@ -328,7 +339,8 @@ def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = N
     return converted
 
 
-def _widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
+def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
+    """Make float32 of weights that were frozen in 16 bits and are trained now, and say so."""
     converted = convert_to_fp32(model, only=params)
     if converted is not None:
         warn_user(str(converted))

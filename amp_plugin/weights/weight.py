@@ -34,7 +34,7 @@ class StoredWeight:
         name: How it is stored, as users write it.
         seed: For stochastic rounding.
         kept: What its 16 bits lack; on its device from the next use on.
-        steps: How often it was stored.
+        steps: Optimizer steps that it has taken.
         shows: How many want it in float32 now.
         hidden: Holds the 16-bit tensor meanwhile.
         exported: The state dict that a float32 copy was last put into, and that copy.
@@ -267,8 +267,12 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
-def hide_fp32(params: Iterable[Tensor]) -> None:
+def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store parameters that :func:`show_fp32` has returned, unless somebody else still wants them.
+
+    Args:
+        params: As returned.
+        steps: Optimizer steps that they have taken meanwhile.
 
     Raises:
         RuntimeError: Something has converted one meanwhile.
@@ -276,6 +280,7 @@ def hide_fp32(params: Iterable[Tensor]) -> None:
     ended = [(param, _settled(param)) for param in params if stored_weight(param) is not None]
     for _, weight in ended:
         weight.shows -= 1
+        weight.steps += steps
     for alike in _alike(param for param, weight in ended if not weight.shows):
         weights = [weight for weight in map(stored_weight, alike) if weight is not None]
         halves = [_moved(weight.hidden, param) for param, weight in zip(alike, weights, strict=True)]
@@ -286,7 +291,6 @@ def hide_fp32(params: Iterable[Tensor]) -> None:
             half.requires_grad_(param.requires_grad)
             _exchange(param, half, StoredParameter)
             weight.hidden = None
-            weight.steps += 1
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """Weights that come in 16 bits, or are stored in them, train in every framework as float32 ones do."""
 
-import copy
 import warnings
 
 import pytest
@@ -19,8 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.adapters.accelerate import install, uninstall
 from amp_plugin.doctor import plan
-from amp_plugin.weights.conversion import convert_to_fp32
-from amp_plugin.weights.weight_store import store_of
+from amp_plugin.weights.store import convert_to_fp32
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, fit, make_trainer
 
@@ -47,9 +45,7 @@ def module(**options):
 
 def values(model):
     """The weights in float32, exact where they are stored in 16 bits."""
-    store = store_of(model)
-    state = model.state_dict() if store is None else store.fp32_state_dict(model)
-    return {name: value.detach().float().clone() for name, value in state.items()}
+    return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 
 def share_moved(before, after):
@@ -112,7 +108,8 @@ def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
         assert moved > 0.1, "each weight moves with the probability of its update"
     else:
         assert moved == 1.0
-    assert model.net[0].weight.dtype is (torch.float32 if weights == "fp32" else torch.bfloat16)
+    gives_back = weights == "fp32" or program is in_trainer
+    assert model.net[0].weight.dtype is (torch.float32 if gives_back else torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -331,9 +328,7 @@ def test_a_trainer_loads_the_other_way_of_storing_without_losing_a_bit(first, se
     for name, value in values(saved).items():
         assert torch.equal(loaded.started[name], value), name
     states = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    assert states["state_dict"]["net.0.weight"].dtype is (
-        torch.bfloat16 if first == "bf16" else torch.float32
-    )
+    assert states["state_dict"]["net.0.weight"].dtype is torch.float32
     assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
 
 
@@ -512,8 +507,10 @@ def test_the_monitor_tells_bytes_a_parameter(caplog):
 
 
 def test_doctor_plans_bytes_a_parameter():
-    assert plan("bf16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "bf16": 16, "bf16-stochastic": 14}
-    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18}
+    assert plan("bf16", "cpu")["bytes_per_parameter"] == {
+        "fp32": 16, "bf16": 16, "bf16-stochastic": 14, "bf16-true": 16,
+    }
+    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18, "fp16-true": 18}
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -537,8 +534,8 @@ def test_options_of_lightning_are_checked(plugin):
 @pytest.mark.parametrize(("given", "mine"), [("bf16-true", "bf16"), ("16-true", "fp16")])
 def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
     made = plugin(given)
-    assert (made.settings.precision, made.settings.weights) == (mine, mine)
-    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}')"
+    assert (made.settings.precision, made.settings.weights) == (mine, f"{mine}-true")
+    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}-true')"
     assert made.settings.scales_loss is (mine == "fp16")
     assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
     with pytest.raises(ValueError, match=r"weights='fp16' needs precision='fp16', not 'bf16'"):
@@ -548,11 +545,11 @@ def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
 def test_bf16_true_trains_as_the_options_do():
     runs = [module(), module()]
     for model, plugin in zip(
-        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16")], strict=True
+        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16-true")], strict=True
     ):
         fit(model, plugin, steps=3, data=data())
     named, spelled_out = (values(model) for model in runs)
-    assert runs[0].net[0].weight.dtype is torch.bfloat16
+    assert runs[0].net[0].weight.dtype is torch.float32, "given back"
     assert named.keys() == spelled_out.keys()
     assert all(torch.equal(named[name], spelled_out[name]) for name in named)
 
@@ -573,10 +570,12 @@ def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeyp
 
 
 def test_fp32_modules_are_stored_in_float32():
-    model = module()
-    trainer_module = copy.deepcopy(model)
-    fit(trainer_module, AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"]), steps=2, data=data())
-    dtypes = {name: param.dtype for name, param in trainer_module.named_parameters()}
+    dtypes = {}
+    keep = LambdaCallback(
+        on_train_batch_end=lambda t, m, *_: dtypes.update({name: p.dtype for name, p in m.named_parameters()})
+    )
+    plugin = AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"])
+    fit(module(), plugin, steps=2, data=data(), callbacks=[keep])
     assert dtypes["net.0.weight"] is torch.bfloat16
     assert dtypes["net.2.weight"] is torch.float32
 

@@ -34,6 +34,7 @@ from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin.casting.fp32_modules import matching
 from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
@@ -43,6 +44,7 @@ from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.dtype_plan import DtypePlan
+from amp_plugin.weights.store import restore_weights
 
 T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -212,6 +214,11 @@ class AmpAccelerator(Accelerator):
         self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
 
+    def set_up_weights(self, model: nn.Module) -> None:
+        """Store a model's weights as they will be, before a checkpoint is loaded into it and it is prepared."""
+        if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
+            self._weights.set_up(model, matching(model, self._options.fp32_modules))
+
     @property
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of the models, for ``amp_plugin.fully_shard``."""
@@ -237,7 +244,11 @@ class AmpAccelerator(Accelerator):
         MixedForward.put_on(module, training, self._region(in_eval) if in_eval else None)
 
     def _region(self, precision: str) -> RegionOptions:
-        return engagement.region_options(self.device.type, precision, self._settings, self.autocast_handler)
+        options = engagement.region_options(
+            self.device.type, precision, self._settings, self.autocast_handler
+        )
+        in_16_bits = self._weights.replace_autocast
+        return replace(options, enabled=options.enabled and not in_16_bits, all_in_16_bits=in_16_bits)
 
     def _window_cache(self) -> CastCache | None:
         wanted = engagement.casts_once_a_window(
@@ -279,9 +290,13 @@ class AmpAccelerator(Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the model without its distributed wrapper; without ``keep_fp32_wrapper`` as it was."""
+        """Return the model without its distributed wrapper.
+
+        Without ``keep_fp32_wrapper`` it is an ordinary float32 model again: training under DDP ends with that.
+        """
         inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
+            restore_weights(inner)
             for module in (inner, getattr(inner, "_orig_mod", inner)):
                 MixedForward.take_off(module)
         return inner
@@ -500,7 +515,8 @@ class AmpAccelerator(Accelerator):
         return super().free_memory(*objects)
 
     def end_training(self) -> None:
-        """End the run: torch.autocast blocks elsewhere in the process are torch's again."""
+        """End the run: models are float32, torch.autocast blocks elsewhere in the process torch's again."""
         super().end_training()
         if self._engaged:
+            self._weights.restore()
             set_default_rules(None)

@@ -24,7 +24,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.refusals import refuse_other_precision
+from amp_plugin.weights.formats import refuse_other_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

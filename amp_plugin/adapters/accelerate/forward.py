@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_to_fp32
+from accelerate.utils import AutocastKwargs, convert_to_fp32, recursively_apply
 from torch import nn
 
 from amp_plugin.casting.invalidate import invalidate
@@ -29,6 +30,7 @@ class RegionOptions:
         cache_enabled: keep the cast of a weight for its next use in one forward.
         cast_cache: keeps it from micro-batch to micro-batch; left out of copies and pickles.
         fp32_outputs: convert float16 and bfloat16 outputs to fp32.
+        all_in_16_bits: compute without autocast, with inputs in ``dtype``: all weights are stored in it.
     """
 
     device_type: str
@@ -37,6 +39,7 @@ class RegionOptions:
     cache_enabled: bool | None = None
     cast_cache: CastCache | None = None
     fp32_outputs: bool = True
+    all_in_16_bits: bool = False
 
     def with_kwargs(self, handler: AutocastKwargs | None) -> RegionOptions:
         """Return the options of one block, which Accelerate's AutocastKwargs may change."""
@@ -121,6 +124,10 @@ class MixedForward:
         if not torch.compiler.is_compiling():
             self._notice_mode()
         options = self.options if self.module.training else self.eval_options
+        if options.all_in_16_bits:
+            args, kwargs = recursively_apply(
+                partial(torch.Tensor.to, dtype=options.dtype), (args, kwargs), test_type=_is_floating_point
+            )
         with autocast(
             options.device_type,
             options.dtype,
@@ -143,6 +150,10 @@ class MixedForward:
         if mode != self.mode:
             self.mode = mode
             invalidate()
+
+
+def _is_floating_point(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class _ignore_module:  # noqa: N801 -- a function that can be pickled and compared

@@ -26,7 +26,7 @@ from amp_plugin.environment_variables import PREFIX, unknown_variables
 from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite
 from amp_plugin.sharding.dtype_plan import ReduceName
-from amp_plugin.weights.forms import WeightsName
+from amp_plugin.weights.formats import WeightsName
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
@@ -71,8 +71,9 @@ class AmpKwargs(KwargsHandler):
             (``"LayerNorm"``) of prepared models that compute in fp32; in text ``"LayerNorm,head.*"``.
         eval_precision: precision of prepared models in ``eval()`` mode: ``"fp16"``, ``"bf16"`` or
             ``"fp32"``; by default as in training.
-        weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
-            float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
+        weights: how weights are stored: ``"fp32"``, the default (those that come in 16 bits become float32 in
+            ``prepare``); ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``: what autocast would cast is in 16
+            bits; ``"bf16-true"`` or ``"fp16-true"``: all weights and activations are.
         reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
             ``"bf16"`` for half the bytes; ``"fp32"``.
 

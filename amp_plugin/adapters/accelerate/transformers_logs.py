@@ -14,13 +14,14 @@ def ask_in_transformers() -> None:
 
     transformers hands its own callbacks, TensorBoard's and the others, what ``Trainer.log`` is given, and
     never calls ``Accelerator.log``. ``Trainer.training_step`` is forward and backward, so it is run by
-    ``recorded``. A Trainer with another accelerator does both as before.
+    ``recorded``. It loads a checkpoint before it prepares the model, which rounds a model that came in 16 bits:
+    the weights are set up before. A Trainer with another accelerator does all three as before.
     """
     module = sys.modules.get("transformers.trainer")
     trainer: Any = getattr(module, "Trainer", None)
     if trainer is None or hasattr(trainer.log, _OURS):
         return
-    log, training_step = trainer.log, trainer.training_step
+    log, training_step, load = trainer.log, trainer.training_step, trainer._load_from_checkpoint
 
     @functools.wraps(log)
     def log_with_metrics(self: Any, logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -36,5 +37,13 @@ def ask_in_transformers() -> None:
             return training_step(self, *args, **kwargs)
         return recorded(training_step, self, *args, **kwargs)
 
+    @functools.wraps(load)
+    def load_into_exact_weights(self: Any, checkpoint: str, model: Any = None) -> Any:
+        set_up = getattr(getattr(self, "accelerator", None), "set_up_weights", None)
+        if set_up is not None:
+            set_up(self.model if model is None else model)
+        return load(self, checkpoint, model)
+
     setattr(log_with_metrics, _OURS, True)
     trainer.log, trainer.training_step = log_with_metrics, recorded_step
+    trainer._load_from_checkpoint = load_into_exact_weights

@@ -26,7 +26,7 @@ from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.autocast_module import autocast_module
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.shard_layout import parameter_layouts
-from amp_plugin.weights.refusals import refuse_sharded
+from amp_plugin.weights.store import refuse_sharded
 
 Member = TypeVar("Member")
 

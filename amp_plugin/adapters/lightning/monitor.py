@@ -11,13 +11,13 @@ from amp_plugin.adapters.option_checks import names_checked, number
 from amp_plugin.scaling.replay import Recorder
 from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.weight_bytes import weight_bytes
+from amp_plugin.weights.store import weight_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from amp_plugin.scaling.step_result import StepResult
-    from amp_plugin.weights.weight_bytes import WeightBytes
+    from amp_plugin.weights.store import WeightBytes
 
 
 class Monitor:

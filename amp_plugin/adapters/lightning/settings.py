@@ -23,13 +23,13 @@ from amp_plugin.adapters.precision_names import (
 from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
 from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName, checked_reduce
-from amp_plugin.weights.refusals import checked_name, refuse_other_precision
+from amp_plugin.weights.formats import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from amp_plugin.casting.rules import OpRules
-    from amp_plugin.weights.forms import WeightsName
+    from amp_plugin.weights.formats import WeightsName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

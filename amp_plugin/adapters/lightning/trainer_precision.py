@@ -56,10 +56,11 @@ class TrainerPrecision(TrainerCheckpoints):
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
             (``"LayerNorm"``) that compute in fp32.
-        weights: how trainable weights are stored. ``"fp32"``: those that come in 16 bits become float32
-            when training starts; ``"bf16"``: in bf16, with 16 bits more beside each, trained exactly as in
-            float32; ``"fp16"``: in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 alone, rounded
-            at random.
+        weights: how weights are stored. ``"fp32"``: those that come in 16 bits become float32 when training
+            starts; ``"bf16"``: what autocast would cast in bf16, with 16 bits more beside each, trained exactly
+            as in float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16
+            alone, rounded at random; ``"bf16-true"``, ``"fp16-true"`` (as ``precision="bf16-true"``): all
+            weights and activations. When the run ends, the model is a float32 one.
         reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
             ``"bf16"`` for half the bytes.
         cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
@@ -134,9 +135,11 @@ class TrainerPrecision(TrainerCheckpoints):
         self._manual = not module.automatic_optimization
         self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
-        if self._fitting:
+        if self._fitting or self._weights.are_all_stored:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
-            self._weights.set_up(module, self.settings.fp32_modules)
+            was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
+            self._load_again = trainer if was_rounded else None
+        if self._fitting:
             self._averages.watch(trainer.callbacks)
         return super().convert_module(module)
 
@@ -182,7 +185,7 @@ class TrainerPrecision(TrainerCheckpoints):
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
         self._weights_may_have_changed(evaluating=False)
-        self._weights.widen_thawed()
+        self._weights.set_up_unfrozen()
         self._in_train_step = True
         try:
             with self.forward_context():
