@@ -42,7 +42,13 @@ class Format(Protocol):
         """Return the float32 masters, of the weights' strides."""
 
     def store(
-        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+        self,
+        masters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        *,
+        seed: int,
+        step: int,
     ) -> None:
         """Write weights, and what is kept beside them, from the masters."""
 
@@ -70,7 +76,13 @@ class SplitBf16:
         return masters
 
     def store(
-        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+        self,
+        masters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        *,
+        seed: int,
+        step: int,
     ) -> None:
         """As :meth:`Format.store`."""
         torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
@@ -93,7 +105,13 @@ class Fp16WithMaster:
         return list(kept)
 
     def store(
-        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+        self,
+        masters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        *,
+        seed: int,
+        step: int,
     ) -> None:
         """As :meth:`Format.store`."""
         torch.ops.amp_plugin.cast(masters, weights)
@@ -117,7 +135,13 @@ class StochasticBf16:
         return [weight.float() for weight in weights]
 
     def store(
-        self, masters: Sequence[Tensor], weights: Sequence[Tensor], kept: Sequence[Tensor], *, seed: int, step: int
+        self,
+        masters: Sequence[Tensor],
+        weights: Sequence[Tensor],
+        kept: Sequence[Tensor],
+        *,
+        seed: int,
+        step: int,
     ) -> None:
         """As :meth:`Format.store`."""
         torch.ops.amp_plugin.round_weights_(masters, weights, seed, step)

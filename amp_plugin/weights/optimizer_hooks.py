@@ -159,7 +159,10 @@ def _is_running(optimizer: object) -> bool:
     """Whether a step of an optimizer is on the stack: another hook may have replaced its arguments."""
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == Optimizer.__module__ and frame.f_locals.get("self") is optimizer:
+        if (
+            frame.f_globals.get("__name__") == Optimizer.__module__
+            and frame.f_locals.get("self") is optimizer
+        ):
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -189,7 +189,13 @@ def is_stored(model: nn.Module) -> bool:
 _CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
     nn.Linear: ("weight", "bias"),
     _ConvNd: ("weight", "bias"),
-    nn.MultiheadAttention: ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"),
+    nn.MultiheadAttention: (
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+    ),
 }
 _CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
@@ -213,7 +219,9 @@ def _wanted(model: nn.Module, name: str, patterns: Iterable[str]) -> dict[nn.Par
         if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
             in_fp32.update(param for param in own.values() if param is not None)
     return dict.fromkeys(
-        param for param in model.parameters() if param not in in_fp32 and _is_storable(param, frozen=stores_all(name))
+        param
+        for param in model.parameters()
+        if param not in in_fp32 and _is_storable(param, frozen=stores_all(name))
     )
 
 

@@ -508,7 +508,10 @@ def test_the_monitor_tells_bytes_a_parameter(caplog):
 
 def test_doctor_plans_bytes_a_parameter():
     assert plan("bf16", "cpu")["bytes_per_parameter"] == {
-        "fp32": 16, "bf16": 16, "bf16-stochastic": 14, "bf16-true": 16,
+        "fp32": 16,
+        "bf16": 16,
+        "bf16-stochastic": 14,
+        "bf16-true": 16,
     }
     assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18, "fp16-true": 18}
 

@@ -62,14 +62,19 @@ class TestDistributedDataParallel:
         if len(ranks) > 2:
             pytest.skip("run on two ranks")
         for report in ranks:
-            assert "parameter 0 is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')" in report["one_rank"]
+            assert (
+                "parameter 0 is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')"
+                in report["one_rank"]
+            )
 
     @pytest.mark.parametrize("framework", ["in_trainer", "in_fabric", "in_accelerate"])
     def test_frameworks_reduce_in_float32_by_themselves(self, ranks, framework):
         if len(ranks) > 2:
             pytest.skip("run on two ranks")
         for report in ranks:
-            assert report[framework]["halves"] is (framework != "in_trainer"), "the Trainer gives float32 back"
+            assert report[framework]["halves"] is (framework != "in_trainer"), (
+                "the Trainer gives float32 back"
+            )
             assert report[framework]["same"]
             assert report[framework]["gradients"] in {"torch.float32", None}
         sums = {run: ranks[0][run]["sum"] for run in ("in_trainer", "in_fabric", "in_accelerate")}

@@ -93,7 +93,9 @@ def test_one_optimizer_of_two_stored_models():
     references, models = ([network(seed) for seed in (0, 1)] for _ in range(2))
     for model in models:
         store_weights(model)
-    optimizers = [AdamW([*pair[0].parameters(), *pair[1].parameters()], lr=1e-3) for pair in (references, models)]
+    optimizers = [
+        AdamW([*pair[0].parameters(), *pair[1].parameters()], lr=1e-3) for pair in (references, models)
+    ]
     for number in range(10):
         step(number, (*references, *models), optimizers)
     state = copy.deepcopy(optimizers[1].state_dict())
@@ -152,7 +154,9 @@ def test_storing_again_in_another_way_keeps_all_bits(second):
     optimizers = [SGD(model.parameters(), lr=1e-5) for model in (reference, stored)]
     store_weights(stored, optimizers[1], weights=second)
     assert_same(reference, stored)
-    assert stored[0].weight.dtype is {"fp16": torch.float16, "fp32": torch.float32}.get(second, torch.bfloat16)
+    assert stored[0].weight.dtype is {"fp16": torch.float16, "fp32": torch.float32}.get(
+        second, torch.bfloat16
+    )
     for number in range(10):
         step(number, (reference, stored), optimizers)
     assert_same(reference, stored)
@@ -166,7 +170,8 @@ class WithoutLoadHooks(AdamW):
         for number, state in state_dict["state"].items():
             param = params[number]
             self.state[param] = {
-                name: value.to(param.dtype) if name != "step" else value.clone() for name, value in state.items()
+                name: value.to(param.dtype) if name != "step" else value.clone()
+                for name, value in state.items()
             }
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({name: value for name, value in saved.items() if name != "params"})
@@ -194,7 +199,11 @@ class Lookahead(Optimizer):
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
-        self.param_groups, self.state, self.defaults = optimizer.param_groups, optimizer.state, optimizer.defaults
+        self.param_groups, self.state, self.defaults = (
+            optimizer.param_groups,
+            optimizer.state,
+            optimizer.defaults,
+        )
 
     def step(self, closure=None):
         self.optimizer.step()
@@ -215,7 +224,9 @@ class Hessian(SGD):
 
     def step(self, closure=None):
         params = [param for group in self.param_groups for param in group["params"]]
-        torch.autograd.grad([param.grad for param in params], params, [torch.ones_like(p.grad) for p in params])
+        torch.autograd.grad(
+            [param.grad for param in params], params, [torch.ones_like(p.grad) for p in params]
+        )
 
 
 def test_what_cannot_be_exact_is_refused_with_the_way_out():
