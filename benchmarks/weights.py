@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 
 import torch
+from amp_plugin.weights.weight_bytes import weight_bytes
 from torch import nn
 
 from amp_plugin import store_weights
-from amp_plugin.weights.weight_bytes import weight_bytes
 from benchmarks.autocast import our_region, torch_region
 from benchmarks.forward_backward import BF16_MODEL, window
 from benchmarks.harness import OURS, Comparison, Gate

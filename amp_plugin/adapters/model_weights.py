@@ -87,7 +87,7 @@ class ModelWeights:
         if narrow and (sharded or not self._casts):
             warn_user(self._lost_updates(narrow, sharded=sharded))
         elif narrow:
-            warn_user(str(convert_to_fp32(model)))
+            warn_user(convert_to_fp32(model))
         if self._casts and not sharded:
             self._known[model] = set_up_when_unfrozen(model, widen_unfrozen)
             return narrow > 0

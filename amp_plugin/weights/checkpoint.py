@@ -30,8 +30,10 @@ _ENTRY_OF_0_2: Final = "amp_plugin_weights"
 def export_fp32(model: nn.Module) -> None:
     """Let the modules of a model that own stored parameters save and load them in float32."""
     for module in model.modules():
-        if stored_params(module.parameters(recurse=False)) and not _exports(module):
-            module.register_state_dict_post_hook(_after_state_dict)
+        if not stored_params(module.parameters(recurse=False)):
+            continue
+        if _after_state_dict not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
 
@@ -42,10 +44,6 @@ def export_as_is(model: nn.Module) -> None:
             for number, hook in list(hooks.items()):
                 if getattr(hook, "hook", hook) in {_after_state_dict, _before_load}:
                     del hooks[number]
-
-
-def _exports(module: nn.Module) -> bool:
-    return _after_state_dict in module._state_dict_hooks.values()
 
 
 def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
@@ -111,14 +109,14 @@ def load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         return
     params = list(dict.fromkeys(param for group in optimizer.param_groups for param in group["params"]))
     with fp32_shown(params):
-        for number, kept in entry["rests"].items():
+        for number, saved in entry["rests"].items():
             param = params[number]
-            if param.dtype is not torch.float32 or kept.shape != param.shape:
+            if param.dtype is not torch.float32 or saved.shape != param.shape:
                 continue
-            kept = kept.to(param.device)
+            kept, high, whole = saved.to(param.device), param.bfloat16(), torch.empty_like(param)
             if kept.dtype is torch.float32:
-                param.copy_(torch.where(kept.half().float() == param, kept, param))
-                continue
-            whole, high = torch.empty_like(param), param.bfloat16()
-            torch.ops.amp_plugin.unpack_weights_([high], [kept], [whole])
-            param.copy_(torch.where(high.float() == param, whole, param))
+                same, whole = kept.half().float() == param, kept
+            else:
+                same = high.float() == param
+                torch.ops.amp_plugin.unpack_weights_([high], [kept], [whole])
+            param.copy_(torch.where(same, whole, param))

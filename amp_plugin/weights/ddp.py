@@ -45,7 +45,8 @@ def reduce_in_fp32(model: nn.Module) -> None:
         if stored:
             _refuse_bucket_views(ddp)
             with torch.no_grad(), fp32_shown(stored):
-                dist._broadcast_coalesced(ddp.process_group, [param.data for param in stored], _COALESCED, 0)
+                masters = [param.data for param in stored]
+                dist._broadcast_coalesced(ddp.process_group, masters, _COALESCED, 0)  # type: ignore[attr-defined]
             ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
             _register(ddp)
             ddp.register_forward_pre_hook(_refuse_shown)
@@ -79,7 +80,7 @@ def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
         raise ValueError(msg)
 
 
-def _refuse_shown(ddp: nn.Module, args: object) -> None:
+def _refuse_shown(ddp: nn.Module, _args: object) -> None:
     """Refuse to train on float32 weights, whose gradients DDP would not see."""
     if torch.is_grad_enabled() and any(map(is_shown, stored_params(ddp.parameters())[:1])):
         msg = (
@@ -133,8 +134,8 @@ def _view_like(flat: Tensor, param: Tensor) -> Tensor:
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
     """Return DDP's own, which at the end gives all ranks the weights of one: here all bits of them."""
-    hook = DistributedDataParallel.join_hook(ddp, **kwargs)
-    hook.post_hook = partial(_share_fp32, ddp, hook.post_hook)  # type: ignore[method-assign]
+    hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
+    hook.post_hook = partial(_share_fp32, ddp, hook.post_hook)
     return hook
 
 

@@ -4,8 +4,8 @@
 
     step(), load_state_dict():  parameters and state are float32
     a closure within step():    parameters are 16 bits again, with the values that the step has set so far
-    a step that raises:         parameters are 16 bits again when the exception is dropped, at the next step at
-                                the latest, with the values that it has set, as in torch
+    a step that raises:         parameters are 16 bits again when the exception is dropped, or at the next
+                                step, with the values that it has set, as in torch
 
 torch's own hooks do it, so that optimizers of any class work unchanged; nothing is put into their state.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from typing_extensions import Self
 
 from amp_plugin.weights.checkpoint import load_entry_of_0_2
 from amp_plugin.weights.formats import HALVES
@@ -45,13 +46,13 @@ def add_optimizer(optimizer: Optimizer) -> None:
 def add_late_optimizers() -> None:
     """Let optimizers that nobody has added be added before they step a stored parameter; any number of calls."""
     if not any(getattr(hook, "adds_late_optimizers", False) for hook in _global_optimizer_pre_hooks.values()):
-        hook: Any = torch.compiler.disable(_add_if_late)
+        hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
         hook.adds_late_optimizers = hook.leaves_gradients = True
         hook.leaves_steps = True  # a step in one pass does without it
         register_optimizer_step_pre_hook(hook)
 
 
-def _add_if_late(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     if not hasattr(optimizer, _ATTRIBUTE) and stored_params(_params(optimizer)):
         add_optimizer(optimizer)
 
@@ -140,15 +141,15 @@ class OptimizerHooks:
         return run
 
 
-class _Arguments(tuple[Any, ...]):
+class _Arguments(tuple[Any, ...]):  # noqa: SLOT001 -- it has an attribute
     """The arguments of a step, which end when the step does, by an exception too."""
 
-    hooks: OptimizerHooks
-
-    def __new__(cls, arguments: Iterable[Any], hooks: OptimizerHooks) -> _Arguments:
+    def __new__(cls, arguments: Iterable[Any], hooks: OptimizerHooks) -> Self:
         made = super().__new__(cls, arguments)
         made.hooks = hooks
         return made
+
+    hooks: OptimizerHooks
 
     def __del__(self) -> None:
         if not _is_running(self[0]):
@@ -234,7 +235,7 @@ def _widen_fresh_state(optimizer: Optimizer) -> None:
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.dtype not in HALVES:
                 continue
-            if value.unique().numel() > 1:
+            if value.numel() and (value != value.flatten()[0]).any():
                 msg = (
                     f"the state {name!r} of this {type(optimizer).__name__} is in {value.dtype}: it has "
                     "stepped or loaded a state dict with weights in 16 bits. Call store_weights(model, "

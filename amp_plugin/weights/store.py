@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,7 +23,6 @@ from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, w
 from amp_plugin.weights.weight import (
     StoredParameter,
     fp32_shown,
-    refuse_converted,
     restore_,
     store_,
     stored_params,
@@ -114,7 +113,7 @@ def store_weights(
     name = checked_name(weights)
     refuse_sharded(model, name)
     if torch.__future__.get_swap_module_params_on_conversion():
-        msg = "store_weights: torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters; unset it"
+        msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
         raise RuntimeError(msg)
     if name == "fp32":
         restore_weights(model)
@@ -124,13 +123,9 @@ def store_weights(
             accept_entries_of_0_2(optimizer)
             warn_of_16_bits(optimizer)
         return WeightStore(model)
-    patterns = tuple(fp32_modules)
-    wanted = _wanted(model, name, patterns)
-    for param in stored_params(model.parameters()):
-        if param not in wanted:
-            restore_(param)
-    _store(model, list(wanted), [param for param in trainable(model) if param not in wanted], name, seed)
-    set_up_when_unfrozen(model, partial(_store_unfrozen, name=name, patterns=patterns, seed=seed))
+    store = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
+    store(model, list(model.parameters()))
+    set_up_when_unfrozen(model, store)
     add_late_optimizers()
     for optimizer in optimizers:
         add_optimizer(optimizer)
@@ -156,9 +151,7 @@ def restore_weights(model: nn.Module) -> None:
         >>> model.weight.dtype
         torch.float32
     """
-    params = stored_params(model.parameters())
-    refuse_converted(params)
-    for param in params:
+    for param in stored_params(model.parameters()):
         restore_(param)
     export_as_is(model)
     forget_frozen(model)
@@ -178,9 +171,7 @@ def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
 
 def is_stored(model: nn.Module) -> bool:
     """Whether a model, or what it wraps, has weights that are stored in 16 bits."""
-    return any(isinstance(param, StoredParameter) for param in model.parameters()) or bool(
-        stored_params(model.parameters())
-    )
+    return bool(stored_params(model.parameters()))
 
 
 # -- which weights -----------------------------------------------------------------------------------
@@ -237,121 +228,86 @@ def _cast_names(module: nn.Module) -> tuple[str, ...]:
     kind = type(module)
     for known, names in _CAST.items():
         if isinstance(module, known):
-            torchs = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+            torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
             return names if kind.forward is torchs.forward else ()
     return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
 
 
-def _matching(model: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+def _matching(model: nn.Module, patterns: Iterable[str]) -> Iterator[nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {name: {kind.__name__ for kind in type(module).__mro__} for name, module in modules.items()}
-    matching: list[nn.Module] = []
     for pattern in patterns:
-        found = [name for name in modules if fnmatchcase(name, pattern) or pattern in kinds[name]]
+        found = [
+            module
+            for name, module in modules.items()
+            if fnmatchcase(name, pattern) or any(pattern == kind.__name__ for kind in type(module).__mro__)
+        ]
         if not found:
             msg = (
                 f"fp32_modules: {pattern!r} is not a name or class of a module in {type(model).__name__}; "
                 "model.named_modules() lists them"
             )
             raise ValueError(msg)
-        matching += [modules[name] for name in found]
-    return matching
+        yield from found
 
 
 def _store(
-    model: nn.Module, params: list[nn.Parameter], others: list[nn.Parameter], name: str, seed: int
-) -> None:
-    """Store some parameters of a model, and make others float32."""
-    for param in params:
-        store_(param, name, seed=seed)
-    convert_to_fp32(model, only=others)
-    export_fp32(model)
-
-
-def _store_unfrozen(
     model: nn.Module, params: list[nn.Parameter], *, name: str, patterns: tuple[str, ...], seed: int
 ) -> None:
+    """Store those of a model's trainable parameters that are to be, and make the others float32."""
     wanted = _wanted(model, name, patterns)
-    stored = [param for param in params if param in wanted]
-    _store(model, stored, [param for param in params if param not in wanted], name, seed)
+    for param in params:
+        if param in wanted:
+            store_(param, name, seed=seed)
+        elif stored_weight(param) is not None:
+            restore_(param)
+    convert_to_fp32(model, only=[param for param in params if param.requires_grad and param not in wanted])
+    export_fp32(model)
 
 
 def has_fp32_buffers(model: nn.Module) -> bool:
     """Whether a model's activations may meet float32 buffers; the statistics of norms do no harm."""
     modules = (module for module in model.modules() if not isinstance(module, _NormBase))
     return any(
-        buffer.dtype is torch.float32
-        for module in modules
-        for buffer in module.buffers(recurse=False)
-        if isinstance(buffer, Tensor)
+        buffer.dtype is torch.float32 for module in modules for buffer in module.buffers(recurse=False)
     )
 
 
 # -- models that come in 16 bits ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Converted:
-    """What became float32.
-
-    Attributes:
-        count: Parameters.
-        bytes: Of their elements in 16 bits, as they came; they take as many again now.
-        dtype: In which they came.
-    """
-
-    count: int
-    bytes: int
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        """Say it in one line, with the alternative."""
-        name = str(self.dtype).removeprefix("torch.")
-        form = "bf16" if self.dtype is torch.bfloat16 else "fp16"
-        size = f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e5 else f"{self.bytes} bytes"
-        return (
-            f"{self.count} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
-            f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
-        )
-
-
-def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> Converted | None:
-    """Convert the trainable parameters that come in 16 bits to float32, in place.
-
-    Frozen ones stay as they are. Buffers in 16 bits of a module whose parameters are converted follow them.
+def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> str:
+    """Convert trainable parameters that come in 16 bits to float32, in place, with their modules' buffers.
 
     Args:
         model: Its parameters stay the objects they are; gradients that they have are converted too.
         only: Some of its parameters; None: all that are trainable.
 
     Returns:
-        What was converted; None if nothing was.
+        What was converted, in one line, with the alternative; empty if nothing was.
     """
     wanted = trainable(model) if only is None else list(only)
     params = [param for param in wanted if param.dtype in HALVES and stored_weight(param) is None]
     if not params:
-        return None
-    converted = Converted(
-        count=len(params),
-        bytes=sum(param.numel() * param.element_size() for param in params),
-        dtype=params[0].dtype,
-    )
+        return ""
+    dtype, total = params[0].dtype, _bytes(params)
     for param in params:
         widen_(param)
-    own = set(params)
     for module in model.modules():
-        if any(param in own for param in module.parameters(recurse=False)):
+        if not {*module.parameters(recurse=False)}.isdisjoint(params):
             for name, buffer in module.named_buffers(recurse=False):
-                if isinstance(buffer, Tensor) and buffer.dtype in HALVES:
+                if buffer.dtype in HALVES:
                     module._buffers[name] = buffer.float()
-    return converted
+    name, form = str(dtype).removeprefix("torch."), "bf16" if dtype is torch.bfloat16 else "fp16"
+    size = f"{total / 1e6:.1f} MB" if total >= 1e5 else f"{total} bytes"
+    return (
+        f"{len(params)} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
+        f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
+    )
 
 
 def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
     """Make float32 of weights that were frozen in 16 bits and are trained now, and say so."""
-    converted = convert_to_fp32(model, only=params)
-    if converted is not None:
-        warn_user(str(converted))
+    warn_user(convert_to_fp32(model, only=params))
 
 
 # -- sharded models ----------------------------------------------------------------------------------
@@ -369,11 +325,7 @@ def refuse_sharded(model: nn.Module, weights: str) -> None:
 
 
 def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
-    """Raise if the weights of a model that is, or will be, sharded are to be stored in 16 bits.
-
-    Args:
-        weights: How they are to be stored.
-        setting: What makes the engine gather them in 16 bits.
+    """Raise if weights of a sharded model are to be stored; ``setting`` makes its engine gather them in 16 bits.
 
     Raises:
         TypeError: They are.
@@ -427,17 +379,16 @@ class WeightBytes:
 
     def per_parameter(self) -> dict[str, float]:
         """Return the bytes per parameter of each kind, and of all: ``{"weights": 2.0, ...}``."""
-        count = max(1, self.parameters)
         kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
-        return {kind: getattr(self, kind) / count for kind in kinds}
+        return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
 
     def __str__(self) -> str:
         """Say it in one line."""
-        counts = self.per_parameter()
-        labels = ("weights", "kept beside them", "gradients", "optimizer state")
-        kinds = ("weights", "masters", "gradients", "optimizer_state")
-        parts = ", ".join(f"{label} {counts[kind]:.3g}" for label, kind in zip(labels, kinds, strict=True))
-        return f"{counts['total']:.3g} bytes per parameter ({parts}) for {self.parameters} parameters"
+        weights, masters, gradients, state, total = self.per_parameter().values()
+        return (
+            f"{total:.3g} bytes per parameter (weights {weights:.3g}, kept beside them {masters:.3g}, gradients "
+            f"{gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
+        )
 
 
 def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
@@ -458,18 +409,18 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
     """
     params = list(model.parameters())
     kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)
-    state = (entry for optimizer in optimizers for entry in optimizer.state.values())
+    state = (
+        entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)
+    )
     return WeightBytes(
         parameters=sum(local_of(param).numel() for param in params),
         weights=_bytes(params),
         masters=_bytes(kept),
         gradients=_bytes(param.grad for param in params if param.grad is not None),
-        optimizer_state=_bytes(value for entry in state for value in _tensors(entry)),
+        optimizer_state=_bytes(
+            value for entry in state for value in entry.values() if isinstance(value, Tensor)
+        ),
     )
-
-
-def _tensors(entry: Any) -> list[Tensor]:
-    return [value for value in entry.values() if isinstance(value, Tensor)] if isinstance(entry, dict) else []
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

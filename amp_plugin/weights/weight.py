@@ -7,8 +7,8 @@
     count:    shown at the first of nested requests, stored at the end of the last
 
 So optimizers, their groups and their state know one parameter, which is float32 whenever they look, while
-autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter, and copies and pickles of
-a parameter are float32 parameters.
+autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter; copies and pickles of a
+parameter are float32 parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import ref
 
 import torch
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from amp_plugin.weights.formats import FORMATS, Format
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
+_GRAD: Final[Any] = Tensor.grad  # the descriptor
 
 
 class StoredWeight:
@@ -62,19 +63,17 @@ class StoredParameter(nn.Parameter):
     """The class of a stored parameter at rest."""
 
     @property
-    def grad(self) -> Tensor | None:  # type: ignore[override]
-        """The gradient, float32; one that is assigned in another dtype becomes float32."""
-        return Tensor.grad.__get__(self)  # type: ignore[attr-defined, no-any-return]
+    def grad(self) -> Tensor | None:
+        """The gradient, float32; one that is assigned in the weight's 16 bits becomes float32."""
+        return _GRAD.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, given: Tensor | None) -> None:
-        if given is not None and given.dtype is self.dtype:
-            given = given.float()
-        Tensor.grad.__set__(self, given)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, given.float() if given is not None and given.dtype is self.dtype else given)
 
     @grad.deleter
     def grad(self) -> None:
-        Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
@@ -84,7 +83,7 @@ class StoredParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a float32 parameter, which loads without this package."""
-        arguments = (exact_value(self), self.requires_grad, OrderedDict())
+        arguments: tuple[Any, ...] = (exact_value(self), self.requires_grad, OrderedDict())
         attributes = {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
         if attributes:
             return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
@@ -94,6 +93,10 @@ class StoredParameter(nn.Parameter):
 def stored_weight(param: Tensor) -> StoredWeight | None:
     """Return the record of a parameter; None if it is stored as it is."""
     return param.__dict__.get(_ATTRIBUTE) or None
+
+
+def _record(param: Tensor) -> StoredWeight:
+    return param.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
 
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
@@ -153,16 +156,6 @@ def restore_(param: Tensor) -> None:
     param.__class__ = nn.Parameter
     param.data = value
     param.grad = grad
-
-
-def refuse_converted(params: Iterable[Tensor]) -> None:
-    """Raise if something has converted a stored parameter.
-
-    Raises:
-        RuntimeError: Something has.
-    """
-    for param in params:
-        _settled(param)
 
 
 def assigned(param: Tensor, value: Tensor) -> nn.Parameter:
@@ -225,8 +218,7 @@ def _settled(param: Tensor) -> StoredWeight:
     Raises:
         RuntimeError: Something has converted it.
     """
-    weight = stored_weight(param)
-    assert weight is not None
+    weight = _record(param)
     wanted = torch.float32 if weight.shows else weight.format.dtype
     if param.dtype is not wanted:
         msg = (
@@ -255,7 +247,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
     """
     stored = [(param, _settled(param)) for param in stored_params(params)]
     for alike in _alike(param for param, weight in stored if not weight.shows):
-        weights = [weight for weight in map(stored_weight, alike) if weight is not None]
+        weights = list(map(_record, alike))
         masters = weights[0].format.join(alike, [weight.kept for weight in weights])
         for param, weight, master in zip(alike, weights, masters, strict=True):
             weight.hidden = nn.Parameter(master, param.requires_grad)
@@ -282,11 +274,10 @@ def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
         weight.shows -= 1
         weight.steps += steps
     for alike in _alike(param for param, weight in ended if not weight.shows):
-        weights = [weight for weight in map(stored_weight, alike) if weight is not None]
+        weights = list(map(_record, alike))
         halves = [_moved(weight.hidden, param) for param, weight in zip(alike, weights, strict=True)]
-        weights[0].format.store(
-            alike, halves, [weight.kept for weight in weights], seed=weights[0].seed, step=weights[0].steps
-        )
+        kept = [weight.kept for weight in weights]
+        weights[0].format.store(alike, halves, kept, weights[0].seed, weights[0].steps)
         for param, weight, half in zip(alike, weights, halves, strict=True):
             half.requires_grad_(param.requires_grad)
             _exchange(param, half, StoredParameter)
@@ -307,8 +298,7 @@ def _alike(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Group parameters that one call of an op takes."""
     groups: dict[Any, list[Tensor]] = {}
     for param in params:
-        weight = stored_weight(param)
-        assert weight is not None
+        weight = _record(param)
         step = 0 if weight.format.kept_bytes else weight.steps
         groups.setdefault((weight.name, weight.seed, step, param.device), []).append(param)
     return iter(groups.values())
@@ -316,7 +306,7 @@ def _alike(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 def _moved(half: nn.Parameter | None, param: Tensor) -> nn.Parameter:
     """Return the 16-bit tensor, where the parameter is and of its shape."""
-    assert half is not None
+    half = cast("nn.Parameter", half)
     if half.device != param.device or half.shape != param.shape:
         half.data = torch.empty_like(param, dtype=half.dtype)
     return half
@@ -325,7 +315,7 @@ def _moved(half: nn.Parameter | None, param: Tensor) -> nn.Parameter:
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     """Exchange the tensors that two Python objects stand for; the gradient stays with the parameter."""
     grad, param.grad = param.grad, None
-    torch._C._swap_tensor_impl(param, other)  # type: ignore[attr-defined]
+    torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
     made_meanwhile = param.grad
     if grad is not None:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from amp_plugin.weights.weight_bytes import weight_bytes
 from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,6 @@ from amp_plugin import DtypePlan, dtype_report, fully_shard
 from amp_plugin.cli import app
 from amp_plugin.model_examination import examine_model, function_named
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
-from amp_plugin.weights.weight_bytes import weight_bytes
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 

@@ -11,7 +11,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_plugin import store_weights
 from amp_plugin.weights.store import in_fp32, weight_bytes
-from amp_plugin.weights.weight import stored_weight
 
 
 def network(seed=0):
