@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from amp_plugin.weights.formats import FORMATS, Format
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
-_GRAD: Final[Any] = Tensor.grad  # the descriptor
+_GRAD: Final[Any] = Tensor.grad  # descriptors
+_DATA: Final[Any] = Tensor.data
 
 
 class StoredWeight:
@@ -74,6 +75,20 @@ class StoredParameter(nn.Parameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+    @property
+    def data(self) -> Tensor:
+        """The 16 bits; float32 that is assigned is stored, all bits of it, unless it is these 16 bits widened."""
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, given: Tensor) -> None:
+        if given.dtype is torch.float32 and given.shape == self.shape and given.device == self.device:
+            present = _DATA.__get__(self).float()
+            if not torch.equal(given, present) or torch.equal(present, exact_value(self)):
+                weight = _record(self)
+                given, weight.kept = weight.format.split(given)
+        _DATA.__set__(self, given)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""

@@ -9,9 +9,11 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -330,6 +332,137 @@ def test_a_trainer_loads_the_other_way_of_storing_without_losing_a_bit(first, se
     states = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     assert states["state_dict"]["net.0.weight"].dtype is torch.float32
     assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
+
+
+class Narrow(Recorded):
+    """Comes in bfloat16, as models from a hub do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bfloat16()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_path):
+    def run(steps, folder, resume=None):
+        model = Narrow(torch.optim.AdamW, lr=1e-3)
+        checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        average = EMAWeightAveraging(decay=0.9)
+        trainer = make_trainer(
+            AmpPrecision("bf16", weights=weights),
+            steps,
+            enable_checkpointing=True,
+            callbacks=[average, checkpoint] if averaged else [checkpoint],
+        )
+        same = [next(iter(data(1)))] * 20
+        trainer.fit(model, DataLoader(same, batch_size=None), ckpt_path=resume)
+        return values(model)
+
+    whole = run(8, tmp_path / "whole")
+    resumed = run(8, tmp_path / "resumed", resume=tmp_path / "whole" / "step=4.ckpt")
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_bert_in_bfloat16_resumes_all_bits_under_transformers_trainer(weights, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reset()
+    install(AmpKwargs(weights=weights))
+
+    def run(steps, folder, resume=None):
+        torch.manual_seed(0)
+        model = tiny_bert(transformers).bfloat16()
+        examples = [{"input_ids": torch.arange(8) % 16, "labels": torch.tensor(i % 2)} for i in range(16)]
+        settings = transformers.TrainingArguments(
+            str(folder), learning_rate=1e-3, max_steps=steps, bf16=True, use_cpu=True, report_to=[],
+            disable_tqdm=True, lr_scheduler_type="constant", save_steps=4, data_seed=1,
+        )  # fmt: skip
+        transformers.Trainer(model, settings, train_dataset=examples).train(resume_from_checkpoint=resume)
+        return values(model)
+
+    try:
+        whole = run(8, tmp_path / "whole")
+        resumed = run(8, tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-4"))
+    finally:
+        uninstall()
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+def tiny_bert(transformers):
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_after_fit_the_caller_has_an_fp32_model(precision, tmp_path):
+    model = recorded()
+    trainer = make_trainer(
+        AmpPrecision(precision, weights="bf16" if precision == "bf16" else "fp32"), 4,
+        enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, filename="last")],
+    )  # fmt: skip
+    trainer.fit(model, data())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert model.net(torch.ones(1, 8)).dtype is torch.float32
+    assert not model.net[0]._state_dict_hooks
+    loaded = Recorded.load_from_checkpoint(
+        tmp_path / "last.ckpt", optimizer=torch.optim.AdamW, weights_only=False
+    )
+    for name, value in values(model).items():
+        assert torch.equal(values(loaded)[name], value), name
+    model.validation_step = lambda *_: None
+    trainer.validate(model, data(2), verbose=False)
+    assert model.net[0].weight.dtype is torch.float32
+
+
+def test_accelerate_gives_an_fp32_model_back(tmp_path):
+    accelerator = ours(precision="bf16", weights="bf16")
+    model = recorded().net
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for x, y in data(4):
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    exact = values(model)
+    accelerator.save_model(net, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert model[0].weight.dtype is torch.bfloat16
+    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    for state in (saved, plain.state_dict()):
+        assert all(torch.equal(state[name], value) for name, value in exact.items())
+    assert plain(torch.ones(1, 8)).dtype is plain[0].weight.dtype is torch.float32
+
+
+def test_pruning_in_the_trainer():
+    model = recorded()
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(model.net[0], "weight")], amount=0.5)
+    fit(model, AmpPrecision("bf16", weights="bf16"), steps=4, data=data(2), max_epochs=2, callbacks=[pruning])
+    assert 0.4 < (model.net[0].weight == 0).float().mean() < 0.8
+    assert model.net[2].weight.dtype is torch.float32
+
+
+def test_bf16_true_computes_in_bf16_without_autocast():
+    seen = []
+
+    class Watching(Linear):
+        def training_step(self, batch, index):
+            seen.append((torch.is_autocast_enabled("cpu"), batch[0].dtype, self.net(batch[0]).dtype))
+            return super().training_step(batch, index)
+
+    fit(Watching(torch.optim.AdamW, lr=1e-3), AmpPrecision("bf16-true"), steps=2, data=data())
+    assert set(seen) == {(False, torch.bfloat16, torch.bfloat16)}
+    model = recorded().net
+    accelerator = ours(precision="bf16", weights="bf16-true")
+    net = accelerator.prepare(model)
+    assert net(torch.ones(2, 8)).dtype is torch.float32, "outputs, as Accelerate returns them"
+    assert model[0].weight.dtype is torch.bfloat16
 
 
 def accelerate_run(folder, weights, steps, resume=None, save_at=None):

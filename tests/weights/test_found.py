@@ -77,6 +77,20 @@ def test_edits_that_change_nothing_lose_nothing(weights):
     assert_same(reference, stored)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "fp16"])
+def test_float32_that_is_assigned_as_data_is_stored(weights):
+    reference, stored, store = twins(weights)
+    optimizers = [SGD(model.parameters(), lr=1e-5) for model in (reference, stored)]
+    store.add(optimizers[1])
+    values = network(7)
+    for model in (reference, stored):
+        for param, value in zip(model.parameters(), values.parameters(), strict=True):
+            param.data = value.detach().clone()
+    for number in range(5):
+        step(number, (reference, stored), optimizers)
+    assert_same(reference, stored)
+
+
 def test_weights_that_are_set_to_zero_are_zero():
     _, stored, store = twins()
     optimizer = SGD(stored.parameters(), lr=0.0)
