@@ -27,6 +27,7 @@ from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.weight import fp32_shown, hide_fp32, show_fp32, stored_params, stored_weight
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
+_LOAD_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 def add_optimizer(optimizer: Optimizer) -> None:
@@ -197,7 +198,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _refuse(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not (hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, _LOAD_HOOKS)):
         msg = (
             f"{kind} was made without Optimizer.__init__, so that torch runs no hook before its step, and it "
             "would step weights in 16 bits: hand over the optimizer that it wraps if it writes no weight "

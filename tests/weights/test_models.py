@@ -29,7 +29,14 @@ def bert():
 
 def gpt2():
     config = transformers.GPT2Config(
-        vocab_size=99, n_positions=16, n_embd=64, n_layer=2, n_head=4, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=99,
+        n_positions=16,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return transformers.GPT2LMHeadModel(config), text(99)
 
@@ -43,7 +50,9 @@ def vit():
 
 
 def resnet():
-    config = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+    config = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic"
+    )
     return transformers.ResNetForImageClassification(config), images(32)
 
 
