@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from amp_plugin.adapters.lightning import AmpPrecision as AmpPrecision
     from amp_plugin.adapters.lightning import FabricAmpPrecision as FabricAmpPrecision
     from amp_plugin.casting.autocast_module import autocast_module as autocast_module
-    from amp_plugin.casting.cast_cache import CastCache as CastCache
     from amp_plugin.casting.cast_log import log_casts as log_casts
     from amp_plugin.casting.custom_fwd import custom_bwd as custom_bwd
     from amp_plugin.casting.custom_fwd import custom_fwd as custom_fwd
-    from amp_plugin.casting.invalidate import invalidate as invalidate
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
     from amp_plugin.casting.rule_sets import set_default_rules as set_default_rules
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOME = {
-    "CastCache": "amp_plugin.casting.cast_cache",
     "DtypePlan": "amp_plugin.sharding.dtype_plan",
     "GradScaler": "amp_plugin.scaling.grad_scaler",
     "OpRule": "amp_plugin.casting.rules",
@@ -61,7 +58,6 @@ _HOME = {
     "diagnose_skip": "amp_plugin.numerics.replayed",
     "dtype_report": "amp_plugin.sharding.dtype_report",
     "fully_shard": "amp_plugin.sharding.fully_shard",
-    "invalidate": "amp_plugin.casting.invalidate",
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
     "log_collectives": "amp_plugin.sharding.collective_log",

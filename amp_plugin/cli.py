@@ -20,7 +20,6 @@ from rich.markup import escape
 import amp_plugin
 from amp_plugin import numerics_commands, rules_commands, tuning_commands
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
-from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.terminal import fail, output_of_script, show
 
 app = typer.Typer(
@@ -40,11 +39,6 @@ Device = Annotated[
         aliases={"gpu": "cuda"},
     ),
 ]
-Model = Annotated[
-    str | None,
-    typer.Option(metavar="PACKAGE:FUNCTION", help="Plan for the model that this function returns."),
-]
-Reduce = Annotated[str, word_option(("fp32", "bf16"), "With --model: dtype in which gradients are reduced.")]
 _NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
 
 
@@ -52,10 +46,6 @@ def _print_version(wanted: bool) -> None:
     if wanted:
         print(amp_plugin.__version__)
         raise typer.Exit
-
-
-def _patterns(chosen: str) -> Any:
-    return typer.Option(metavar="PATTERN", help=f"With --model: {chosen}; repeatable.")
 
 
 @app.callback()
@@ -71,11 +61,6 @@ def main(
 def doctor(
     precision: Annotated[str, word_option(("fp16", "bf16", "fp32"), "Precision to plan for.")] = "fp16",
     device: Device = None,
-    model: Model = None,
-    ranks: Annotated[int, typer.Option(min=1, help="With --model: processes that shard it.")] = 1,
-    units: Annotated[list[str] | None, _patterns("modules gathered one at a time")] = None,
-    fp32_modules: Annotated[list[str] | None, _patterns("modules that stay in fp32")] = None,
-    reduce: Reduce = "fp32",
     as_json: AsJson = False,
 ) -> None:
     """Show versions, devices, what is compiled or why not, the cache, and the plan for a precision."""
@@ -83,8 +68,6 @@ def doctor(
 
     try:
         report = examine(precision, device or default_device())
-        if model is not None:
-            report |= _model_part(model, precision, ranks, units or [], fp32_modules or [], reduce)
     except ValueError as error:
         fail(str(error), code=2)
     if as_json:
@@ -92,17 +75,6 @@ def doctor(
     else:
         _print_report(report)
     raise typer.Exit(0 if report["healthy"] else 1)
-
-
-def _model_part(
-    target: str, precision: str, ranks: int, units: list[str], fp32_modules: list[str], reduce: str
-) -> dict[str, Any]:
-    """Return the report's part on a model."""
-    from amp_plugin.model_examination import examine_model  # noqa: PLC0415 - loads torch
-    from amp_plugin.sharding.dtype_plan import DtypePlan  # noqa: PLC0415
-
-    plan = DtypePlan(compute=precision, fp32_modules=fp32_modules, reduce=reduce)  # type: ignore[arg-type]
-    return {"model": examine_model(target, plan, ranks=ranks, units=units)}
 
 
 def _check_architectures(given: list[str] | None) -> list[str] | None:
@@ -165,7 +137,6 @@ def _build_cuda(architectures: list[str]) -> int:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def casts(
-    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -182,7 +153,6 @@ def casts(
     from amp_plugin.program_run import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="casts")
-    warn_of_misplaced_options(context, script, arguments or [])
     try:
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:

@@ -23,11 +23,11 @@ from amp_plugin.environment_variables import KNOWN, read_variables, unknown_vari
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.precision import DTYPES
 from amp_plugin.scaling import one_pass
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.weights.formats import FORMATS
 
-DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from amp_plugin.command_arguments import Arguments, AsJson, AsModule, Script, program_of, word_option
-from amp_plugin.misplaced_options import warn_of_misplaced_options
 from amp_plugin.program import Program
 from amp_plugin.terminal import fail, output_of_script, show
 
@@ -24,7 +23,6 @@ _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64
 
 
 def diagnose(
-    context: typer.Context,
     script: Script,
     arguments: Arguments = None,
     as_module: AsModule = False,
@@ -48,7 +46,6 @@ def diagnose(
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
     program = program_of(script, as_module=as_module, command="diagnose")
-    warn_of_misplaced_options(context, script, arguments or [])
     if compare is not None:
         if keep_going or strict or save:
             fail(

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from amp_plugin import CastCache, autocast, log_casts
+from amp_plugin import autocast
 from amp_plugin.casting.autocast_kernels import KERNELS
 from benchmarks.clocks import Call
 from benchmarks.harness import OURS, Comparison, Gate
-from benchmarks.models import launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
 BF16 = torch.bfloat16
@@ -32,7 +31,6 @@ class Ops(Section):
         yield from something_to_cast(setting)
         yield from regions(setting)
         yield from core_loaded(setting)
-        yield weight_casts(setting)
 
 
 def torch_region(device: str) -> AbstractContextManager[object]:
@@ -192,32 +190,6 @@ def _settle(setting: Setting) -> None:
 def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
     with outer, inner:
         yield
-
-
-def weight_casts(setting: Setting) -> Comparison:
-    """Count casts of weights in the forward passes of a window of micro-batches."""
-    model = launch_bound_gpt(setting)
-    tokens = model.batches(MICRO_BATCHES, setting.device)
-    weights = sum(
-        1 + (module.bias is not None) for module in model.modules() if isinstance(module, nn.Linear)
-    )
-
-    def count(cache: CastCache | None) -> float:
-        with log_casts(model) as log:
-            for token in tokens:
-                with autocast(setting.device, BF16, cache=cache):
-                    model(token)
-        return sum(cast.kind == "weight" and not cast.cached for cast in log.records())
-
-    return Comparison(
-        name=f"GPT of {weights} weights, {MICRO_BATCHES} micro-batches",
-        table="Casts of weights in the forward passes of a window",
-        samples={"CastCache": lambda: count(CastCache()), "no cache": lambda: count(None)},
-        unit="casts",
-        rounds=1,
-        warm_up=0,
-        gates=(Gate(limit=weights, measure="ours", against="CastCache"),),
-    )
 
 
 SECTIONS = (Ops(),)

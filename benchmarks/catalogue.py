@@ -9,7 +9,6 @@ from benchmarks.setting import Section
 CPU = {
     "ops": "autocast",
     "models": "forward_backward",
-    "windows": "forward_backward",
     "depth": "forward_backward",
     "kernels": "gradient_path",
     "clipping": "gradient_path",

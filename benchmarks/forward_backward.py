@@ -1,4 +1,4 @@
-"""Forward and backward passes under autocast: single batches, accumulation windows, growth with depth."""
+"""Forward and backward passes under autocast: single batches, growth with depth."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_plugin import CastCache, autocast
 from benchmarks.autocast import BF16, our_region, torch_region
 from benchmarks.clocks import Call
 from benchmarks.harness import OURS, Comparison, Gate
@@ -36,18 +35,14 @@ def window(model: Model, batches: Sequence[Tensor], region: Region) -> None:
     model.zero_grad()
 
 
-def variants(setting: Setting, model: Model, count: int, *, cache: bool) -> dict[str, Call]:
+def variants(setting: Setting, model: Model) -> dict[str, Call]:
     """Return calls for ours, torch's and the limit: a copy of the model in bf16 without autocast."""
-    batches = model.batches(count, setting.device)
+    batches = model.batches(1, setting.device)
     half = copy.deepcopy(model).bfloat16()
     half_batches = [batch.bfloat16() if batch.is_floating_point() else batch for batch in batches]
 
-    def ours() -> None:
-        kept = CastCache() if cache else None
-        window(model, batches, lambda: autocast(setting.device, BF16, cache=kept))
-
     return {
-        OURS: ours if cache else lambda: window(model, batches, lambda: our_region(setting.device)),
+        OURS: lambda: window(model, batches, lambda: our_region(setting.device)),
         "torch": lambda: window(model, batches, lambda: torch_region(setting.device)),
         BF16_MODEL: lambda: window(half, half_batches, nullcontext),
     }
@@ -62,7 +57,7 @@ class Models(Section):
         """Yield each model, with the fp32 model beside."""
         for name, make in MODELS.items():
             model = make(setting)
-            calls = variants(setting, model, 1, cache=False)
+            calls = variants(setting, model)
             batches = model.batches(1, setting.device)
             calls["fp32 model"] = lambda model=model, batches=batches: window(model, batches, nullcontext)
             small = make is launch_bound_gpt
@@ -77,32 +72,6 @@ class Models(Section):
             )
 
 
-class Windows(Section):
-    """Windows of micro-batches, with weights cast once for all of them."""
-
-    key = "windows"
-    plots = (
-        Plot(table="launch-bound", x_label="micro-batches in a window", y_label="time a micro-batch, {unit}"),
-    )
-
-    def comparisons(self, setting: Setting) -> Iterator[Comparison]:
-        """Yield each model and length of a window."""
-        for name, make in MODELS.items():
-            model = make(setting)
-            small = make is launch_bound_gpt
-            for k in setting.sized((1, 4, 8, 16), (1, 2)):
-                calls = variants(setting, model, k, cache=True)
-                yield Comparison(
-                    name=f"k = {k}",
-                    table=f"{name}: time a micro-batch, CastCache",
-                    samples={label: setting.host_clock(call) for label, call in calls.items()},
-                    rounds=setting.rounds(max(21 if small else 5, 40 // k)),
-                    per=k,
-                    x=k,
-                    gates=(Gate(limit=1.0),) if small and k == 8 and setting.device == "cpu" else (),
-                )
-
-
 class Depth(Section):
     """The cost of an op as the model grows."""
 
@@ -114,7 +83,7 @@ class Depth(Section):
         for layers in setting.sized((1, 3, 6, 12, 24, 48, 96), (1, 2)):
             model = launch_bound_gpt(setting, layers)
             ops = count_ops(model)
-            calls = variants(setting, model, 1, cache=False)
+            calls = variants(setting, model)
             yield Comparison(
                 name=f"{layers} layers, {ops} ops",
                 table="Launch-bound GPT of width 64: time an op",
@@ -144,4 +113,4 @@ def count_ops(model: Model) -> int:
     return counter.ops
 
 
-SECTIONS = (Models(), Windows(), Depth())
+SECTIONS = (Models(), Depth())

@@ -17,7 +17,7 @@ from benchmarks.tables import RIVALS, grouped, loses, unit_of
 INK = "#808080"  # 4:1 on white and on the dark page alike
 COLOURS = ("#d9591c", "#4a8fe0", "#2f9e6e", "#a874d1")
 MARKERS = ("o", "s", "^", "D")
-OVERVIEW = ("models", "windows", "clipping", "steps", "lightning", "accelerate")
+OVERVIEW = ("models", "clipping", "steps", "lightning", "accelerate")
 STYLE = {
     "axes.edgecolor": INK,
     "axes.facecolor": "none",

@@ -1,10 +1,9 @@
-"""Accumulation: several micro-batches a step, one scale and one cast of the weights a window.
+"""Accumulation: several micro-batches a step, one scale per window.
 
     python -m recipes run accumulation [precision=bf16] [key=value ...]
 
 The scale must stay as it is until the step: ``step`` and ``update`` are called once a window, after the
-last micro-batch. Each loss is divided by their number, so the gradients are those of one large batch. A
-``CastCache`` casts each weight once a window instead of once a micro-batch; it needs the native core.
+last micro-batch. Each loss is divided by their number, so the gradients are those of one large batch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from rich.progress import track
 from torch.nn.functional import cross_entropy
 
-from amp_plugin import CastCache, GradScaler, autocast
+from amp_plugin import GradScaler, autocast
 from recipes.bounds import number
 from recipes.catalogue import run
 from recipes.digits import DigitsNet, accuracy, digits_batches, digits_loaders
@@ -31,7 +30,6 @@ class Config(RecipeConfig):
 
     batch_size: int = 16
     micro_batches: int = number(4, least=1)
-    cast_cache: bool = False
     width: int = number(8, least=4, multiple_of=4)
 
 
@@ -47,8 +45,7 @@ def train(config: Config) -> TrainingRecord:
     model = DigitsNet(config.width).to(config.device)
     optimizer = torch.optim.AdamW(model.parameters(), config.learning_rate, fused=True)
 
-    cache = CastCache() if config.cast_cache else None
-    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed, cache=cache)
+    region = autocast(config.device, config.precision.dtype, enabled=config.precision.mixed)
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
     start = time.perf_counter()
@@ -66,8 +63,6 @@ def train(config: Config) -> TrainingRecord:
         record.add_scaled_step(mean, scaler, optimizer)
     record.seconds = time.perf_counter() - start
     record.test_accuracy = accuracy(model, loaders.test, region=region, device=config.device)
-    if cache is not None:
-        record.results["weights cast"] = cache.casts
     return record
 
 

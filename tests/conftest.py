@@ -46,14 +46,6 @@ def pytest_runtestloop(session: pytest.Session) -> None:
         keep_copy()
 
 
-@pytest.fixture(autouse=True)
-def captures_forgotten(request: pytest.FixtureRequest):
-    """A captured step makes caches of the whole process careful; the next test is to begin without."""
-    yield
-    if request.node.get_closest_marker("gpu") and _native_core().loaded:
-        torch.ops.amp_plugin._forget_captured_steps()
-
-
 def _native_core():
     with warnings.catch_warnings():
         warnings.simplefilter(

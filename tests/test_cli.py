@@ -337,13 +337,6 @@ def test_casts_as_json(by: str, expected: list[dict[str, Any]], script: Path) ->
     assert report["rows"][0]["bytes"] == 6 * (12 + 8 + 2)
 
 
-@pytest.mark.native
-def test_an_option_of_casts_after_the_script_is_told_of(script: Path) -> None:
-    result = amp("casts", str(script), "--by", "op")
-    assert result.exit_code == 3
-    assert f"write: amp-plugin casts --by op {script}" in " ".join(result.stderr.split())
-
-
 def test_casts_of_a_module(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = script.parent / "trainers"
     package.mkdir()

@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch.compiler import is_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.casting.managed_parameters import is_managed_by_fsdp
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
 from amp_plugin.casting.rule_tables import TABLES
 from amp_plugin.casting.rules import OpRule, OpRules
@@ -55,10 +53,8 @@ class AutocastKernels:
         self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
-        self._invalidate: Callable[[], None] = lambda: None
         self._step_hook: RemovableHandle | None = None
         self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
-        self._epoch: torch.Tensor | None = None  # what invalidate() writes in compiled code
 
     def install(self) -> NativeCore:
         """Install the default rules of every device in the dispatcher, once per process.
@@ -80,11 +76,9 @@ class AutocastKernels:
             _define(default, DEFAULT)
             self._in_default[device_type] = {*default.rules, *default.keep}
             torch.ops.amp_plugin._watch_writes(device_type, watched)
-        region.keep_only(torch.nn.Parameter, is_managed_by_fsdp)
-        self._step_hook = register_optimizer_step_post_hook(_weights_changed)
-        with _disable_current_modes():
-            self._epoch = torch.zeros((), device="cpu")
-        self.enter, self.leave, self._invalidate = region.enter, region.exit, region.invalidate
+        region.never_keep(_is_managed_by_fsdp)
+        self._step_hook = register_optimizer_step_post_hook(_forgets_casts(region.forget_casts))
+        self.enter, self.leave = region.enter, region.exit
         self.are_native = True
 
     def uninstall(self) -> None:
@@ -125,7 +119,6 @@ class AutocastKernels:
             named = self._in_default.setdefault(rules.device_type, set())
             _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
             named.update(rules.rules, rules.keep)
-        self.invalidate()
 
     def rule_sets(self) -> dict[int, OpRules]:
         """Return the rule sets in use besides the default ones, by their numbers."""
@@ -150,24 +143,36 @@ class AutocastKernels:
         triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
         return [(device, number, bool(cached)) for device, number, cached in triples]
 
-    def invalidate(self) -> None:
-        """Forget every cast weight, in every thread; compiled code does so whenever it runs."""
-        if not self.are_native:
-            return
-        if is_compiling():
-            torch.ops.amp_plugin._invalidate_weight_casts(self._epoch)
-        else:
-            self._invalidate()
-
 
 KERNELS = AutocastKernels()
 
 
-def _weights_changed(*_: Any) -> None:
-    KERNELS.invalidate()
+def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook after an optimizer's step, for steps that move no version counter."""
+
+    def after_step(*_: Any) -> None:
+        if not is_compiling():  # a compiled step moves the counters of what it writes
+            forget()
+
+    after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+    return after_step
 
 
-_weights_changed.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of a module under FSDP2, which frees and refills it.
+
+    While unsharded it is a plain leaf, at an address that comes back and with a version counter that stands
+    still; so the modules are asked. FSDP1's unsharded parameters are views, whose casts are never kept.
+    """
+    if not isinstance(tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    seen: set[torch.nn.Module] = set()  # the root holds the others
+    modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
+    return any(parameter is tensor for module in modules for parameter in module._parameters.values())
 
 
 def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:

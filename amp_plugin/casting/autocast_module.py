@@ -30,7 +30,7 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
     A thread that has an autocast block of its own keeps what it has; any other runs the module in
     the state. Replicas made by ``nn.DataParallel`` run in the state of the thread that calls it,
     whatever that is at each call: dtype, cache flag and rules too, where torch hands over no more
-    than the enabled flag. A CastCache is not handed over.
+    than the enabled flag.
 
     Inside compiled code the state is opened where autocast is off on its devices; rules cannot
     be: apply this to what ``torch.compile`` returns, and the region stays outside.

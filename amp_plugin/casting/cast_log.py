@@ -14,11 +14,11 @@ from typing_extensions import Self
 
 from amp_plugin.casting.autocast_kernels import KERNELS
 from amp_plugin.casting.cast_table import cast_table
-from amp_plugin.casting.casts import REFRESH, Cast, CastTotals, Kind
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.casting.casts import Cast, CastTotals, Kind
 from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
+from amp_plugin.precision import short_name
 
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity
@@ -69,7 +69,7 @@ class CastLog:
         if not parameter and self._scopes.is_input(identity):
             kind = "input"
         return Cast(
-            module=_owner(self._scopes.path(scope), parameter) if op == REFRESH else self._scopes.path(scope),
+            module=self._scopes.path(scope),
             op=op,
             argument=argument_names(op)[argument],
             kind=kind,
@@ -173,8 +173,3 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         msg = f"log_casts({model!r}): a torch.nn.Module is wanted, or nothing"
         raise TypeError(msg)
     return CastLog(model)
-
-
-def _owner(running: str, parameter: str) -> str:
-    """Return the path of a parameter's module, in the model that ``running`` belongs to."""
-    return ".".join(filter(None, (running.partition(".")[0], parameter.rpartition(".")[0])))

@@ -13,13 +13,12 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from amp_plugin.casting.casts import REFRESH, Cast, CastTotals
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.casting.casts import Cast, CastTotals
+from amp_plugin.precision import short_name
 
 Row = tuple[str, ...]
 
 _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
-_KEPT = "kept in CastCache"
 _NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
 _PIECES = re.compile(r".+?(?=::|\.|\s|$)")  # of a dotted name, each with the dot before it
 _SMALLER_PIECES = re.compile(r".+?(?:_|(?<=[a-z0-9])(?=[A-Z])|$)")
@@ -65,8 +64,7 @@ def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
 
     Args:
         casts: in any order.
-        by: what a row stands for. In rows per ``"cast"`` the uses of a weight that a CastCache keeps
-            count to the row of its cast.
+        by: what a row stands for.
 
     Raises:
         ValueError: ``by`` is something else.
@@ -95,24 +93,19 @@ def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
 
 
 def _rows(casts: list[Cast], by: str) -> list[tuple[Row, CastTotals]]:
-    owners = {cast.parameter: cast.module for cast in casts if cast.op == REFRESH} if by == "cast" else {}
     groups: dict[Row, list[Cast]] = {}
     for cast in casts:
-        shown = _shown(cast, owners)
+        shown = _shown(cast)
         groups.setdefault(tuple(shown[column] for column in _COLUMNS[by]), []).append(cast)
     rows = [(row, CastTotals.of(alike)) for row, alike in groups.items()]
     return sorted(rows, key=lambda row: -row[1].bytes)
 
 
-def _shown(cast: Cast, owners: dict[str, str]) -> dict[str, str]:
-    """Return a cast's cells; ``owners`` holds the modules of the kept weights by their path."""
-    kept = bool(cast.parameter) and cast.parameter in owners
-    refresh = cast.op == REFRESH
-    argument = cast.parameter.rpartition(".")[2] if cast.parameter and (kept or refresh) else cast.argument
+def _shown(cast: Cast) -> dict[str, str]:
     return {
-        "module": (owners[cast.parameter] if kept else cast.module) or "(no module)",
-        "op": _KEPT if kept or refresh else cast.op.removeprefix("aten::").removesuffix(".default"),
-        "argument": argument if argument == cast.kind else f"{argument} ({cast.kind})",
+        "module": cast.module or "(no module)",
+        "op": cast.op.removeprefix("aten::").removesuffix(".default"),
+        "argument": cast.argument if cast.argument == cast.kind else f"{cast.argument} ({cast.kind})",
         "dtypes": f"{short_name(cast.before)} → {short_name(cast.after)}",
     }
 

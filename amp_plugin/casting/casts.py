@@ -10,8 +10,6 @@ import torch
 
 Kind = Literal["weight", "input", "activation"]
 
-REFRESH = "amp_plugin::cast.default"  # the op by which a CastCache casts its weights
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cast:
@@ -19,9 +17,8 @@ class Cast:
 
     Attributes:
         module: path of the module that ran the op, beginning with the class of the outermost one;
-            empty outside modules. Where a CastCache refreshed its buffers, all at once: the weight's module.
-        op: ``"aten::linear.default"``; ``"amp_plugin::cast.default"`` where a CastCache
-            refreshed its buffers.
+            empty outside modules.
+        op: ``"aten::linear.default"``.
         argument: name of the op's argument.
         kind: ``"weight"`` (a parameter or buffer), ``"input"`` (an argument of the outermost module)
             or ``"activation"`` (all else).

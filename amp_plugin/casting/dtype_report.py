@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.casting.cast_table import FoldedName
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 Dtypes = tuple[torch.dtype, ...]
 

@@ -12,15 +12,14 @@ from torch.compiler import is_compiling
 from typing_extensions import Self
 
 from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
-from amp_plugin.casting.dynamo_types import named_for_dynamo
 from amp_plugin.casting.rule_sets import number_by_default, number_of, rules_of
 from amp_plugin.casting.stepping import covers_each_step
 from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
 from amp_plugin.kernels.tracers import untraced
+from amp_plugin.precision import DTYPES, known_precision
 from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
-    from amp_plugin.casting.cast_cache import CastCache
     from amp_plugin.casting.rules import OpRules
 
 
@@ -30,7 +29,7 @@ _RULES_IN_COMPILED_CODE = (
 )
 
 # What a region is opened with is one tuple; torch's attributes are read from it when asked for.
-_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 6}
+_POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 5}
 
 
 def is_autocast_available(device_type: str) -> bool:
@@ -42,7 +41,6 @@ def is_autocast_available(device_type: str) -> bool:
     return bool(torch.amp.is_autocast_available(device_type))
 
 
-@named_for_dynamo
 class autocast(torch.autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
@@ -63,13 +61,12 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         cache_enabled: keep the cast of an fp32 weight for its next use in the region.
         rules: op rules other than the default ones; needs the native core. Default: those of the file that
             ``AMP_PLUGIN_RULES`` names, if it is set.
-        cache: a CastCache that keeps cast weights from region to region; needs the native core.
 
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
-        TypeError: ``dtype``, ``rules`` or ``cache`` is something else.
-        RuntimeError: the device has no autocast, or ``rules`` or ``cache`` were given where
-            they cannot work (no native core, or inside compiled code).
+        TypeError: ``dtype`` or ``rules`` is something else.
+        RuntimeError: the device has no autocast, or ``rules`` were given where they cannot work
+            (no native core, or inside compiled code).
 
     Example:
         >>> a = torch.ones(2, 2)
@@ -89,7 +86,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         cache_enabled: bool | None = None,
         *,
         rules: OpRules | None = None,
-        cache: CastCache | None = None,
     ) -> torch.autocast:
         """Return a region, or torch's own while torch.compile or torch.export trace.
 
@@ -109,7 +105,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             checked[1],
             cache_enabled is not False,  # torch's flag tells of torch's cache, which our regions do not use
             checked[2] if rules is None else number_of(rules, device_type),
-            None if cache is None else _kept_by(cache),
             device_type,
         )
         return self
@@ -124,7 +119,6 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             cache_enabled: bool | None = None,
             *,
             rules: OpRules | None = None,
-            cache: CastCache | None = None,
         ) -> None: ...
     else:
         __init__ = object.__init__  # __new__ has done it all, in one call
@@ -144,10 +138,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle by what the region was made with; a rule set's number is this process's."""
-        _, dtype, enabled, cache_enabled, number, kept, device_type = self._opening
-        if kept is not None:
-            msg = "a region with a CastCache cannot be copied or pickled; make it where it is used"
-            raise TypeError(msg)
+        _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
 
     def __repr__(self) -> str:
@@ -194,9 +185,9 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         of the rules to follow by default.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        name = {"bf16": "bfloat16", "fp16": "float16", "half": "float16"}.get(str(dtype), str(dtype))
-        near = name if name in {"bfloat16", "float16"} else "float16 or torch.bfloat16"
-        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give torch.{near}"
+        name = known_precision(dtype)
+        near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"
+        msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give {near}"
         raise TypeError(msg)
     KERNELS.install()
     theirs = warned_at_user(torch.autocast, device_type, dtype, enabled)
@@ -205,17 +196,6 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
     if theirs._enabled == enabled:  # else it warned, and will again
         KERNELS.checked[device_type, dtype, enabled] = checked
     return checked
-
-
-def _kept_by(cache: CastCache) -> object:
-    try:
-        return cache.handle
-    except AttributeError:
-        msg = (
-            f"autocast(cache={cache!r}): an amp_plugin.CastCache is wanted, made once and given to every "
-            "region; torch's cache of one region is cache_enabled=True, the default"
-        )
-        raise TypeError(msg) from None
 
 
 def _remade(

@@ -103,7 +103,7 @@ def require_native(feature: str) -> NativeCore:
     """Return the native core for a feature that has no fallback.
 
     Args:
-        feature: What needs it, as the user knows it, such as ``"CastCache"``.
+        feature: What needs it, as the user knows it, such as ``"log_casts"``.
 
     Raises:
         RuntimeError: Part of the native core is missing; says why and what to do.

@@ -16,7 +16,8 @@ cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 adam\_, sgd\_            read B, params and states,   1                0
-                        write params and states
+                        write the same; B only if
+                        grad_scale is not 1
 pack_weights\_          read 4, write 4 a weight    1                0
 unpack_weights\_        read 4, write 4 a weight    1                0
 round_weights\_         read 4, write 2 a weight    per tensor       0
@@ -44,8 +45,8 @@ Contract of every kernel, whatever the device:
 What ranks combine is packed by one op before the collective and read by one behind it; see
 :mod:`amp_plugin.kernels.rank_reference`.
 
-An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
-gradients, divide them by ``grad_scale``, and never write them; see
+An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They divide
+gradients by ``grad_scale`` in the pass that steps, and leave them divided; see
 :mod:`amp_plugin.kernels.step_reference`.
 
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
@@ -60,7 +61,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import multi_tensor, rank_reference, reference, step_reference, weight_reference
+from amp_plugin.kernels import rank_reference, reference, step_reference, weight_reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
@@ -83,16 +84,16 @@ SCHEMAS: Final = {
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
-    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None, Tensor? found_inf=None) -> Tensor",
     "adam_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-        "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor(f!)[] remainders, Tensor(g!)[] copies, *, "
+        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+        "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] remainders, *, "
         "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
         "bool maximize, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),
     "sgd_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] remainders, "
-        "Tensor(d!)[] copies, *, float lr, float momentum, float dampening, float weight_decay, "
+        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
+        "Tensor(d!)[] remainders, *, float lr, float momentum, float dampening, float weight_decay, "
         "bool nesterov, bool maximize, bool first_step, "
         "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),
@@ -153,17 +154,8 @@ _REFERENCES: Final = (reference, rank_reference, step_reference, weight_referenc
 
 
 def _plain(name: str) -> Callable[..., Any]:
-    """The op in torch's own ops: many tensors at once on a GPU, one by one elsewhere."""
-    one_by_one = next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))
-    at_once = getattr(multi_tensor, name, one_by_one)
-
-    def plain(*arguments: Any, **options: Any) -> Any:
-        given = (*arguments, *options.values())
-        tensors = (leaf for value in given for leaf in (value if isinstance(value, list) else [value]))
-        on_gpu = any(isinstance(leaf, torch.Tensor) and leaf.is_cuda for leaf in tensors)
-        return (at_once if on_gpu else one_by_one)(*arguments, **options)
-
-    return plain
+    """Return the op in torch's own ops, one tensor at a time."""
+    return next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))  # type: ignore[no-any-return]
 
 
 def _define() -> None:

@@ -8,7 +8,7 @@ A float32 master is kept as a pair, 16 + 16 bits::
 Ties away from zero, because that is reversible: of ties to even, an even bfloat16 has 65537 originals and an
 odd one 65535. Values that round beyond bfloat16's largest number have an infinite high half, and come back.
 A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign. Beside a
-zero a low half counts for nothing, so that a zero that somebody writes is one: numbers below 4.6e-41 are lost.
+zero a low half counts for nothing, so that a written zero is one: numbers below 4.6e-41 are lost.
 """
 
 from __future__ import annotations

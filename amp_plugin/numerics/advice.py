@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.tensor_summary import TensorSummary
+from amp_plugin.precision import short_name
 
 _PRODUCTS = frozenset(
     {"addbmm", "addmm", "addmv", "addr", "baddbmm", "bmm", "convolution", "dot", "linear", "matmul",

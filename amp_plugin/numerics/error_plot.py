@@ -15,8 +15,8 @@ except ImportError as error:
     msg = "a plot needs matplotlib; run: pip install matplotlib"
     raise ImportError(msg) from error
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.rounding_errors import HIGHEST_EXPONENT, LOWEST_EXPONENT, Errors
+from amp_plugin.precision import short_name
 
 _SMALLEST = 1e-9  # where the axis of errors begins
 

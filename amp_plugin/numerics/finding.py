@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.cures import Cure
 from amp_plugin.numerics.places import Place
 from amp_plugin.numerics.progress import Moment
 from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
+from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective"]
 

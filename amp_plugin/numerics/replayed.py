@@ -9,7 +9,7 @@ from amp_plugin.numerics.diagnosis import diagnose
 if TYPE_CHECKING:
     from torch import nn
 
-    from amp_plugin.scaling.replay import Replay
+    from amp_plugin.scaling.step_log import Replay
 
 
 def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:

@@ -9,12 +9,12 @@ import torch
 from rich.table import Table
 from torch import nn
 
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.numerics.module_paths import ModulePaths
 from amp_plugin.numerics.op_region import OpRegion
 from amp_plugin.numerics.rounding_errors import Errors
 from amp_plugin.numerics.shadow import Key, Shadow
 from amp_plugin.numerics.unwatched import unwatched
+from amp_plugin.precision import short_name
 
 _DTYPES = (torch.float32, torch.float64)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 _NARROW = tuple(
     getattr(torch, name) for name in dir(torch) if name.startswith("float8_") or name == "float4_e2m1fn_x2"

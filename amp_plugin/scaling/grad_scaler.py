@@ -18,24 +18,24 @@ from typing_extensions import Self
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.backward import Backwards
-from amp_plugin.scaling.clipping import NormClip, limit, number
-from amp_plugin.scaling.collectives import Groups, Ranks
-from amp_plugin.scaling.guard import Guard
-from amp_plugin.scaling.guarded_steps import GuardedSteps
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.loss_scales import LossScales, is_state
-from amp_plugin.scaling.nonfinite import NonfiniteSteps, OnNonfinite, checked_on_nonfinite
-from amp_plugin.scaling.outputs import scale_outputs
+from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
+from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
+from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
+from amp_plugin.scaling.loss_scale_options import (
+    HysteresisMode,
+    LossScaleOptions,
+    OnNonfinite,
+    checked_on_nonfinite,
+)
 from amp_plugin.scaling.parameter_names import checked_names
+from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
+from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.replay import Explainer
-from amp_plugin.scaling.scaled_steps import ScaledSteps
-from amp_plugin.scaling.shared import Shared
-from amp_plugin.scaling.skip_explanations import SkipExplanations
-from amp_plugin.scaling.skipped_steps import SkipsByDevice
+from amp_plugin.scaling.step_log import Explainer, StepLog, raise_for_nonfinite
 from amp_plugin.scaling.step_result import StepResult
-from amp_plugin.scaling.torch_interface import TorchInterface
-from amp_plugin.scaling.updates import Updates
+from amp_plugin.scaling.steps import Steps
+from amp_plugin.scaling.torch_names import TorchNames
+from amp_plugin.scaling.update import Updates
 from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class GradScaler(TorchInterface):
+class GradScaler(TorchNames):
     """Scale losses, unscale gradients, skip steps that overflow.
 
     A drop-in for :class:`torch.amp.GradScaler`: same methods, same numbers. Beyond it, a gradient
@@ -63,8 +63,8 @@ class GradScaler(TorchInterface):
         growth_factor: Factor of a growth, more than 1.
         backoff_factor: Factor of a backoff, between 0 and 1.
         growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False scales nothing, for bfloat16 and float32; :meth:`step` skips as ever, and
-            :meth:`last_step` tells of it.
+        enabled: False makes the scale None, for bfloat16 and float32: gradients are divided by nothing;
+            :meth:`step` skips and :meth:`last_step` reports as ever.
         min_scale: Floor of the scale; None only keeps it above 0.
         max_scale: Ceiling of the scale; None means float32's largest number.
         hysteresis: Overflows tolerated before a backoff, the last included.
@@ -78,13 +78,11 @@ class GradScaler(TorchInterface):
         sharded_groups: Groups whose ranks hold different parts of the plain gradients (FSDP1):
             as ``process_groups``, and norms are added up over them.
         fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
-        sync_free: True skips steps of optimizers without AMP support on the device, without
-            waiting for it; see :mod:`amp_plugin.scaling.sync_free`.
         on_nonfinite: A step with a gradient that is not finite changes nothing: ``"skip"``. ``"raise"``: it
             also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
             ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
             skipped all the same.
-        one_pass: False lets torch's own code step Adam, AdamW and SGD too, which writes gradients.
+        one_pass: False lets torch's own code step Adam, AdamW and SGD too.
 
     Raises:
         ValueError: A number is out of range, or an option unknown.
@@ -124,27 +122,31 @@ class GradScaler(TorchInterface):
         process_groups: Sequence[ProcessGroup] = (),
         sharded_groups: Sequence[ProcessGroup] = (),
         fp16_gradients: bool = False,
-        sync_free: bool = False,
         on_nonfinite: OnNonfinite = "skip",
         one_pass: bool = True,
     ) -> None:
         self._device = str(device)
         self._enabled = enabled and _usable(self._device)
-        self._scales = LossScales(LossScaleOptions.among(locals()), losses)
+        self._scales = LossScales(LossScaleOptions.among(locals()), losses, enabled=self._enabled)
         self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
         self._fp16_gradients = fp16_gradients
-        self._sync_free = sync_free
         self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
         self._one_pass = one_pass
-        self._skipped_before = 0
-        self._start()
+        self._start(self._new_log())
 
     @classmethod
     def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
         return cls(device, **asdict(options), **others)
 
-    def _start(self) -> None:
+    def _new_log(self, skipped_before: int = 0) -> StepLog:
+        log = StepLog(skipped_before)
+        if self._on_nonfinite == "raise":
+            options = self._scales.default.options
+            log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
+        return log
+
+    def _start(self, log: StepLog) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
         kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
@@ -152,26 +154,14 @@ class GradScaler(TorchInterface):
             ranks=Ranks(self._groups),
             fp16_gradients=self._fp16_gradients,
             one_pass=self._one_pass,
-        )
-        self._registry = registry = Registry(shared)
-        self._updates = Updates(self._scales, registry)
-        self._backwards = Backwards(registry)
-        self._guard = Guard(
-            ranks=shared.ranks,
-            skipped=SkipsByDevice(),
-            sync_free=self._sync_free,
             checks=self._on_nonfinite != "ignore",
-            one_pass=self._one_pass,
         )
-        self._steps: ScaledSteps | GuardedSteps = (
-            ScaledSteps(shared=shared, registry=registry, updates=self._updates, sync_free=self._sync_free)
-            if self._enabled
-            else GuardedSteps(guard=self._guard, registry=registry)
-        )
-        options = self._scales.default.options
-        blameless = max(1.0, options.floor) if options.dynamic else math.inf
-        self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
-        self._explanations = SkipExplanations()
+        self.step_log = log
+        self._shared = shared
+        self._registry = registry = Registry(shared)
+        self._updates = Updates(self._scales, registry, log)
+        self._backwards = Backwards(registry)
+        self._steps = Steps(shared=shared, registry=registry, log=log)
         self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
@@ -191,9 +181,9 @@ class GradScaler(TorchInterface):
         self._device = str(device)
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
         if groups != self._groups:
-            self._skipped_before = self.skipped_steps()
             self._groups = groups
-            self._start()
+            self.step_log.begin_anew(self.skipped_steps())
+            self._start(self.step_log)
 
     # -- the loss -----------------------------------------------------------------------------
 
@@ -216,7 +206,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        again = self._explanations.replaying  # no optimizer steps with its gradients
+        again = self.step_log.replaying  # no optimizer steps with its gradients
         if not again:
             self._updates.settle(force=True)
 
@@ -246,7 +236,9 @@ class GradScaler(TorchInterface):
         Returns:
             What ``call`` returns.
         """
-        return cast("T", self._explanations.run(partial(call, *args, **kwargs)))
+        again = partial(call, *args, **kwargs)
+        self.step_log.remember(again)
+        return again()
 
     def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
         """Have the failing step of a run that only skips run again, once, and warn of what was found.
@@ -263,7 +255,10 @@ class GradScaler(TorchInterface):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self._explanations.begin(explainer, after)
+        self.step_log.explain_once(explainer, after, self._all_params)
+
+    def _all_params(self) -> list[Tensor]:
+        return [param for state in self._registry for param in state.params]
 
     # -- its gradients ------------------------------------------------------------------------
 
@@ -284,14 +279,14 @@ class GradScaler(TorchInterface):
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
-        for window in self._registry.add(optimizers):
-            if named and window.params and not any(id(param) in own for param in window.params):
+        for state in self._registry.add(optimizers):
+            if named and state.params and not any(id(param) in own for param in state.params):
                 msg = (
                     f"register(names=...): none of the {len(named)} names is of a parameter of this "
-                    f"{type(window.optimizer).__name__}; give the module that it optimizes"
+                    f"{type(state.optimizer).__name__}; give the module that it optimizes"
                 )
                 raise ValueError(msg)
-            window.names.add(named)
+            state.names.add(named)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
@@ -303,19 +298,42 @@ class GradScaler(TorchInterface):
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
         """
-        self._steps.unscale_(optimizer)
+        if not self._enabled:
+            return
+        state = self._state_for("unscale_", optimizer)
+        if state.stage is OptState.UNSCALED and not state.is_awaited():
+            msg = (
+                "unscale_() has already been called on this optimizer since the last update(). "
+                "Call it once, or use ensure_unscaled(), which may be repeated."
+            )
+            raise RuntimeError(msg)
+        if state.stage is OptState.STEPPED and not state.is_awaited():
+            msg = "unscale_() is being called after step(). Call it between backward() and step()."
+            raise RuntimeError(msg)
+        state.unscale_()
+        state.note_unscaled()
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
-        A clip that was left to a step, or that the last step has taken without writing gradients, is
-        written too.
+        A clip that was left to the step is written too.
 
         Raises:
             RuntimeError: Called before ``scale()``.
             ValueError: A gradient is float16.
         """
-        self._steps.ensure_unscaled(optimizer)
+        if self._enabled:
+            state = self._state_for("ensure_unscaled", optimizer)
+            state.unscale_()
+            state.note_unscaled()
+        else:
+            self._registry.state(optimizer).write_clip()
+
+    def _state_for(self, call: str, optimizer: Optimizer) -> PerOptimizerState:
+        self._scales.require(call)
+        state = self._registry.state(optimizer)
+        state.begin_call()
+        return state
 
     def clip_grad_norm_(
         self,
@@ -340,13 +358,12 @@ class GradScaler(TorchInterface):
             max_norm: Largest norm.
             norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
             error_if_nonfinite: Raise if the norm is not finite: a host sync.
-            fold: With a fused optimizer, or a step in one pass, hand the factor to the step instead of
-                writing gradients. For callers that do not look at ``.grad`` before ``step()``, where it is
-                still scaled and not clipped. Ignored where the optimizer cannot.
+            fold: With a fused optimizer, or a step in one pass, leave the factor to the step instead of
+                writing gradients twice. For callers that do not look at ``.grad`` between this call and
+                ``step()``: it is still scaled and not clipped there. Ignored where the optimizer cannot.
 
         Returns:
-            The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled and
-            nothing was folded.
+            The norm before clipping, float32, 0-dim, no host sync.
 
         Raises:
             RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown;
@@ -360,7 +377,7 @@ class GradScaler(TorchInterface):
             error_if_nonfinite=error_if_nonfinite,
             fold=fold,
         )
-        return self._steps.clip_norm(optimizer_or_params, clip)
+        return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
@@ -375,15 +392,17 @@ class GradScaler(TorchInterface):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        self._steps.clip_value(optimizer_or_params, limit("clip_value", clip_value))
+        largest = limit("clip_value", clip_value)
+        clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
 
     # -- the step -----------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
-        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
-        ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
+        Afterwards ``.grad`` is unscaled, and clipped if it was clipped, also after a skipped step.
+        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor the step is taken
+        in one pass. An optimizer without gradients steps as it would without a scaler.
 
         Args:
             optimizer: The optimizer.
@@ -392,7 +411,7 @@ class GradScaler(TorchInterface):
 
         Returns:
             What ``optimizer.step`` returns; None if it was skipped, the closure's loss if nothing is scaled.
-            :meth:`last_step` tells more.
+            :meth:`last_step` has the details.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
@@ -402,16 +421,10 @@ class GradScaler(TorchInterface):
         """
         if not (self._enabled or _is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        value, result = self._steps.step(optimizer, args, kwargs, self)
-        if result is not None:
-            self._explanations.note(
-                optimizer, result, lambda: [param for window in self._registry for param in window.params]
-            )
-            self._nonfinite.note(optimizer, result)
-        return value
+        return self._steps.step(optimizer, args, kwargs, self)
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
+        """Return the result of the optimizer's last step.
 
         Raises:
             RuntimeError: It has not stepped yet.
@@ -426,15 +439,15 @@ class GradScaler(TorchInterface):
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        window = self._registry.find(optimizer)
-        return None if window is None else window.result
+        state = self._registry.find(optimizer)
+        return None if state is None else state.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
-        if optimizer is None:
-            return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
-        window = self._registry.find(optimizer)
-        return 0 if window is None else window.skipped.item()
+        state = None if optimizer is None else self._registry.find(optimizer)
+        if optimizer is not None and state is None:
+            return 0
+        return self.step_log.skipped_steps(None if state is None else state.optimizer)
 
     # -- the update ---------------------------------------------------------------------------
 
@@ -449,7 +462,7 @@ class GradScaler(TorchInterface):
             FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
                 one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
         """
-        self._nonfinite.raise_if_known()
+        self.step_log.read()
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
@@ -483,7 +496,7 @@ class GradScaler(TorchInterface):
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers it knows."""
-        return [window.optimizer for window in self._registry]
+        return [state.optimizer for state in self._registry]
 
     def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
         """Return the optimizers among them that step these parameters and no others."""
@@ -491,22 +504,22 @@ class GradScaler(TorchInterface):
 
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
-        return self._registry.window(optimizer).parameter_names()
+        return self._registry.state(optimizer).parameter_names()
 
     def has_new_gradients(self, optimizer: Optimizer) -> bool:
         """Whether there are other gradients than those last unscaled or stepped with."""
-        return self._registry.window(optimizer).is_renewed()
+        return self._registry.state(optimizer).is_renewed()
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
-        return closures.overflowed_before(self._registry.window(optimizer))
+        return closures.overflowed_before(self._registry.state(optimizer), optimizer)
 
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
 
         The next call then does not read them again. For callers that know that no user code has run since.
         """
-        self._steps.assume_unchanged(optimizer)
+        self._registry.state(optimizer).assume_unchanged()
 
     def measure(self, optimizer: Optimizer) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
@@ -517,23 +530,21 @@ class GradScaler(TorchInterface):
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
-        window = self._registry.window(optimizer)
-        found = window.unscaled.measure(window.params, window.layouts, self._guard.ranks)
-        if found is None:
-            return None
-        window.unscaled.note_norm(found[1])
-        return found[1]
+        state = self._registry.state(optimizer)
+        state.begin_call()
+        state.norm = None
+        state.check(write=False)
+        return state.norm
 
     def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
         """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._registry.window(optimizer).unscaled.note_norm(norm)
+        self._registry.state(optimizer).norm = norm
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
-        """Note a step taken without :meth:`step`, and return what there is to tell of it."""
+        """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
-        self._guard.note_taken(self._registry.window(optimizer))
-        return self.last_step(optimizer)
+        return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
 
     # -- saving and copying -------------------------------------------------------------------
 
@@ -568,14 +579,16 @@ class GradScaler(TorchInterface):
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        self._skipped_before = self._scales.load_state_dict(state_dict)
+        self.step_log.begin_anew(self._scales.load_state_dict(state_dict))
         self._updates.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
         twin = type(self).__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self._between_iterations(), memo), _groups=self._groups)
-        twin._start()
+        state = self._between_iterations()
+        skipped_before = state.pop("_skipped_before")
+        twin.__dict__.update(copy.deepcopy(state, memo), _groups=self._groups)
+        twin._start(twin._new_log(skipped_before))
         return twin
 
     def __copy__(self) -> Self:
@@ -594,21 +607,23 @@ class GradScaler(TorchInterface):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers and no process groups."""
+        state = dict(state)
+        skipped_before = state.pop("_skipped_before", 0)
         self.__dict__.update(state, _groups=Groups())
-        self._start()
+        self._start(self._new_log(skipped_before))
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
-        windows = self._registry if self._enabled else ()
-        if any(window.is_pending() or window.stage is not OptState.READY for window in windows):
+        states = self._registry if self._enabled else ()
+        if any(state.is_pending() or state.stage is not OptState.READY for state in states):
             msg = (
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
                 "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        state = {name: value for name, value in vars(self).items() if name not in self._made_anew}
-        return {**state, "_skipped_before": self.skipped_steps()}
+        kept = {name: value for name, value in vars(self).items() if name not in self._made_anew}
+        return {**kept, "_skipped_before": self.skipped_steps()}
 
 
 def _is_optimizer(given: Any) -> bool:

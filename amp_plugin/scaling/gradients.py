@@ -1,25 +1,51 @@
-"""An optimizer's gradients as batches that one kernel call can take.
+"""An optimizer's gradients as batches that one kernel call can take, and how they lie in memory and on ranks.
 
 A batch has one device and one shard layout. Dense gradients go in as they are, sparse ones
-through their coalesced values, DTensors through their local tensors. With the native core,
-looking up 1000 gradients costs some 10 us, without it ten times as much; the result is the same.
+through their coalesced values, DTensors through their local tensors. The native core looks gradients up
+ten times as fast as Python; the result is the same.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 
 from amp_plugin.kernels import ops  # noqa: F401 -- what batches run is registered there
 from amp_plugin.kernels.build import native_core
-from amp_plugin.scaling.shard_layout import ShardLayout, is_partial, local_gradient
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+class ShardLayout(NamedTuple):
+    """Which ranks hold which parts of a gradient.
+
+    Attributes:
+        mesh: The device mesh.
+        sharded: For each mesh dimension, whether ranks along it hold different elements.
+    """
+
+    mesh: DeviceMesh
+    sharded: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
+        """Read a DTensor's; FSDP2 over tensor parallelism has kinds of placements of its own."""
+        return cls(mesh, tuple(not (kind.is_replicate() or kind.is_partial()) for kind in placements))
+
+    def replicas(self) -> int:
+        """Return how many ranks hold the same elements."""
+        sizes = (self.mesh.size(dim) for dim, sharded in enumerate(self.sharded) if not sharded)
+        return math.prod(sizes)
 
 
 class Measurement(NamedTuple):
@@ -28,7 +54,7 @@ class Measurement(NamedTuple):
     Attributes:
         norm: Norm of the unscaled gradients, float32, 0-dim.
         found_inf: 1.0 if an element is not finite, else 0.0; float32, 0-dim.
-        flags: For each gradient whether it holds inf or nan, int32, 1-dim.
+        flags: For each gradient whether it holds inf (bit 0) or nan (bit 1), uint8, 1-dim.
         positions: Which of the set's parameters they belong to; None if all of them, in order.
         layout: How they are sharded over ranks; None if every rank holds all of them.
         kept: False if the overflow was forgotten since, bool, 0-dim, one for each time that was looked at.
@@ -104,11 +130,7 @@ class GradientLedger:
         self._marks[slot] = [None if param.grad is None else _Mark(param.grad) for param in params]
 
     def compare(self, params: list[Tensor], slot: int) -> int:
-        """Compare the present gradients with those noted under ``slot``.
-
-        Returns:
-            2 if one is in other memory, else 1 if one was written to, else -1 if one is gone, else 0.
-        """
+        """Compare the present gradients with those noted under ``slot``."""
         marks = self._marks.get(slot) or [None] * len(params)
         changes = [_change(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
         return max(changes, default=self.SAME) or min(changes, default=self.SAME)
@@ -251,3 +273,114 @@ def _run_widened(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
         for tensor, value in zip(tensors, wide, strict=True):
             tensor.copy_(value)
     return result
+
+
+def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
+    """Return this rank's part of ``param.grad``, and the layout of the whole.
+
+    A Partial gradient is summed up first and replaced: neither its norm nor its overflow
+    can be told from the summands.
+    """
+    grad: Any = param.grad
+    if not _is_dtensor(grad):
+        return grad, None
+    if is_partial(grad.placements):
+        from torch.distributed.tensor import Replicate  # noqa: PLC0415 -- only DTensor users pay for it
+
+        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+        grad = param.grad = grad.redistribute(placements=whole)
+    local = grad._local_tensor
+    if type(local).__name__ == "AsyncCollectiveTensor":
+        local = local.wait()
+    return local, ShardLayout.of(grad.device_mesh, grad.placements)
+
+
+def is_partial(placements: Sequence[Any]) -> bool:
+    """Whether ranks hold summands of a DTensor's elements."""
+    return any(placement.is_partial() for placement in placements)
+
+
+def _is_dtensor(grad: Tensor) -> bool:
+    if type(grad) in {Tensor, torch.nn.Parameter} or not torch.distributed.is_available():
+        return False
+    return isinstance(grad, _dtensor())
+
+
+@cache
+def _dtensor() -> type[Tensor]:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
+
+    return DTensor
+
+
+def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
+    """Return every layout that the gradients of ``params`` may have, in a fixed order.
+
+    Every rank finds the same list, whatever gradients it has.
+    """
+    found: dict[ShardLayout, None] = {}
+    for param in params:
+        if _is_dtensor(param):
+            tensor: Any = param
+            found[ShardLayout.of(tensor.device_mesh, tensor.placements)] = None
+    return tuple(found)
+
+
+def match_memory_order(optimizer: Optimizer) -> None:
+    """Copy gradients and states whose strides differ from their parameter's, for a fused step on the CPU.
+
+    torch's fused optimizers on the CPU walk through memory, not through indices: they would step with the
+    wrong elements. Autograd lays gradients out like their parameters, so this copies only what hooks,
+    ``autograd.grad`` or a later ``model.to(memory_format=...)`` have left. On GPUs torch looks itself.
+    """
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            params = [param for param in group["params"] if param.is_cpu]
+            _match_gradients(params, optimizer)
+            _match_states(params, optimizer.state)
+
+
+def _match_gradients(params: list[Tensor], optimizer: Optimizer) -> None:
+    for param in params:
+        grad = param.grad
+        if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
+            _refuse_gaps(param, optimizer)
+            param.grad = _laid_out_as(param, grad)
+
+
+def _match_states(params: list[Tensor], states: Any) -> None:
+    """All states of a parameter are made in its order: the first of them tells whether it was converted."""
+    example = next(((param, states[param]) for param in params if param in states), None)
+    if example is None:
+        return
+    shape = example[0].shape
+    names = [name for name, value in example[1].items() if getattr(value, "shape", None) == shape]
+    for param in params if names else []:
+        state = states.get(param, {})
+        first = state.get(names[0])
+        if first is not None and not _has_strides_of(first, param):
+            for name in names:
+                state[name] = _laid_out_as(param, state[name])
+
+
+def _has_strides_of(tensor: Tensor, param: Tensor) -> bool:
+    """Whether elements follow each other in memory as the parameter's do."""
+    if tensor.stride() == param.stride():
+        return True
+    pairs = zip(tensor.stride(), param.stride(), param.shape, strict=True)
+    return all(stride == other for stride, other, size in pairs if size != 1)
+
+
+def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+
+
+def _refuse_gaps(param: Tensor, optimizer: Optimizer) -> None:
+    """Raise if a copy cannot lie as the parameter does, since that has gaps."""
+    if not _has_strides_of(torch.empty_like(param), param):
+        msg = (
+            f"{type(optimizer).__name__}: a parameter of shape {tuple(param.shape)} and strides "
+            f"{param.stride()} has gaps between its elements, which torch's fused step on the CPU would "
+            "write to: make it contiguous (param.data = param.data.contiguous()), or pass fused=False."
+        )
+        raise ValueError(msg)

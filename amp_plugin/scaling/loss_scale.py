@@ -1,12 +1,13 @@
 """Loss scales: a number on the device and the rule by which it changes.
 
-The scale, its growth tracker and its hysteresis tracker live on the device and are
-changed there by one op, so that no step waits for the host. The rule is in
+The scale, its growth tracker and its hysteresis tracker live on the device and one op changes
+them there, so no step waits for the host. The rule is in
 :func:`amp_plugin.kernels.reference.update_scale_`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +15,14 @@ from torch import Tensor
 
 from amp_plugin.kernels import ops
 from amp_plugin.scaling.loss_scale_options import LossScaleOptions
-from amp_plugin.scaling.moves import moved, stream_number
+from amp_plugin.user_warnings import warn_user
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OUR_KEY = "amp_plugin"
 
 
-class ScaleReading(NamedTuple):
-    """A loss scale as it was when a loss was multiplied by it.
+class PendingScale(NamedTuple):
+    """A loss scale as it was when a loss was multiplied by it; the backward is yet to come.
 
     Attributes:
         loss_scale: The loss scale.
@@ -146,9 +150,9 @@ class LossScale:
             kept = self._derived[key] = value.clone()
         return kept
 
-    def read(self) -> ScaleReading:
+    def read(self) -> PendingScale:
         """Return what the scale is now, to tell later whether it has changed; no host sync."""
-        return ScaleReading(self, self.generation, self.snapshot())
+        return PendingScale(self, self.generation, self.snapshot())
 
     def inverse(self, device: torch.device) -> Tensor:
         """Return 1/scale on ``device`` (float32, 0-dim).
@@ -185,12 +189,7 @@ class LossScale:
             self.found_inf = torch.maximum(self.found_inf, found_inf)
 
     def update_(self) -> Tensor | None:
-        """Apply the recorded checks, by one op on the device; a constant scale only forgets them.
-
-        Returns:
-            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim); None if
-            neither a floor nor an error there was asked for.
-        """
+        """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -214,17 +213,13 @@ class LossScale:
         self.generation += 1
         return at_floor
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Give the present value to results of earlier steps: an update was applied."""
         self.later.value = self.snapshot()
         self.later = LaterScale()
 
     def fill_(self, value: float | Tensor) -> None:
-        """Set the scale by hand.
-
-        Args:
-            value: The new scale; a number, or a tensor of one element.
-        """
+        """Set the scale by hand."""
         if isinstance(value, Tensor):
             self.require().copy_(value.detach().reshape(()))
         else:
@@ -256,12 +251,7 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
-        """Take over saved numbers, on the device if the tensors exist.
-
-        Args:
-            saved: What :meth:`state_dict` returned; all but ``scale`` may be missing.
-            hysteresis_tracker: Overflows still tolerated; None leaves them.
-        """
+        """Take over saved numbers, on the device if the tensors exist."""
         self.init_scale = float(saved["scale"])
         self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
         if hysteresis_tracker is not None:
@@ -289,6 +279,149 @@ class LossScale:
         return state
 
 
+class LossScales:
+    """The loss scales of a scaler: the default one, and one for each named loss.
+
+    Attributes:
+        enabled: As given.
+        default: The scale of losses without a name.
+        named: The scales of the others.
+        updates_requested: How often ``update()`` was called; torch forgets what it knows of optimizers there.
+    """
+
+    def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
+        if isinstance(names, str) or len(set(names)) < len(names):
+            msg = (
+                f"losses={names!r} is not allowed; give a list of different names, such as ['pixel', 'edges']"
+            )
+            raise ValueError(msg)
+        self.enabled = enabled
+        self.default = LossScale(options)
+        self.named = {name: LossScale(options) for name in names}
+        self.updates_requested = 0
+
+    def of(self, name: str | None) -> LossScale:
+        """Return the scale of a loss; None is the default."""
+        if name is None:
+            return self.default
+        if name not in self.named:
+            known = ", ".join(self.named) or "none"
+            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
+            raise ValueError(msg)
+        return self.named[name]
+
+    def all(self) -> list[LossScale]:
+        """Return all scales, the default first."""
+        return [self.default, *self.named.values()]
+
+    def materialized(self) -> list[LossScale]:
+        """Return those that have been used."""
+        return [loss_scale for loss_scale in self.all() if loss_scale.value is not None]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the scales are; None if none has been used."""
+        used = (loss_scale.value for loss_scale in self.all())
+        return next((value.device for value in used if value is not None), None)
+
+    def require(self, call: str) -> LossScale:
+        """Return the first scale that has been used."""
+        if self.default.value is not None:
+            return self.default
+        used = self.materialized()
+        if not used:
+            msg = (
+                f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
+                "earlier in the iteration."
+            )
+            raise RuntimeError(msg)
+        return used[0]
+
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the state of a scaler, torch's keys and ours: a host sync."""
+        ours = {
+            "hysteresis_tracker": self.default.tolerance(),
+            "skipped_steps": skipped_steps,
+            "losses": {
+                name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
+                for name, loss_scale in self.named.items()
+            },
+        }
+        return {**self.default.state_dict(), _OUR_KEY: ours}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> int:
+        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
+        ours = saved.get(_OUR_KEY, {})
+        self.default.load_state_dict(saved, ours.get("hysteresis_tracker"))
+        for name, loss_scale in self.named.items():
+            state = ours.get("losses", {}).get(name)
+            if state is not None:
+                loss_scale.load_state_dict(state, state.get("hysteresis_tracker"))
+        return int(ours.get("skipped_steps", 0))
+
+
+def is_state(given: Any) -> bool:
+    """Whether something is the state of a scaler; warns if it is not."""
+    if isinstance(given, dict) and "scale" in given:
+        return True
+    if not given:
+        msg = (
+            "The source state dict is empty, possibly because it was saved from a disabled instance of "
+            "GradScaler. Do not load it, and the scaler keeps its present scale."
+        )
+        raise RuntimeError(msg)
+    keys = ", ".join(map(repr, given)) if isinstance(given, dict) else type(given).__name__
+    warn_user(
+        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
+        "the scaler keeps its present scale. Set one with update(new_scale)."
+    )
+    return False
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``, ready for whatever is put on that device next.
+
+    A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
+    The host has no stream and reads at once, so a copy to the host waits until it has arrived.
+    """
+    if tensor.device == device:
+        return tensor
+    to_host = device.type == "cpu" and tensor.device.type != "cpu"
+    return tensor.to(device, non_blocking=not to_host)
+
+
+def stream_number(device: torch.device) -> int:
+    """Return a number that stands for the current stream of a device; 0 where a device has none.
+
+    What is made on one stream must not be handed out on another, which may be ahead of it.
+    """
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
+
+
 def capturing(device: torch.device) -> bool:
     """Whether work on ``device`` is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``outputs`` with every tensor replaced by ``apply(tensor)``."""
+    if isinstance(outputs, Tensor):
+        return apply(outputs)
+    if isinstance(outputs, Mapping):
+        return _rebuild_mapping(outputs, {key: scale_outputs(value, apply) for key, value in outputs.items()})
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(scale_outputs(value, apply) for value in outputs))
+    if isinstance(outputs, list | tuple):
+        return type(outputs)(scale_outputs(value, apply) for value in outputs)
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+        return (scale_outputs(value, apply) for value in outputs)
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; pass the loss"
+    raise ValueError(msg)
+
+
+def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
+    """A mapping of the same type; those whose constructor takes something else become a dict."""
+    try:
+        return type(like)(content)  # type: ignore[call-arg]
+    except TypeError:
+        return content

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from typing_extensions import Self
@@ -13,6 +13,7 @@ from typing_extensions import Self
 from amp_plugin.kernels import ops
 
 HysteresisMode = Literal["apex", "megatron", "deepspeed"]
+OnNonfinite = Literal["skip", "raise", "ignore"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,3 +109,15 @@ def checked_backoff_factor(value: float) -> float:
         msg = f"The backoff factor must be < 1.0 and > 0.0. Got backoff_factor={value!r}; the default is 0.5"
         raise ValueError(msg)
     return float(value)
+
+
+def checked_on_nonfinite(given: Any) -> OnNonfinite:
+    """Return the option.
+
+    Raises:
+        ValueError: It is none of the three.
+    """
+    if given not in get_args(OnNonfinite):
+        msg = f"on_nonfinite={given!r} is not known; use 'skip', 'raise' or 'ignore'"
+        raise ValueError(msg)
+    return given  # type: ignore[no-any-return]

@@ -1,9 +1,9 @@
 """A whole step of Adam, AdamW or SGD as one op, in place of ``optimizer.step``.
 
-The op reads gradients once: it divides them by what they are still multiplied by, clips, steps and
-stores, or writes nothing after an overflow. Gradients stay what backward made them. Everything that
-belongs to the optimizer stays torch's: its groups, state, counters, flags and hooks, so that a run may
-change between this and torch's own step at any time.
+The op reads gradients once: it divides them by what they are still multiplied by, clips, writes them,
+steps and stores; after an overflow it writes gradients only. Everything that belongs to the optimizer stays
+torch's: its groups, state, counters, flags and hooks, so that a run may change between this and torch's own
+step at any time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class NotInOnePassError(Exception):
     """Says why an optimizer's own step has to run."""
 
 
-def obstacle(optimizer: Optimizer) -> str:
-    """Say what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
+def why_not(optimizer: Optimizer) -> str:
+    """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
     missing = unavailable(_device_type_of(optimizer))
@@ -53,11 +53,7 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Look up all that a step needs.
-
-    Raises:
-        NotInOnePassError: A tensor is not for the op; the text says which and why.
-    """
+    """Look up all that a step needs."""
     rule = _RULES[type(optimizer)]
     parts: list[_Part] = []
     for group in optimizer.param_groups:
@@ -74,27 +70,23 @@ def collect(optimizer: Optimizer) -> OnePassStep:
 
 
 class OnePassStep:
-    """The tensors of one step of an optimizer; to be taken before anything of it changes.
-
-    Args:
-        optimizer: Whose step it is.
-        parts: For each call of an op the call and its options.
-    """
+    """The tensors of one step of an optimizer; to be taken before anything of it changes."""
 
     def __init__(self, optimizer: Optimizer, parts: list[_Part]) -> None:
         self._optimizer, self._parts = optimizer, parts
 
-    def take(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step, or write nothing where ``found_inf`` is 1; then run the optimizer's hooks.
+    def __bool__(self) -> bool:
+        """Whether there is a gradient."""
+        return bool(self._parts)
 
-        Args:
-            divisor: What gradients are divided by, one element; None for 1.
-            found_inf: One element; None steps in any case.
-        """
+    def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
+        """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             for call, options, lr in self._parts:
                 call(*options, lr, divisor, found_inf)
+            if skipped:
+                return
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             for hook in _post_hooks(optimizer):
                 hook(optimizer, (optimizer,), {})
@@ -159,7 +151,7 @@ OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 
 
 def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield parameters that are stored as they are, then those that are stored as pairs with their low halves."""
+    """Yield parameters that are stored as they are, then pairs with their low halves."""
     remainders = {param: remainder for param in params if (remainder := remainder_of(param)) is not None}
     yield [param for param in params if param not in remainders], []
     if remainders:
@@ -178,14 +170,13 @@ def _replaced_step(optimizer: Optimizer) -> str:
 
 
 def _hooks_in_the_way(optimizer: Optimizer) -> str:
-    if not all(getattr(hook, "leaves_steps", False) for hook in _pre_hooks(optimizer)):
+    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
         return "a hook runs before its step"
-    if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
-        return "a hook runs after its step, and may look at gradients"
     return ""
 
 
-def _pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
+def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that run before an optimizer's step."""
     return chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
 
 

@@ -49,14 +49,7 @@ def default_names(optimizer: Optimizer) -> list[str]:
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
-    """Return names as a mapping.
-
-    Args:
-        names: A module, the pairs of ``module.named_parameters()``, a mapping, or None.
-
-    Raises:
-        TypeError: ``names`` is none of these.
-    """
+    """Return names as a mapping."""
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
     try:
         named = dict(pairs)

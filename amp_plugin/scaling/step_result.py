@@ -1,4 +1,4 @@
-"""What became of one optimizer step, read without a host sync until asked."""
+"""The result of one optimizer step, read without a host sync until asked."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.scaling.loss_scale import LaterScale, capturing
-from amp_plugin.scaling.overflow_report import OverflowReport
+from amp_plugin.scaling.overflows import OverflowReport
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
 
@@ -17,8 +17,8 @@ _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
 class HostFlag:
     """A device flag on its way to the host.
 
-    On CUDA and XPU it is copied to pinned memory behind the work already queued; on other devices
-    it is read when asked for.
+    On CUDA and XPU it is copied to pinned memory behind the work already queued; on the CPU it is read at
+    once, on other devices when somebody waits for it.
 
     Args:
         flag: One element; above 0 means set.
@@ -38,10 +38,16 @@ class HostFlag:
             self._arrived = torch.Event(flag.device)
             self._arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
 
+    @staticmethod
+    def at_once(flag: Tensor) -> bool | None:
+        """Return a flag that the host can read without waiting, on the CPU; None elsewhere."""
+        on_host = flag.device.type == "cpu" and not capturing(flag.device)
+        return bool(flag.item() > 0) if on_host else None
+
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""
-        if self._flag.device.type not in {"cuda", "xpu"}:
-            return bool(self._flag.item() > 0)
+        if self._flag.device.type == "cpu":
+            return self.at_once(self._flag)
         if self._arrived is None or self._copy is None or not self._arrived.query():
             return None
         return bool(self._copy.item() > 0)
@@ -55,7 +61,7 @@ class HostFlag:
 class StepResult:
     """The result of one ``scaler.step(optimizer)``.
 
-    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph tells of
+    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph shows
     the last replay. Every property but :attr:`norm` and :attr:`found_inf` waits for the device when
     first read.
 
@@ -101,7 +107,7 @@ class StepResult:
 
     @property
     def one_pass(self) -> bool:
-        """Whether the step was taken in one pass, which leaves ``.grad`` as it was."""
+        """Whether the step was taken in one pass."""
         return not self.not_one_pass_because
 
     @property

@@ -1,9 +1,8 @@
-"""The dtypes of a model: of its weights, gradients and collectives, and of what goes through its modules."""
+"""The dtypes of a model: of its weights and gradients, and of what goes through its modules."""
 
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,9 @@ from rich.table import Table
 from torch import nn
 
 from amp_plugin.casting.cast_table import FoldedName
-from amp_plugin.casting.dtype_names import short_name
 from amp_plugin.casting.dtype_report import DtypeReport
 from amp_plugin.casting.dtype_report import dtype_report as report_calls
-from amp_plugin.sharding.collective_log import Collective, CollectiveLog
-from amp_plugin.sharding.rank_bytes import RankBytes, rank_bytes
+from amp_plugin.precision import short_name
 from amp_plugin.sharding.shard_units import ShardUnit, shard_units
 
 
@@ -31,17 +28,6 @@ class ModelDtypes(DtypeReport):
         super().__init__([] if calls is None else calls.rows())
         self.units = tuple(units)
 
-    def collectives(self) -> list[Collective]:
-        """Return what FSDP or DDP sends in a step that reduces gradients; a step need not have run.
-
-        DDP cuts its all-reduce into buckets.
-        """
-        return [call for unit in self.units for call in unit.collectives()]
-
-    def bytes(self) -> RankBytes:
-        """Return the bytes this rank holds for the model, by kind."""
-        return rank_bytes(self.units)
-
     def units_table(self) -> Table:
         """Return a rich table of the units."""
         table = Table("unit", "parameters", "stored", "gathered", "reduced", "bytes here", title="Weights")
@@ -54,14 +40,11 @@ class ModelDtypes(DtypeReport):
                 "-" if unit.reduced is None else short_name(unit.reduced),
                 f"{unit.local_bytes:,}",
             )
-        table.caption = str(self.bytes())
         return table
 
     def __rich__(self) -> Group:
         """Return all tables that have rows."""
-        calls = self.collectives()
-        tables = [self.units_table(), *([CollectiveLog(calls).table()] if calls else [])]
-        return Group(*tables, *([self.table()] if self.rows() else []))
+        return Group(self.units_table(), *([self.table()] if self.rows() else []))
 
     def __repr__(self) -> str:
         """Say how much it holds."""
@@ -69,7 +52,7 @@ class ModelDtypes(DtypeReport):
 
 
 def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
-    """Report the dtypes of a model: of weights, gradients and collectives, and in and out of its modules.
+    """Report the dtypes of a model: of weights and gradients, and in and out of its modules.
 
     With inputs the model runs once, without gradients, in whatever region the caller is in, and in the
     model's mode: in training mode buffers such as batch norm's statistics move. Without, nothing runs
@@ -92,22 +75,6 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
     runs = bool(inputs or named) or _takes_nothing(model)
     calls = report_calls(model, *inputs, **named) if runs else None
     return ModelDtypes(calls, shard_units(model))
-
-
-def calls_by_kind(collectives: Sequence[Collective]) -> dict[str, str]:
-    """Return collective and dtype -> how many there are and what they carry together.
-
-    Example:
-        >>> call = Collective(op="all_gather", dtype="bf16", elements=5, ranks=2, bytes=10)
-        >>> calls_by_kind([call, call])
-        {'all_gather bf16': '2 calls, 20 bytes'}
-    """
-    counts = Counter(f"{call.op} {call.dtype}" for call in collectives)
-    sizes = {kind: sum(c.bytes for c in collectives if f"{c.op} {c.dtype}" == kind) for kind in counts}
-    return {
-        kind: f"{count} call{'s' if count > 1 else ''}, {sizes[kind]:,} bytes"
-        for kind, count in counts.items()
-    }
 
 
 def _takes_nothing(model: nn.Module) -> bool:

@@ -65,8 +65,8 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
             pairs = zip(of_ranks[0], others, strict=False)
             number, (first, other) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
             msg = (
-                f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: convert or "
-                "store the model alike on all ranks, before DistributedDataParallel"
+                f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: convert "
+                "or store the model alike on all ranks, before DistributedDataParallel"
             )
             raise RuntimeError(msg)
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, get_args
 
 import torch
 from torch import Tensor
 
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
+from amp_plugin.precision import WeightsName
 
-WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
 HALVES: Final = frozenset({torch.bfloat16, torch.float16})
 _Tensors = Sequence[Tensor]
 _NAMES: Final = get_args(WeightsName)
@@ -35,7 +35,7 @@ class Format:
         kept_bytes: Bytes kept beside a weight.
         split: float32 value -> the weight and what is kept beside it, new tensors.
         join: Weights, what is kept beside them -> float32 masters of the weights' strides.
-        store: Write weights, and what is kept beside them, from masters; seed and step are for random rounding.
+        store: Write weights, and what is kept beside them, from masters; with seed and step of rounding.
     """
 
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Format:
 
 
 # bfloat16 and an int16 low half, together all bits of float32. Whatever low half stands beside a weight, both
-# make a number that rounds to the weight, and zero beside a zero: whoever writes a weight need not know of it.
+# make a number that rounds to the weight, zero beside a zero: whoever writes a weight need not know of it.
 
 
 def _split_pair(value: Tensor) -> tuple[Tensor, Tensor]:

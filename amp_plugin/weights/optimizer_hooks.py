@@ -45,7 +45,7 @@ def add_optimizer(optimizer: Optimizer) -> None:
 
 
 def add_late_optimizers() -> None:
-    """Let optimizers that nobody has added be added before they step a stored parameter; any number of calls."""
+    """Add other optimizers before they first step a stored parameter; any number of calls."""
     if not any(getattr(hook, "adds_late_optimizers", False) for hook in _global_optimizer_pre_hooks.values()):
         hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
         hook.adds_late_optimizers = hook.leaves_gradients = True
@@ -222,8 +222,8 @@ def _refuse(optimizer: Optimizer) -> None:
 def _refuse_graphs(optimizer: Optimizer, params: list[Tensor]) -> None:
     if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
         msg = (
-            f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), which "
-            "leads to weights in 16 bits, not to the float32 that it steps: use weights='fp32' with it"
+            f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
+            "which leads to weights in 16 bits, not to the float32 that it steps: use weights='fp32' with it"
         )
         raise RuntimeError(msg)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Final
 
@@ -15,9 +14,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from amp_plugin.patterns import matched_modules, require_matches
+from amp_plugin.precision import WeightsName
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.checkpoint import export_as_is, export_fp32
-from amp_plugin.weights.formats import HALVES, WeightsName, checked_name, stores_all
+from amp_plugin.weights.formats import HALVES, checked_name, stores_all
 from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_late_optimizers, add_optimizer
 from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, warn_of_16_bits, widen_
 from amp_plugin.weights.weight import (
@@ -83,8 +84,8 @@ def store_weights(
             as bfloat16 and 16 bits more, together all bits of float32; norms, embeddings and the rest are
             float32. ``"fp16"``: likewise as float16, with float32 masters. ``"bf16-true"``, ``"fp16-true"``:
             all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: as
-            ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``: none
-            is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
+            ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``:
+            none is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
             weights stay in float32.
         seed: Of stochastic rounding; the same on all ranks.
@@ -196,13 +197,14 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def _wanted(model: nn.Module, name: str, patterns: Iterable[str]) -> dict[nn.Parameter, None]:
+def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> dict[nn.Parameter, None]:
     """Return the parameters to store, in the model's order.
 
     Raises:
         ValueError: A pattern matches no module.
     """
-    in_fp32 = {param for module in _matching(model, patterns) for param in module.parameters()}
+    require_matches([model], patterns)
+    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
     for module in model.modules():
         names = set() if stores_all(name) else set(module._parameters) - set(_cast_names(module))
         own = module._parameters
@@ -231,23 +233,6 @@ def _cast_names(module: nn.Module) -> tuple[str, ...]:
             torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
             return names if kind.forward is torchs.forward else ()
     return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
-
-
-def _matching(model: nn.Module, patterns: Iterable[str]) -> Iterator[nn.Module]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in patterns:
-        found = [
-            module
-            for name, module in modules.items()
-            if fnmatchcase(name, pattern) or any(pattern == kind.__name__ for kind in type(module).__mro__)
-        ]
-        if not found:
-            msg = (
-                f"fp32_modules: {pattern!r} is not a name or class of a module in {type(model).__name__}; "
-                "model.named_modules() lists them"
-            )
-            raise ValueError(msg)
-        yield from found
 
 
 def _store(
@@ -325,7 +310,7 @@ def refuse_sharded(model: nn.Module, weights: str) -> None:
 
 
 def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
-    """Raise if weights of a sharded model are to be stored; ``setting`` makes its engine gather them in 16 bits.
+    """Raise if weights of a sharded model are to be stored; its engine casts them by ``setting``.
 
     Raises:
         TypeError: They are.
@@ -386,8 +371,8 @@ class WeightBytes:
         """Say it in one line."""
         weights, masters, gradients, state, total = self.per_parameter().values()
         return (
-            f"{total:.3g} bytes per parameter (weights {weights:.3g}, kept beside them {masters:.3g}, gradients "
-            f"{gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
+            f"{total:.3g} bytes per parameter (weights {weights:.3g}, kept beside them {masters:.3g}, "
+            f"gradients {gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
         )
 
 

@@ -78,7 +78,7 @@ class StoredParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        """The 16 bits; float32 that is assigned is stored, all bits of it, unless it is these 16 bits widened."""
+        """The 16 bits; assigned float32 is stored, all bits, unless it is these 16 bits widened."""
         return _DATA.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter

@@ -1,4 +1,3 @@
-import functools
 import os
 import subprocess
 import sys
@@ -269,31 +268,16 @@ class TestTransformersTrainer:
             assert trainer.accelerator.amp_metrics() == {"loss_scale": 65536.0, "skipped_steps": 0}
 
     @pytest.mark.filterwarnings("ignore::UserWarning")  # the first steps skip: schedulers that wait
-    def test_its_logs_tell_of_scale_skips_and_norm(self, tmp_path):
+    def test_its_accelerator_tells_of_scale_and_skips(self, tmp_path):
         install(AmpKwargs(init_scale=2.0**40, max_skips_in_a_row=0))
-        _, history, _ = self.train(tmp_path, fp16=True, max_steps=3, max_grad_norm=0.0)
-        assert [line["skipped_steps"] for line in history] == [1, 2, 3]
-        assert [line["loss_scale"] for line in history] == [2.0**39, 2.0**38, 2.0**37]
-        assert all("grad_norm" in line for line in history)
+        trainer, _, _ = self.train(tmp_path, fp16=True, max_steps=3, max_grad_norm=0.0)
+        assert trainer.accelerator.amp_metrics() == {"loss_scale": 2.0**37, "skipped_steps": 3}
 
     @pytest.mark.filterwarnings("ignore::UserWarning")
-    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-    def test_a_run_that_only_skips_ends_and_names_the_op(self, precision, tmp_path, monkeypatch):
-        transformers = pytest.importorskip("transformers")
-        forward = transformers.BertForSequenceClassification.forward
-
-        @functools.wraps(forward)  # the Trainer asks it for its arguments
-        def faulty(self, **inputs):
-            output = forward(self, **inputs)
-            output.loss = output.loss.mul(0).log()
-            return output
-
-        monkeypatch.setattr(transformers.BertForSequenceClassification, "forward", faulty)
-        install(AmpKwargs(max_skips_in_a_row=4))
-        with pytest.raises(RuntimeError, match="4 optimizer steps in a row were skipped") as error:
-            self.train(tmp_path, **{precision: True})
-        assert "aten::log.default" in str(error.value)
-        assert "output.loss = output.loss.mul(0).log()" in str(error.value)
+    def test_a_run_that_only_skips_ends(self, tmp_path):
+        install(AmpKwargs(init_scale=2.0**60, max_skips_in_a_row=4))
+        with pytest.raises(RuntimeError, match="4 optimizer steps in a row were skipped"):
+            self.train(tmp_path, fp16=True)
 
     def test_stock_fp16_on_the_cpu_is_fp32(self, tmp_path):
         trainer, _, dtypes = self.train(tmp_path, fp16=True, max_steps=1)

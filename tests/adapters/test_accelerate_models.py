@@ -164,51 +164,27 @@ def test_compiled_by_accelerate():
     assert "forward" not in plain.__dict__
 
 
-@pytest.mark.native
-class TestCastCache:
-    def casts(self, accelerator, micro_batches=8):
-        model = torch.nn.Linear(4, 1)
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for _ in range(micro_batches):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(torch.ones(2, 4)).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-        return accelerator._cast_cache, model.weight.detach().clone()
+def test_weights_swapped_for_evaluation_are_seen():
+    accelerator = ours(steps=2)
+    model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
+    inputs = torch.ones(1, 4)
+    model(inputs)
+    model.weight.data.copy_(torch.ones(1, 4))  # as an EMA swap
+    model.eval()
+    assert model(inputs).item() == 4.0
 
-    def test_weights_are_cast_once_a_window(self):
-        torch.manual_seed(0)
-        cache, with_cache = self.casts(ours(steps=4))
-        assert cache.casts == 2 * 2  # two weights, two windows
-        torch.manual_seed(0)
-        none, without = self.casts(ours(steps=4, cast_cache=False))
-        assert none is None
-        assert torch.equal(with_cache, without)
 
-    def test_without_windows_there_is_none_unless_asked_for(self):
-        assert self.casts(ours())[0] is None
-        assert self.casts(ours(cast_cache=True))[0] is not None
-
-    def test_weights_swapped_for_evaluation_are_seen(self):
-        accelerator = ours(steps=2)
-        model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
-        inputs = torch.ones(1, 4)
-        model(inputs)
-        model.weight.data.copy_(torch.ones(1, 4))  # as an EMA swap
-        model.eval()
+def test_weights_swapped_for_samples_are_seen():
+    """As diffusion scripts draw samples with averaged weights: ``no_grad``, but no ``eval()``."""
+    accelerator = ours(steps=2)
+    model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
+    own, averaged, inputs = model.weight.detach().clone(), torch.ones(1, 4), torch.ones(1, 4)
+    before = model(inputs).item()
+    model.weight.data.copy_(averaged)
+    with torch.no_grad():
         assert model(inputs).item() == 4.0
-
-    def test_weights_swapped_for_samples_are_seen(self):
-        """As diffusion scripts draw samples with averaged weights: ``no_grad``, but no ``eval()``."""
-        accelerator = ours(steps=2)
-        model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
-        own, averaged, inputs = model.weight.detach().clone(), torch.ones(1, 4), torch.ones(1, 4)
-        before = model(inputs).item()
-        model.weight.data.copy_(averaged)
-        with torch.no_grad():
-            assert model(inputs).item() == 4.0
-        model.weight.data.copy_(own)
-        assert model(inputs).item() == before
+    model.weight.data.copy_(own)
+    assert model(inputs).item() == before
 
 
 @pytest.mark.native
@@ -265,16 +241,6 @@ def test_left_alone_it_is_accelerate():
         RuntimeError, match=r"Accelerate's own code.*ask accelerator\.optimizer_step_was_skipped"
     ):
         accelerator.last_step(optimizer)
-
-
-@pytest.mark.native
-def test_freeing_memory_frees_the_cast_weights():
-    accelerator = ours(steps=2)
-    model = accelerator.prepare(torch.nn.Linear(4, 1))
-    model(torch.ones(1, 4))
-    assert accelerator._cast_cache.nbytes > 0
-    accelerator.free_memory()
-    assert accelerator._cast_cache is None
 
 
 def test_weights_helper_has_the_gradient_it_says():

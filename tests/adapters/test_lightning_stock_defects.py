@@ -238,20 +238,6 @@ def test_backward_hooks_and_step_of_manual_optimization_run_without_autocast(plu
     }
 
 
-@pytest.mark.native
-@pytest.mark.parametrize(("plugin", "casts"), [(stock, 16), (AmpPrecision, 4)], ids=["stock", "ours"])
-def test_casts_of_weights_in_a_window_of_four(plugin, casts):
-    """Of two weights and two biases; the stock plugin turns torch's cache off (Lightning-AI #21611)."""
-    module, cpu = Linear(), torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[cpu], record_shapes=True, acc_events=True) as profile:
-        fit(module, plugin(), data=regression(4), accumulate_grad_batches=4)
-    shapes = [list(p.shape) for p in module.parameters()]
-    copies = sum(e.name == "aten::_to_copy" and e.input_shapes[0] in shapes for e in profile.events())
-    of_gradients = 4 * 4  # to float32, in each backward
-    kept = sum(event.name == "amp_plugin::cast" for event in profile.events())
-    assert copies - of_gradients + kept == casts
-
-
 class Underflow(OneWeight):
     """The derivative of the output is 1e-8, which float16 cannot hold."""
 

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import amp_plugin
-from amp_plugin.casting.cast_cache import CastCache
 from tests.torchs_own import torchs_own
 
 pytestmark = [pytest.mark.gpu, pytest.mark.native]
@@ -95,7 +94,7 @@ def test_graphed_callables_equal_eager():
 
 
 def test_capture_keeps_no_cast():
-    model, cache = make_model(), CastCache()
+    model = make_model()
     x = torch.randn(16, 64, device="cuda")
     with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
         model(x)
@@ -103,7 +102,7 @@ def test_capture_keeps_no_cast():
     with (
         torch.cuda.graph(graph),
         torch.no_grad(),
-        amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache),
+        amp_plugin.autocast("cuda", dtype=torch.bfloat16),
     ):
         output = model(x)
     with torch.no_grad():
@@ -112,38 +111,3 @@ def test_capture_keeps_no_cast():
     graph.replay()
     with torch.no_grad(), amp_plugin.autocast("cuda", dtype=torch.bfloat16):
         assert torch.equal(output, model(x))
-    assert len(cache) == 0
-
-
-def test_cast_cache_is_exact():
-    def run(cache):
-        model = make_model()
-        for batch in torch.randn(4, 16, 64, generator=torch.Generator().manual_seed(0)).cuda():
-            with amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache):
-                loss = model(batch).float().square().mean()
-            loss.backward()
-        return [p.grad for p in model.parameters()]
-
-    for a, b in zip(run(CastCache()), run(None), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_all_stale_casts_are_refreshed_by_one_launch():
-    model, cache = make_model(), CastCache()
-    x = torch.randn(16, 64, device="cuda")
-
-    def forward():
-        with amp_plugin.autocast("cuda", dtype=torch.bfloat16, cache=cache):
-            return model(x)
-
-    forward()
-    forward()
-    assert (len(cache), cache.casts) == (4, 4)  # the weights and biases of two Linears, once
-    before = cache.refreshes
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1.5)
-    ours = forward()
-    assert (cache.casts, cache.refreshes) == (8, before + 1)
-    with amp_plugin.autocast("cuda", dtype=torch.bfloat16):
-        assert torch.equal(ours, model(x))

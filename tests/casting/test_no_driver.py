@@ -32,7 +32,6 @@ model = torch.nn.Linear(3, 3)
 with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
     model(torch.ones(2, 3)).float().sum().backward()
 torch.optim.SGD(model.parameters(), lr=1.0).step()
-amp_plugin.invalidate()
 print("stepped")
 """
 

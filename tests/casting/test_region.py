@@ -13,7 +13,6 @@ import torch
 
 import amp_plugin
 from amp_plugin.casting.autocast_kernels import KERNELS
-from amp_plugin.casting.cast_cache import CastCache
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +69,6 @@ class TestLikeTorch:
         [
             ({"dtype": "bf16"}, r"autocast\(dtype='bf16'\): a torch.dtype is wanted, give torch.bfloat16$"),
             ({"dtype": "fp8"}, r"give torch.float16 or torch.bfloat16$"),
-            ({"cache": True}, r"autocast\(cache=True\): an amp_plugin.CastCache is wanted"),
             ({"rules": "my.yaml"}, r"rules='my.yaml': .* wanted, for example OpRules.from_yaml\('my.yaml'\)"),
             (
                 {"rules": {}},
@@ -363,14 +361,6 @@ class TestWeightCache:
             torch.randn(3, 3) @ w
             assert self.casts() == 0
 
-    def test_invalidate_reaches_writes_nobody_sees(self):
-        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
-        with amp_plugin.autocast("cpu"):
-            x @ w
-            w.detach().numpy()[:] = 5.0  # no dispatcher, no version counter
-            amp_plugin.invalidate()
-            assert torch.equal(x @ w, x.bfloat16() @ torch.full((3, 3), 5.0, dtype=torch.bfloat16))
-
     def test_dead_weights_at_a_reused_address(self):
         x = torch.ones(2, 2)
         with amp_plugin.autocast("cpu"):
@@ -462,12 +452,6 @@ class TestCopies:
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
         with pickle.loads(pickle.dumps(amp_plugin.autocast("cpu", rules=rules))):
             assert torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype is torch.float32
-
-    @pytest.mark.native
-    def test_a_cast_cache_does_not(self):
-        region = amp_plugin.autocast("cpu", cache=CastCache())
-        with pytest.raises(TypeError, match="a region with a CastCache cannot be copied or pickled"):
-            deepcopy(region)
 
     def test_repr(self):
         region = amp_plugin.autocast("cpu", dtype=torch.float16)

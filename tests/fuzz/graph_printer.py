@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.graphs import ALIASED, COUNTED, MATRICES, OPS, Node
+from tests.fuzz.graphs import COUNTED, MATRICES, OPS, Node
 
 HEADER = """\
 torch.manual_seed(0)
@@ -114,9 +114,7 @@ class Printer:
         w = free.pop(numbers[0] % len(free))
         return w, free[numbers[1] % len(free)]
 
-    def _region(
-        self, dtype: str, enabled: bool, cached: bool, window: bool, form: str, body: Any = ()
-    ) -> None:
+    def _region(self, dtype: str, enabled: bool, cached: bool, form: str, body: Any = ()) -> None:
         if self._in_reentrant:
             self._all(body)
             return
@@ -125,7 +123,6 @@ class Printer:
             for name, value, default in (
                 ("enabled", enabled, True),
                 ("cache_enabled", cached, True),
-                ("window", window, False),
             )
             if value != default
         )
@@ -192,8 +189,6 @@ class Printer:
         if in_region:
             self._line("side.written()")
             self._outermost.banned |= self._outermost.dtypes.keys() - {w}
-        elif how in ALIASED:
-            self._line("side.written_unseen()" if other % 2 else "side.end_window()")
 
     def _backward(self) -> None:
         inside = len(self._dtypes) > 1

@@ -175,12 +175,11 @@ def _region(rng: random.Random, depth: int, without: frozenset[str], weight: int
     dtype = "fp16" if rng.random() < 0.25 and "fp16" not in without else "bf16"
     enabled = depth == 1 or rng.random() < 0.6
     cached = rng.random() < 0.85 or "cache_enabled" in without
-    window = rng.random() < 0.5 and "window" not in without
     form = "decorator" if rng.random() < 0.1 else "with"
     body = _block(rng, rng.randint(2, 7), depth, without)
     if weight is not None:
         body.insert(0, _op(rng, without, weight))
-    return Node("region", (dtype, enabled, cached, window, form), tuple(body))
+    return Node("region", (dtype, enabled, cached, form), tuple(body))
 
 
 def _write(rng: random.Random, weight: int) -> Node:

@@ -14,25 +14,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint  # noqa: F401 - for the graphs
 
 import amp_plugin
-from amp_plugin.casting.cast_cache import CastCache
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Ours:
-    """amp_plugin: sees writes, keeps casts over regions if asked to, casts nothing in a backward pass."""
+    """amp_plugin: sees writes, casts nothing in a backward pass."""
 
-    def __init__(self) -> None:
-        self._cache = CastCache()
-
-    def autocast(
-        self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True, window: bool = False
-    ) -> torch.autocast:
-        """Open a region; with ``window`` its casts of weights are kept for the next one."""
-        cache = self._cache if window else None
-        return amp_plugin.autocast(
-            "cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled, cache=cache
-        )
+    def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
+        """Open a region."""
+        return amp_plugin.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward pass, perhaps with a region around it."""
@@ -40,14 +31,6 @@ class Ours:
 
     def written(self) -> None:
         """A weight was written in a way that is seen."""
-
-    def written_unseen(self) -> None:
-        """A weight was written outside any region in a way that moves no counter."""
-        amp_plugin.invalidate()
-
-    def end_window(self) -> None:
-        """An accumulation window ends; weights may have changed."""
-        self._cache.end_window()
 
     @property
     def custom_fwd(self) -> Callable:
@@ -63,9 +46,7 @@ class Ours:
 class Theirs:
     """torch.autocast, helped where it would use a stale cast or cast in a backward pass."""
 
-    def autocast(
-        self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True, window: bool = False
-    ) -> torch.autocast:
+    def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
         """Open a region."""
         return torch.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
 
@@ -78,12 +59,6 @@ class Theirs:
     def written(self) -> None:
         """A weight was written: torch does not see that."""
         torch.clear_autocast_cache()
-
-    def written_unseen(self) -> None:
-        """A weight was written outside any region, where torch keeps nothing."""
-
-    def end_window(self) -> None:
-        """Nor does it know windows."""
 
     @property
     def custom_fwd(self) -> Callable:

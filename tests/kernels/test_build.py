@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_plugin.casting.cast_cache import CastCache
+from amp_plugin import log_casts
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.compiler import Unit, find_compiler, included_headers, python_headers
@@ -134,17 +134,17 @@ def test_no_compiler_warns_once_and_falls_back(
         assert native_core() is core
     with pytest.raises(
         RuntimeError,
-        match=r"^CastCache needs the native core, .*: there is no C.*Mend the cause and start again",
+        match=r"^log_casts needs the native core, .*: there is no C.*Mend the cause and start again",
     ):
-        require_native("CastCache")
+        require_native("log_casts")
 
 
 def test_the_warning_points_at_the_users_line(
     fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_compiler(monkeypatch, tmp_path)
-    with pytest.warns(RuntimeWarning, match="no C") as caught, pytest.raises(RuntimeError, match="CastCache"):
-        CastCache()
+    with pytest.warns(RuntimeWarning, match="no C") as caught, pytest.raises(RuntimeError, match="log_casts"):
+        log_casts()
     assert caught[0].filename == __file__
 
 
@@ -169,8 +169,8 @@ def test_no_python_headers_leaves_the_library(
     assert core.loaded
     assert core.region is None
     assert "Python.h" in core.reason
-    with pytest.raises(RuntimeError, match=r"CastCache needs the native core.*Python\.h"):
-        require_native("CastCache")
+    with pytest.raises(RuntimeError, match=r"log_casts needs the native core.*Python\.h"):
+        require_native("log_casts")
 
 
 @needs_compiler
@@ -204,7 +204,7 @@ def test_switched_off_in_silence(fresh: None, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(
         RuntimeError, match=r"needs the native core.*switches it off\. Unset AMP_PLUGIN_NATIVE"
     ):
-        require_native("CastCache")
+        require_native("log_casts")
 
 
 def test_a_switch_that_is_neither(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:

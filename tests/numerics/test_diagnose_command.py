@@ -131,7 +131,7 @@ def test_a_module_is_run_as_python_does(script: Path, monkeypatch: pytest.Monkey
     assert "for a module write: diagnose -m json.tool" in " ".join(result.output.replace("│", " ").split())
 
 
-def test_an_option_after_the_script_is_told_of_and_passed_on(script: Path) -> None:
+def test_an_option_after_the_script_is_passed_on(script: Path) -> None:
     script.write_text("import sys\nprint(sys.argv[1:])")
     result = amp(
         str(script), "--keep-going", "lr=3", "--steps", "4", "--save=a b.npz", "--help", "--", "--json"
@@ -140,17 +140,3 @@ def test_an_option_after_the_script_is_told_of_and_passed_on(script: Path) -> No
         "['--keep-going', 'lr=3', '--steps', '4', '--save=a b.npz', '--help', '--', '--json']"
         in result.stdout
     )
-    assert result.stderr == (
-        f"warning: --keep-going and --steps and --save after {script} go to the script; if they are meant for "
-        f"diagnose, write: amp-plugin diagnose --keep-going --steps 4 '--save=a b.npz' {script} lr=3 --help -- --json\n"
-    )
-
-
-def test_an_option_after_a_module_is_told_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script.write_text("")
-    monkeypatch.chdir(script.parent)
-    assert amp("-m", "train", "--strict").stderr == (
-        "warning: --strict after train goes to the script; if it is meant for diagnose, write: "
-        "amp-plugin diagnose --strict -m train\n"
-    )
-    assert amp("--strict", "-m", "train", "--", "--json", "--lr=3").stderr == ""

@@ -76,9 +76,15 @@ class World:
         self.scaler = GradScaler("cpu", init_scale=2.0**10, **options)
         self.scaler.register(*self.optimizers)
         self.scaler.scale(torch.ones(()))
+        self.stepped, self.used_up = set(), set()
+
+    def update(self, *new_scale):
+        self.scaler.update(*new_scale)
+        self.used_up |= self.stepped
 
     def backward(self, index, gradient):
         """A loss over one optimizer's parameters, or over all of them."""
+        self.stepped, self.used_up = set(), set()
         indices = range(len(self.optimizers)) if gradient % 2 == 0 else [index]
         used = [i for optimizer in indices for i in self.model.owned(optimizer)]
         loss = sum((self.params[i] * gradient).sum() for i in used)
@@ -86,6 +92,7 @@ class World:
         self.model.backward(indices, gradient)
 
     def overflow(self, index):
+        self.stepped, self.used_up = set(), set()
         self.scaler.scale((self.params[index] * math.inf).sum()).backward()
         self.model.grads[index] = math.inf
 
@@ -115,6 +122,7 @@ class World:
             return
         assert self.scaler.last_step(self.optimizers[index]).skipped == (not self.model.finite(index))
         self.model.step(index)
+        self.stepped.add(index)
 
     def unscale(self, index):
         refusal = refused(self.scaler.unscale_, self.optimizers[index])
@@ -134,12 +142,14 @@ def act(world, action, index, gradient):
         "fold": lambda: world.clip(index, True),
         "value": lambda: world.value(index),
         "step": lambda: world.step(index),
-        "update": world.scaler.update,
+        "update": world.update,
         "end": world.scaler.end_iteration,
         "zero": lambda: world.zero(index, True),
         "zero_": lambda: world.zero(index, False),
-        "set": lambda: world.scaler.update(2.0 ** (gradient + 8)),
+        "set": lambda: world.update(2.0 ** (gradient + 8)),
     }
+    if index in world.used_up and action in {"unscale", "ensure", "clip", "fold", "value", "step"}:
+        return  # what is there after a step and an update is taken for scaled gradients, as torch does
     calls[action]()
 
 
@@ -179,6 +189,6 @@ def test_overflows_skip_only_their_optimizer(optimizers, fused, hysteresis, roun
                 world.clip(index, update_each)
             world.step(index)
             if update_each:
-                world.scaler.update()
-        world.scaler.update()
+                world.update()
+        world.update()
         world.check()

@@ -11,9 +11,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from amp_plugin import autocast, log_collectives
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
-from amp_plugin.sharding.shard_units import shard_units
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
 from tests.sharding.checkpoints import resume, save
+from tests.sharding.expected_collectives import shard_units
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
 from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
 from tests.sharding.variants import variants

@@ -251,7 +251,7 @@ def test_sparse_gradients():
         model = nn.Embedding(6, 3, sparse=True)
         model.weight.data = model.weight.data.bfloat16().float()
         optimizer = torch.optim.SparseAdam(model.parameters())
-        store = store_weights(model, optimizer, weights=weights or "fp32")
+        store_weights(model, optimizer, weights=weights or "fp32")
         for _ in range(5):
             optimizer.zero_grad()
             model(torch.tensor([1, 3, 3])).sum().backward()
@@ -359,13 +359,13 @@ def test_a_weight_that_somebody_else_writes_is_what_was_written(weights, error):
 # -- with the scaler ------------------------------------------------------------------------------
 
 
-def scaled_run(make, weights, *, steps=12, sync_free=False, fold=False, poison=(4, 5)):
+def scaled_run(make, weights, *, steps=12, fold=False, poison=(4, 5)):
     torch.manual_seed(0)
     model = network()
     model.load_state_dict({k: v.half().float() for k, v in model.state_dict().items()})
     optimizer = make(model.parameters())
-    store = store_weights(model, optimizer, weights=weights)
-    scaler = GradScaler("cpu", init_scale=2.0**10, sync_free=sync_free)
+    store_weights(model, optimizer, weights=weights)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
     trail = []
     for step in range(steps):
         loss = sum((p.float() * (1 + i)).sum() for i, p in enumerate(model.parameters()))
@@ -392,9 +392,8 @@ def scaled_run(make, weights, *, steps=12, sync_free=False, fold=False, poison=(
         (lambda p: torch.optim.AdamW(p, fused=True), {}),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), {"fold": True}),
         (torch.optim.RMSprop, {}),
-        (lambda p: torch.optim.SGD(p, lr=0.1), {"sync_free": True}),
     ],
-    ids=["folded", "fused", "folded-SGD", "plain", "sync-free"],
+    ids=["folded", "fused", "folded-SGD", "plain"],
 )
 def test_overflows_are_skipped_and_clipping_is_the_same(make, options, weights):
     ours, reference = scaled_run(make, weights, **options), scaled_run(make, "fp32", **options)
@@ -497,7 +496,7 @@ def test_they_step_float32_from_their_first_step_on(name, step):
 
 
 def test_state_in_16_bits_is_an_error_before_anything_is_written():
-    _, stored, store = pair()
+    _, stored, _ = pair()
     early = torch.optim.SGD(stored.parameters(), lr=1.0, momentum=0.9)
     give_gradients(0, stored)
     early.step()

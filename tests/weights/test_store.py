@@ -106,7 +106,7 @@ def test_a_state_dict_that_does_not_fit_changes_nothing():
 
 
 def test_a_state_dict_loads_into_a_plain_model():
-    model, _, store = trained()
+    model, _, _ = trained()
     state = model.state_dict()
     assert {value.dtype for value in state.values()} == {torch.float32}
     plain = network()
@@ -138,7 +138,7 @@ def test_a_copy_of_model_and_optimizer_trains_on(way):
 def test_averages_are_of_float32():
     plain = network()
     plains = torch.optim.AdamW(plain.parameters(), lr=1e-3)
-    model, optimizer, store = trained(steps=0)
+    model, optimizer, _ = trained(steps=0)
     average = AveragedModel(plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     ours = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert {param.dtype for param in ours.parameters()} == {torch.float32}
@@ -152,7 +152,7 @@ def test_averages_are_of_float32():
 
 
 def test_what_is_written_in_float32_is_stored():
-    model, optimizer, store = trained()
+    model, optimizer, _ = trained()
     with in_fp32(model):
         for param in model.parameters():
             param.data.mul_(1.0 + 2.0**-12)

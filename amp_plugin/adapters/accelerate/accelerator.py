@@ -21,27 +21,27 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement, sharding
 from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    AmpOptimizer,
+    Iteration,
+    steps_in_backward,
+    torch_optimizer,
+)
 from amp_plugin.adapters.accelerate.preparation import Preparation
 from amp_plugin.adapters.accelerate.refusals import refuse_before_backward
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
-from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
-from amp_plugin.adapters.accelerate.transformers_logs import ask_in_transformers
-from amp_plugin.adapters.endless_skips import explanation
+from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
-from amp_plugin.adapters.foreign_scaler import ForeignScaler, scaler_in_place_of_ours
+from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.cast_cache import CastCache
-from amp_plugin.casting.fp32_modules import matching
-from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
-from amp_plugin.scaling.replay import Recorder
-from amp_plugin.scaling.skips_in_a_row import ReadStep
+from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.weights.store import restore_weights
@@ -103,16 +103,9 @@ class AmpAccelerator(Accelerator):
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
         self._scaler_shown: Any = None
-        self._skips = SkipLedger(
-            exact=self._options.exact_schedulers,
-            max_in_a_row=self._options.max_skips_in_a_row,
-            explain=self._explain,
-        )
-        self._recorder = Recorder()
+        self._iteration = Iteration()
         self._metrics = StepMetrics()
-        ask_in_transformers()
         self._engaged = False
-        self._cast_cache: CastCache | None = None
         self._loaded_folder: Path | None = None
         super().__init__(**given)
         explicit = len(given["kwargs_handlers"]) != len(handlers)
@@ -129,7 +122,7 @@ class AmpAccelerator(Accelerator):
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         device, precision = self.device.type, self.mixed_precision
-        self._grad_scaler = self._own_scaler(precision)
+        self._take_scaler(self._own_scaler(precision))
         self._scaler_shown = self._grad_scaler if precision == "fp16" else None
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
@@ -138,6 +131,7 @@ class AmpAccelerator(Accelerator):
         self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self._preparation = Preparation(self._weights, self._options.fp32_modules, self.ao_recipe_handler)
         self.register_load_state_pre_hook(self._remember_folder)
+        checkpoints.load_into_exact_weights()
         if self.ao_recipe_handler is not None:
             refuse_device(
                 f"{type(self).__name__}(mixed_precision='fp8')", device, self.ao_recipe_handler.config
@@ -154,16 +148,34 @@ class AmpAccelerator(Accelerator):
                 fp32_outputs=self._options.fp32_outputs,
             )
 
+    def _take_scaler(self, scaler: Any) -> None:
+        """Step by a scaler, and look at its steps."""
+        self._grad_scaler.step_log.unsubscribe(self._look)
+        self._grad_scaler = scaler
+        self._follow_log()
+
+    def _follow_log(self) -> None:
+        self._grad_scaler.step_log.exact = self._options.exact_schedulers
+        self._grad_scaler.step_log.subscribe(self._look)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look at the steps of the copied scaler, whose log is empty."""
+        self.__dict__.update(state)
+        self._follow_log()
+
     def _own_scaler(self, precision: str) -> GradScaler:
         fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
         return engagement.grad_scaler(self.device.type, precision, self._settings, fsdp1)
 
     @property
     def scaler(self) -> Any:
-        """The scaler as its user knows it; None where nothing is scaled.
+        """The scaler; None where nothing is scaled.
+
+        It may be replaced by another one, or by an object that has all of its methods. A
+        ``torch.amp.GradScaler`` gives the accelerator's own scaler its options and state.
 
         Raises:
-            TypeError: what replaces it is no scaler.
+            TypeError: what replaces it is something else.
         """
         return self._scaler_shown
 
@@ -172,15 +184,16 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             self._scaler_shown = given
             return
-        self._grad_scaler = (
-            self._own_scaler("no")
-            if given is None
-            else scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+        ours = scaler_for(
+            given,
+            f"{type(self).__name__}.scaler",
+            lambda enabled: self._own_scaler("fp16" if enabled else "no"),
         )
-        self._scaler_shown = given
+        self._take_scaler(ours)
+        self._scaler_shown = self._grad_scaler if self._grad_scaler.is_enabled() else None
         for optimizer in self._optimizers:
             if isinstance(optimizer, AmpOptimizer):
-                optimizer.follow(self._grad_scaler, scaler=given)
+                optimizer.follow(self._grad_scaler, scaler=self._scaler_shown)
         self._register_names()
 
     @property
@@ -215,9 +228,9 @@ class AmpAccelerator(Accelerator):
         return prepared
 
     def set_up_weights(self, model: nn.Module) -> None:
-        """Store a model's weights as they will be, before a checkpoint is loaded into it and it is prepared."""
+        """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
         if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
-            self._weights.set_up(model, matching(model, self._options.fp32_modules))
+            self._weights.set_up(model, found_patterns(model, self._options.fp32_modules))
 
     @property
     def dtype_plan(self) -> DtypePlan:
@@ -239,7 +252,7 @@ class AmpAccelerator(Accelerator):
         return prepared
 
     def _mix(self, module: nn.Module) -> None:
-        training = replace(self._region(self.mixed_precision), cast_cache=self._window_cache())
+        training = self._region(self.mixed_precision)
         in_eval = self._options.eval_precision
         MixedForward.put_on(module, training, self._region(in_eval) if in_eval else None)
 
@@ -250,14 +263,6 @@ class AmpAccelerator(Accelerator):
         in_16_bits = self._weights.replace_autocast
         return replace(options, enabled=options.enabled and not in_16_bits, all_in_16_bits=in_16_bits)
 
-    def _window_cache(self) -> CastCache | None:
-        wanted = engagement.casts_once_a_window(
-            self._settings, self.gradient_accumulation_steps, self.distributed_type
-        )
-        if wanted and self._cast_cache is None:
-            self._cast_cache = CastCache()
-        return self._cast_cache if wanted else None
-
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
         if not self._engaged:
@@ -266,7 +271,7 @@ class AmpAccelerator(Accelerator):
             prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self._scaler_shown)
+        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._iteration, scaler=self._scaler_shown)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
             self._weights.add(self._models, [ours.optimizer])
@@ -292,7 +297,7 @@ class AmpAccelerator(Accelerator):
     ) -> nn.Module:
         """Return the model without its distributed wrapper.
 
-        Without ``keep_fp32_wrapper`` it is an ordinary float32 model again: training under DDP ends with that.
+        Without ``keep_fp32_wrapper`` it is an ordinary float32 model again, which ends training under DDP.
         """
         inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
@@ -320,8 +325,6 @@ class AmpAccelerator(Accelerator):
             yield
         if self._engaged and self.sync_gradients:
             self._grad_scaler.end_iteration()
-            if self._cast_cache is not None:
-                self._cast_cache.end_window()
 
     def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run forward and backward passes so that they can be run again, should every step be skipped.
@@ -338,18 +341,24 @@ class AmpAccelerator(Accelerator):
             What ``call`` returns.
         """
         again = partial(call, *args, **kwargs)
-        self._recorder.remember(again, wanted=self._skips.going_on())
-        value = again()
-        if self.sync_gradients:
-            self._recorder.end_window()
-        return value
+        self._grad_scaler.step_log.remember(again)
+        return again()
 
-    def _explain(self, step: ReadStep) -> str:
-        optimizer = next(optimizer for optimizer in self._optimizers if id(optimizer) == step.key)
+    def _look(self, step: LoggedStep) -> None:
+        """End a run that only skips."""
+        refuse_endless_skips(
+            step,
+            self._options.max_skips_in_a_row,
+            in_fp16="use mixed_precision='bf16'",
+            option="AmpKwargs(max_skips_in_a_row=...)",
+            explain=self._explain,
+        )
+
+    def _explain(self, step: LoggedStep) -> str:
         models = [self.unwrap_model(model) for model in self._models]
         params = [param for model in models for param in model.parameters()]
-        replay = self._recorder.replay_of(step, torch_optimizer(optimizer), params)
-        return explanation(replay, models[0] if len(models) == 1 else None)
+        model = models[0] if len(models) == 1 else None
+        return explanation(self._grad_scaler.step_log, step, params, model)
 
     # -- gradients -------------------------------------------------------------------------------
 
@@ -382,9 +391,8 @@ class AmpAccelerator(Accelerator):
             if self.distributed_type == DistributedType.FSDP:
                 return torch.full((), torch.nan)
             return clipping.norm_so_far(self._grad_scaler, params, norm_type)
-        scales_itself = self._is_fsdp1 or isinstance(self._grad_scaler, ForeignScaler)
-        fold = self._options.fold_clip and not scales_itself
-        if fold or (self._grad_scaler.is_enabled() and not scales_itself):
+        fold = self._options.fold_clip and not self._is_fsdp1
+        if fold or (self._grad_scaler.is_enabled() and not self._is_fsdp1):
             return clipping.clip_norm(self._grad_scaler, params, max_norm, norm_type, fold=fold)
         norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
         clipping.note_norm(self._grad_scaler, params, norm)
@@ -400,11 +408,7 @@ class AmpAccelerator(Accelerator):
         params = clipping.parameters_of(parameters)
         if self._engaged and not self.sync_gradients:
             return
-        if (
-            not self._engaged
-            or self.distributed_type == DistributedType.FSDP
-            or isinstance(self._grad_scaler, ForeignScaler)
-        ):
+        if not self._engaged or self.distributed_type == DistributedType.FSDP:
             super().clip_grad_value_(params, clip_value)
         else:
             clipping.clip_value(self._grad_scaler, params, clip_value)
@@ -495,7 +499,6 @@ class AmpAccelerator(Accelerator):
             return
         with checkpoints.optimizers_unscaled(self._optimizers), self._shown_to_accelerate(_scaler_shown=None):
             super().load_state(*args, **kwargs)
-        invalidate()
         if self._loaded_folder is not None:
             checkpoints.load_loss_scale(self._grad_scaler, self._loaded_folder)
             if self._is_fsdp1:
@@ -505,17 +508,8 @@ class AmpAccelerator(Accelerator):
         """Note which folder ``load_state`` has settled on; a hook of Accelerate's."""
         self._loaded_folder = Path(folder)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Copy and pickle without the cast weights of the accumulation window."""
-        return {**self.__dict__, "_cast_cache": None}
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Free what Accelerator frees, and the cast weights of the accumulation window."""
-        self._cast_cache = None
-        return super().free_memory(*objects)
-
     def end_training(self) -> None:
-        """End the run: models are float32, torch.autocast blocks elsewhere in the process torch's again."""
+        """End the run: models are float32, torch.autocast blocks in the process torch's again."""
         super().end_training()
         if self._engaged:
             self._weights.restore()

@@ -12,16 +12,15 @@ from accelerate.utils import AutocastKwargs, DistributedType, FullyShardedDataPa
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.precision_names import (
+from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.precision import (
     TRAINING_DTYPES,
     WEIGHTS_IN_16_BITS,
     checked_precision,
     known_precision,
 )
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rule_tables import TABLES
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.formats import refuse_other_precision
@@ -149,7 +148,6 @@ def grad_scaler(
         settings.loss_scale(),
         enabled=enabled,
         fp16_gradients=adapter.fp16_gradients,
-        sync_free=adapter.sync_free,
         one_pass=adapter.one_pass,
         on_nonfinite=adapter.on_nonfinite,
         **(_groups(fsdp1) if fsdp1 is not None and (enabled or adapter.on_nonfinite != "ignore") else {}),
@@ -187,7 +185,7 @@ def model_weights(precision: str, settings: Settings, distributed: DistributedTy
 def region_options(
     device: str, precision: str, settings: Settings, handler: AutocastKwargs | None
 ) -> RegionOptions:
-    """Return how prepared models compute, before it is known whether casts are kept.
+    """Return how prepared models compute.
 
     Args:
         device: type of the accelerator's device.
@@ -217,18 +215,3 @@ def rules_of_blocks(device: str, settings: Settings) -> None:
         rules = OpRules.default(device)
     if rules is not None:
         settings.build(lambda: set_default_rules(rules))
-
-
-def casts_once_a_window(settings: Settings, micro_batches: int, distributed: DistributedType) -> bool:
-    """Say whether weights are cast once per accumulation window: where it helps, unless told."""
-    wanted = settings.adapter().cast_cache
-    if wanted is not None:
-        return wanted
-    core = native_core()
-    return (
-        core.loaded
-        and core.region is not None
-        and settings.cache_enabled is not False
-        and micro_batches > 1
-        and distributed != DistributedType.FSDP
-    )

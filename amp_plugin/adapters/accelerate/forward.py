@@ -6,17 +6,13 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate.utils import AutocastKwargs, convert_to_fp32, recursively_apply
 from torch import nn
 
-from amp_plugin.casting.invalidate import invalidate
 from amp_plugin.casting.region import autocast
-
-if TYPE_CHECKING:
-    from amp_plugin.casting.cast_cache import CastCache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +24,6 @@ class RegionOptions:
         dtype: float16 or bfloat16.
         enabled: False computes as without autocast.
         cache_enabled: keep the cast of a weight for its next use in one forward.
-        cast_cache: keeps it from micro-batch to micro-batch; left out of copies and pickles.
         fp32_outputs: convert float16 and bfloat16 outputs to fp32.
         all_in_16_bits: compute without autocast, with inputs in ``dtype``: all weights are stored in it.
     """
@@ -37,7 +32,6 @@ class RegionOptions:
     dtype: torch.dtype
     enabled: bool = True
     cache_enabled: bool | None = None
-    cast_cache: CastCache | None = None
     fp32_outputs: bool = True
     all_in_16_bits: bool = False
 
@@ -49,11 +43,7 @@ class RegionOptions:
 
     def region(self) -> torch.autocast:
         """Return a new autocast region."""
-        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, cache=self.cast_cache)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the cache behind: it belongs to the run."""
-        return {**self.__dict__, "cast_cache": None}
+        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
 
 
 class MixedForward:
@@ -70,7 +60,6 @@ class MixedForward:
         self.options = options
         self.eval_options = options if eval_options is None else eval_options
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.mode = (module.training, torch.is_grad_enabled())
 
     @staticmethod
     def put_on(module: nn.Module, options: RegionOptions, eval_options: RegionOptions | None = None) -> None:
@@ -121,35 +110,17 @@ class MixedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in the region."""
-        if not torch.compiler.is_compiling():
-            self._notice_mode()
         options = self.options if self.module.training else self.eval_options
         if options.all_in_16_bits:
             args, kwargs = recursively_apply(
                 partial(torch.Tensor.to, dtype=options.dtype), (args, kwargs), test_type=_is_floating_point
             )
-        with autocast(
-            options.device_type,
-            options.dtype,
-            options.enabled,
-            options.cache_enabled,
-            cache=options.cast_cache,
-        ):
+        with autocast(options.device_type, options.dtype, options.enabled, options.cache_enabled):
             if self.own is not None:
                 output = self.own(*args, **kwargs)
             else:  # not bound first: no Dynamo before torch 2.13 can trace that
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if options.fp32_outputs else output
-
-    def _notice_mode(self) -> None:
-        """Forget cast weights when training and evaluation alternate: weights are swapped there (EMA).
-
-        Evaluation without ``eval()`` is recognised by ``no_grad``.
-        """
-        mode = (self.module.training, torch.is_grad_enabled())
-        if mode != self.mode:
-            self.mode = mode
-            invalidate()
 
 
 def _is_floating_point(value: object) -> bool:

@@ -20,13 +20,10 @@ import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
 from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
-from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions
-from amp_plugin.scaling.nonfinite import OnNonfinite
-from amp_plugin.sharding.dtype_plan import ReduceName
-from amp_plugin.weights.formats import WeightsName
+from amp_plugin.precision import PrecisionName, ReduceName, WeightsName, checked_precision
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions, OnNonfinite
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
@@ -52,7 +49,6 @@ class AmpKwargs(KwargsHandler):
         on_min_scale: overflow at the floor: ``"hold"`` the scale or ``"raise"`` FloatingPointError.
         dynamic: False keeps the scale constant.
         fp16_gradients: True allows parameters in float16.
-        sync_free: True skips steps on the device without waiting for it; costs a copy of the weights.
         one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
         fold_clip: True leaves a clip by norm to the step where the optimizer is stepped in one pass or fused:
             faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` and the step;
@@ -63,8 +59,6 @@ class AmpKwargs(KwargsHandler):
             names of the parameters; 0 goes on for ever; 50.
         rules: op rules other than the default ones, or a YAML file of them.
         fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
-        cast_cache: cast each weight once per accumulation window; by default wherever the window has
-            more than one micro-batch and the native core is loaded.
         exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
             a scheduler is held back with the skipped step, not one step later; False.
         fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
@@ -93,14 +87,12 @@ class AmpKwargs(KwargsHandler):
     on_min_scale: Literal["hold", "raise"] | None = None
     dynamic: bool | None = None
     fp16_gradients: bool | None = None
-    sync_free: bool | None = None
     one_pass: bool | None = None
     fold_clip: bool | None = None
     on_nonfinite: OnNonfinite | None = None
     max_skips_in_a_row: int | None = None
     rules: OpRules | str | Path | None = None
     fp32_outputs: bool | None = None
-    cast_cache: bool | None = None
     exact_schedulers: bool | None = None
     fp32_modules: Sequence[str] | None = None
     eval_precision: PrecisionName | None = None
@@ -118,14 +110,12 @@ class AdapterOptions:
     """The options of AmpKwargs that are not the loss scale's, with their defaults."""
 
     fp16_gradients: bool = False
-    sync_free: bool = False
     one_pass: bool = True
     fold_clip: bool = False
     on_nonfinite: OnNonfinite = "skip"
     max_skips_in_a_row: int = 50
     rules: OpRules | None = None
     fp32_outputs: bool = True
-    cast_cache: bool | None = None
     exact_schedulers: bool = False
     fp32_modules: Sequence[str] = ()
     eval_precision: PrecisionName | None = None

@@ -39,3 +39,7 @@ class StepMetrics:
             if result is not None and result.norm is not None
         }
         return {**scale_and_skips(scaler), **norms}
+
+    def __reduce__(self) -> tuple[type[StepMetrics], tuple[()]]:
+        """Copy and pickle without the results: they hold on to their optimizers."""
+        return StepMetrics, ()

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from amp_plugin.adapters.lightning.trusted_release import refuse_malicious_release
+from lightning import fabric, pytorch
+from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
+from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
+from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-refuse_malicious_release()
-
-from lightning import fabric, pytorch  # noqa: E402 - after the check
-from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision  # noqa: E402
-from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision  # noqa: E402
-from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision  # noqa: E402
-from lightning.pytorch.utilities.types import LRSchedulerConfig  # noqa: E402
-
-from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up  # noqa: E402
-from amp_plugin.adapters.lightning.monitor import Monitor  # noqa: E402
-from amp_plugin.adapters.lightning.scheduler_holds import HeldBack  # noqa: E402
-from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision  # noqa: E402
-from amp_plugin.scaling.penalty import surround_backward  # noqa: E402
+from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
+from amp_plugin.adapters.lightning.monitor import Monitor
+from amp_plugin.adapters.lightning.scheduler_holds import HeldBack
+from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
+from amp_plugin.scaling.penalty import surround_backward
 
 
 class _HeldBackConfig(HeldBack, LRSchedulerConfig):

@@ -14,37 +14,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
-from amp_plugin.adapters.foreign_scaler import scaler_in_place_of_ours, scaler_shown
-from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
+from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
-from amp_plugin.adapters.precision_names import (
-    TRAINING_DTYPES,
-    NameWithWeights,
-    PrecisionName,
-    StockName,
-    TrainingPrecision,
-)
-from amp_plugin.casting.cast_cache import CastCache
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.device_speed import warn_of_slow_fp16
-from amp_plugin.kernels.build import native_core
+from amp_plugin.precision import (
+    TRAINING_DTYPES,
+    NameWithWeights,
+    PrecisionName,
+    ReduceName,
+    StockName,
+    TrainingPrecision,
+    WeightsName,
+)
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.loss_scale_options import HysteresisMode
-from amp_plugin.scaling.nonfinite import OnNonfinite
+from amp_plugin.scaling.loss_scale_options import HysteresisMode, OnNonfinite
+from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName
+from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.shard_units import is_sharded
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.formats import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 
@@ -78,7 +76,6 @@ class PrecisionCore:
         fp32_modules: Sequence[str] = (),
         weights: WeightsName = "fp32",
         reduce: ReduceName = "fp32",
-        cast_cache: bool | None = None,
         exact_schedulers: bool = False,
         float8_config: Any = None,
         init_scale: float = 2.0**16,
@@ -108,9 +105,7 @@ class PrecisionCore:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
         self.observers: list[Observer] = []
         self._rules: OpRules | None = None
-        self._cast_cache: CastCache | None = None
         self._attempted_steps = 0
-        self._hand_stepped = HandSteppedSchedulers(exact=self.settings.exact_schedulers)
 
     def __repr__(self) -> str:
         """Show the precision, and how weights are stored if not as usual."""
@@ -125,14 +120,14 @@ class PrecisionCore:
     def scaler(self) -> Any:
         """The ``amp_plugin.GradScaler`` of this plugin; None unless fp16.
 
-        It may be replaced before or between runs: by another GradScaler, torch's own too, or by what wraps
-        one. Such a scaler is driven as the stock plugins drive theirs: ``scale``, ``unscale_``, ``step`` and
-        ``update``.
+        It may be replaced before or between runs: by another one, or by an object that has all of its
+        methods. A ``torch.amp.GradScaler`` gives the plugin's own scaler its options and state; None scales
+        no loss.
 
         Raises:
-            TypeError: what replaces it is no scaler, or nothing is scaled in this precision.
+            TypeError: what replaces it is something else, or nothing is scaled in this precision.
         """
-        return scaler_shown(self._scaler)
+        return self._scaler if self._scaler.is_enabled() else None
 
     @scaler.setter
     def scaler(self, given: Any) -> None:
@@ -142,15 +137,18 @@ class PrecisionCore:
                 f"use {type(self).__name__}('fp16'), or leave the scaler out"
             )
             raise TypeError(msg)
-        self._scaler = scaler_in_place_of_ours(given, f"{type(self).__name__}.scaler")
+        self._scaler = scaler_for(given, f"{type(self).__name__}.scaler", self._new_scaler)
 
     @cached_property
     def _scaler(self) -> GradScaler:
-        """The scaler that is asked; made when first used, since the native core is loaded for it."""
+        """The scaler that is called; made when first used, since the native core is loaded for it."""
+        return self._new_scaler(self.settings.scales_loss)
+
+    def _new_scaler(self, enabled: bool) -> GradScaler:
         return GradScaler.from_options(
             "cpu",  # until it is placed
             self.settings.loss_scale,
-            enabled=self.settings.scales_loss,
+            enabled=enabled,
             fp16_gradients=self.settings.fp16_gradients,
             one_pass=self.settings.one_pass,
             on_nonfinite=self.settings.on_nonfinite,
@@ -213,14 +211,8 @@ class PrecisionCore:
             self._rules = rules
             set_default_rules(rules)
         self._scaler.place(self.device, **scaler_options)
+        self.step_log.exact = self.settings.exact_schedulers
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
-
-    def _keep_casts(self, *, window: int) -> None:
-        """Keep cast weights from micro-batch to micro-batch where that saves casts."""
-        asked = self.settings.cast_cache
-        worthwhile = window > 1 and native_core().loaded
-        if self.settings.training_dtype is not torch.float32 and (worthwhile if asked is None else asked):
-            self._cast_cache = CastCache()
 
     def teardown(self) -> None:
         """End the run: give float32 weights and the rules back; the loss scale stays."""
@@ -228,9 +220,6 @@ class PrecisionCore:
         if self._rules is not None:
             set_default_rules(None)
             self._rules = None
-        if self._cast_cache is not None:
-            self._cast_cache.clear()
-            self._cast_cache = None
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Put the modules named by ``fp32_modules`` under fp32; in fp8 convert Linear layers; in place."""
@@ -275,7 +264,6 @@ class PrecisionCore:
             dtype=dtype,
             cache_enabled=self.shares_casts,
             rules=self._rules,
-            cache=self._cast_cache,
         )
 
     def _no_region(self) -> torch.autocast:
@@ -332,16 +320,19 @@ class PrecisionCore:
                 "its step() where not plugin.last_step(optimizer).skipped"
             )
             raise TypeError(msg)
-        if self._hand_stepped.are_held(self._unwrap(optimizer), self.last_step):
+        self.last_step(optimizer)  # raises if there is none
+        if self.step_log.holds_schedulers(self._unwrap(optimizer)):
             return False
         scheduler.step(*args)
         return True
 
+    @property
+    def step_log(self) -> StepLog:
+        """The log of the scaler's steps."""
+        return self._scaler.step_log
+
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
-        self._hand_stepped.after_step(optimizer, result)
-        if self._cast_cache is not None:
-            self._cast_cache.end_window()
         for observer in self.observers:
             observer(optimizer, result)
 

@@ -11,25 +11,26 @@ from typing_extensions import Self
 
 from amp_plugin.adapters.float8 import checked_config
 from amp_plugin.adapters.option_checks import flag, number, rules_from
-from amp_plugin.adapters.precision_names import (
+from amp_plugin.precision import (
     STOCK_NAMES,
     TRAINING_DTYPES,
     PrecisionName,
+    ReduceName,
     TrainingPrecision,
     checked_precision,
+    checked_reduce,
     checked_training_precision,
     weights_meant,
 )
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
-from amp_plugin.scaling.nonfinite import OnNonfinite, checked_on_nonfinite
-from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName, checked_reduce
+from amp_plugin.scaling.loss_scale_options import LossScaleOptions, OnNonfinite, checked_on_nonfinite
+from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.weights.formats import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from amp_plugin.casting.rules import OpRules
-    from amp_plugin.weights.formats import WeightsName
+    from amp_plugin.precision import WeightsName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,6 @@ class PrecisionSettings:
     fp32_modules: Sequence[str] = ()
     weights: WeightsName = "fp32"
     reduce: ReduceName = "fp32"
-    cast_cache: bool | None = None
     exact_schedulers: bool = False
     float8_config: Any = None
     loss_scale: LossScaleOptions
@@ -60,7 +60,6 @@ class PrecisionSettings:
         if self.eval_precision is not None:
             refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
         object.__setattr__(self, "reduce", checked_reduce(self.reduce))
-        flag("cast_cache", self.cast_cache, none=True)
         flag("exact_schedulers", self.exact_schedulers)
         flag("fp16_gradients", self.fp16_gradients)
         flag("one_pass", self.one_pass)

@@ -48,7 +48,7 @@ class TrainerCheckpoints(PrecisionCore):
 
 
 def load_weights_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Load the weights of a checkpoint, and the averages in it, into a model that is float32 or stored by now."""
+    """Load a checkpoint's weights and averages into a model that is float32 or stored by now."""
     module = trainer.lightning_module
     trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
     for callback in trainer.callbacks:

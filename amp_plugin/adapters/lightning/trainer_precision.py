@@ -15,7 +15,6 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -35,7 +34,6 @@ from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.invalidate import invalidate
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -51,20 +49,18 @@ class TrainerPrecision(TrainerCheckpoints):
             layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
             understood.
         device: device type, an error where training runs on another; None: the one it runs on.
-        scaler: a GradScaler in place of the plugin's own, torch's too, as the stock plugin takes it.
+        scaler: a GradScaler in place of the plugin's own; torch's gives its options and state.
         eval_precision: precision of validation, test and prediction; None: ``precision``.
         rules: op rules other than the default ones, or a YAML file of them, for the whole run.
         fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
             (``"LayerNorm"``) that compute in fp32.
         weights: how weights are stored. ``"fp32"``: those that come in 16 bits become float32 when training
-            starts; ``"bf16"``: what autocast would cast in bf16, with 16 bits more beside each, trained exactly
-            as in float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16
+            starts; ``"bf16"``: what autocast would cast in bf16, with 16 bits beside each, trained exactly as
+            in float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16
             alone, rounded at random; ``"bf16-true"``, ``"fp16-true"`` (as ``precision="bf16-true"``): all
             weights and activations. When the run ends, the model is a float32 one.
         reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
             ``"bf16"`` for half the bytes.
-        cast_cache: keep cast weights over an accumulation window, for 2 bytes an element; None:
-            where a window has several micro-batches and the native core is loaded.
         exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
         float8_config: torchao's Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.
         init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
@@ -104,10 +100,9 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def _begin(self) -> None:
         super()._begin()
-        self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
+        self._holds = SchedulerHolds()
         self._in_train_step = False
         self._runs_again = False
-        self._evaluated = False
         self._backwards = 0
         self._stepped_after: dict[int, int] = {}
         self._strays = StrayGradients()
@@ -115,7 +110,6 @@ class TrainerPrecision(TrainerCheckpoints):
         self._manual = False
         self._user_hooks: UserHooks | None = None
         self._leaves_clip_to_step = False
-        self._window = 1
         self._sharded_root: Any = None
         self._root_device = ""
 
@@ -133,7 +127,6 @@ class TrainerPrecision(TrainerCheckpoints):
         self._root_device = trainer.strategy.root_device.type
         self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
-        self._window = _longest_window(trainer)
         self._fitting = trainer.state.fn == "fit"
         if self._fitting or self._weights.are_all_stored:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
@@ -149,7 +142,6 @@ class TrainerPrecision(TrainerCheckpoints):
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
         self._sharded_root = fsdp_root(model)
         self._start(self._root_device, **scaler_options(self._sharded_root))
-        self._keep_casts(window=self._window)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
         self._user_hooks = None
@@ -161,7 +153,8 @@ class TrainerPrecision(TrainerCheckpoints):
         for optimizer in optimizers:
             self._scaler.register(optimizer, names=names_of(optimizer, named))
         if self._may_skip:
-            lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
+            take = partial(self._holds.take, config_class=self.config_class, log=self.step_log)
+            lr_schedulers = list(map(take, lr_schedulers))
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
@@ -184,7 +177,6 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._weights_may_have_changed(evaluating=False)
         self._weights.set_up_unfrozen()
         self._in_train_step = True
         try:
@@ -197,19 +189,12 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def val_step_context(self) -> Generator[None, None, None]:
         """Run ``validation_step`` in the evaluation precision."""
-        self._weights_may_have_changed(evaluating=True)
         in_eval = self.settings.eval_precision
         with self.forward_context() if in_eval is None else self._region(in_eval):
             yield
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
-
-    def _weights_may_have_changed(self, *, evaluating: bool) -> None:
-        """Forget cast weights between training and evaluation: callbacks swap in averaged ones there."""
-        if evaluating is not self._evaluated:
-            self._evaluated = evaluating
-            invalidate()
 
     def _outside_region(self) -> AbstractContextManager[Any]:
         """Leave the region of a manual ``training_step`` for backward, hooks and the step."""
@@ -334,7 +319,7 @@ class TrainerPrecision(TrainerCheckpoints):
         return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._holds.after_step(optimizer, result)
+        self._holds.after_step(optimizer, self.step_log)
         super()._report(optimizer, result)
 
     # -- clipping -----------------------------------------------------------------------------
@@ -386,12 +371,3 @@ class TrainerPrecision(TrainerCheckpoints):
     def _plain(self) -> Any:
         """The framework's plain Precision: its hooks without scaling."""
         return self.package.plugins.Precision
-
-
-def _longest_window(trainer: Any) -> int:
-    """Return the most micro-batches an optimizer step has; callbacks may change it between epochs."""
-    schedulers = [
-        callback for callback in trainer.callbacks if hasattr(callback, "going_to_accumulate_grad_batches")
-    ]
-    later = chain.from_iterable(scheduler.scheduling.values() for scheduler in schedulers)
-    return int(max(trainer.accumulate_grad_batches, *later, 1))

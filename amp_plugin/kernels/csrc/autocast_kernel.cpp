@@ -10,7 +10,6 @@
 #include "may_keep.h"
 #include "region_casts.h"
 #include "torch_autocast.h"
-#include "window_casts.h"
 
 namespace amp_plugin {
 
@@ -59,29 +58,24 @@ at::Tensor cast_tensor(const at::Tensor& tensor, ScalarType dtype) {
 
 bool is_kept(const at::Tensor& tensor, ScalarType dtype, const Call& call) {
   const auto* region = call.plan.region;
-  const bool is_wanted =
-      region == nullptr ? call.plan.in_torch_cache : region->cache_enabled || region->kept != nullptr;
+  const bool is_wanted = region == nullptr ? call.plan.in_torch_cache : region->cache_enabled;
   return is_wanted && is_weight(tensor) && dtype == at::autocast::get_autocast_dtype(call.device) &&
       may_keep(call.device);
 }
 
-// Without the region's cache each use has an autograd node of its own: gradients add up in fp32.
 at::Tensor cast_weight(const at::Tensor& weight, ScalarType dtype, const Call& call, bool& cached) {
-  const auto* region = call.plan.region;
-  if (region != nullptr && region->cache_enabled) {
+  const bool is_ours = call.plan.region != nullptr;
+  if (is_ours) {
     at::Tensor kept = find_cast(weight, dtype);
     cached = kept.defined();
     if (cached) return kept;
   }
-  const Lifetime lifetime = lifetime_of_casts(weight);
-  if (lifetime == Lifetime::kNone) return cast_tensor(weight, dtype);
-  if (region == nullptr) return at::autocast::cached_cast(dtype, weight, call.device);
+  if (is_refilled(weight)) return cast_tensor(weight, dtype);
+  if (!is_ours) return at::autocast::cached_cast(dtype, weight, call.device);
   // Built with grad even under no_grad, so that a later use in this region can differentiate it.
   const c10::AutoGradMode with_grad(true);
-  const bool outlives_region = region->kept && lifetime == Lifetime::kWindow;
-  at::Tensor cast = outlives_region ? region->kept->cast(weight, dtype, cached) : cast_tensor(weight, dtype);
-  cached |= outlives_region;  // the refresh of its buffer is logged by itself
-  if (region->cache_enabled) keep_cast(weight, cast);
+  at::Tensor cast = cast_tensor(weight, dtype);
+  keep_cast(weight, cast);
   return cast;
 }
 

@@ -5,9 +5,6 @@
 
 namespace amp_plugin {
 
-// A tensor on the buffer's memory that autograd sees as the cast of `weight`.
-at::Tensor attached_cast(const at::Tensor& buffer, const at::Tensor& weight);
-
 // The gradients of so many tensors, undefined ones where there are none; their fields are on their way.
 void find_gradients(const c10::TensorImpl* const* tensors, size_t count, const at::Tensor** gradients);
 

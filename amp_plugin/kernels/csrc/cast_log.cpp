@@ -38,14 +38,10 @@ bool is_traced() {
   return Modes::get_mode(c10::impl::TorchDispatchModeKey::FAKE).has_value();
 }
 
-struct Argument {
-  size_t index;
-  const c10::TensorImpl* tensor;
-  bool is_weight;  // a leaf that requires grad
-};
+}  // namespace
 
-void record(
-    const c10::OperatorName& op, Argument argument, const at::Tensor& from, c10::ScalarType to, bool cached) {
+void log_cast(
+    const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached) {
   if (is_traced()) return;
   const c10::ScalarType before = from.scalar_type();
   const int64_t elements = from.sym_numel().maybe_as_int().value_or(0);
@@ -59,24 +55,8 @@ void record(
        c10::toString(to)});
   log.numbers.insert(
       log.numbers.end(),
-      {static_cast<int64_t>(argument.index), elements, cached ? 0 : bytes, cached, argument.is_weight, scope,
-       reinterpret_cast<int64_t>(argument.tensor)});
-}
-
-}  // namespace
-
-void log_cast(
-    const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached) {
-  const bool is_weight = from.is_leaf() && from.requires_grad();
-  record(
-      op, {.index = argument, .tensor = from.unsafeGetTensorImpl(), .is_weight = is_weight}, from, to,
-      cached);
-}
-
-void log_refresh(const at::Tensor& memory, c10::ScalarType to, const c10::TensorImpl* weight) {
-  record(
-      {"amp_plugin::cast", ""}, {.index = 0, .tensor = weight, .is_weight = true}, memory, to,
-      /*cached=*/false);
+      {static_cast<int64_t>(argument), elements, cached ? 0 : bytes, cached,
+       from.is_leaf() && from.requires_grad(), scope, reinterpret_cast<int64_t>(from.unsafeGetTensorImpl())});
 }
 
 namespace {

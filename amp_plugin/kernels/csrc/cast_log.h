@@ -15,7 +15,4 @@ inline bool is_logging_casts() { return cast_log_on.load(std::memory_order_relax
 void log_cast(
     const c10::OperatorName& op, size_t argument, const at::Tensor& from, c10::ScalarType to, bool cached);
 
-// A kept cast of `weight` was made anew from `memory`, a tensor on the weight's memory.
-void log_refresh(const at::Tensor& memory, c10::ScalarType to, const c10::TensorImpl* weight);
-
 }  // namespace amp_plugin

@@ -4,10 +4,10 @@
 
 #include <array>
 #include <atomic>
+#include <utility>
 
 #include "region_casts.h"
 #include "torch_autocast.h"
-#include "window_casts.h"
 
 namespace amp_plugin {
 namespace {
@@ -60,6 +60,9 @@ void show_rules(c10::DeviceType device, int rules) {
 
 thread_local std::vector<Region> open_regions;
 
+// Whether torch's cache, which all threads share, may hold casts that an op of this thread has put there.
+thread_local bool uses_torch_cache = false;
+
 // Zero-initialised, so a rule set's number is stored plus one.
 std::array<std::atomic<int>, 64> default_rules_plus_one;
 
@@ -84,6 +87,7 @@ int default_rules_of(c10::DeviceType device) {
 
 // In a backward pass the block is a checkpoint's, which recomputes with the casts shared as torch does.
 Plan by_default_rules(c10::DeviceType device, bool in_backward) {
+  uses_torch_cache = true;
   const int rules = default_rules_of(device);
   if (rules == kNoRules) return {Course::kTorchKernel, rules, nullptr, false};
   return {Course::kFollowRules, rules, nullptr, in_backward && at::autocast::is_autocast_cache_enabled()};
@@ -92,7 +96,6 @@ Plan by_default_rules(c10::DeviceType device, bool in_backward) {
 }  // namespace
 
 void enter_region(const void* owner, RegionOptions options) {
-  if (options.kept && open_regions.empty()) options.kept->begin_region();
   const auto slot = rules_slot(options.device);
   Region region{
       .owner = owner,
@@ -101,7 +104,6 @@ void enter_region(const void* owner, RegionOptions options) {
       .nesting = 0,
       .graph_task = torch::autograd::get_current_graph_task_id(),
       .cache_enabled = options.cache_enabled,
-      .kept = std::move(options.kept),
       .previous_enabled = at::autocast::is_autocast_enabled(options.device),
       .previous_dtype = at::autocast::get_autocast_dtype(options.device),
       .previous_cache_enabled = at::autocast::is_autocast_cache_enabled(),
@@ -127,7 +129,9 @@ bool exit_region(const void* owner) {
     if (open[i].owner != owner) continue;
     const Region region = std::move(open[i]);
     open.erase(open.begin() + static_cast<std::ptrdiff_t>(i));
-    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+    if (at::autocast::decrement_nesting() == 0 && std::exchange(uses_torch_cache, false)) {
+      at::autocast::clear_cache();
+    }
     if (open.empty()) clear_region_casts();
     at::autocast::set_autocast_enabled(region.device, region.previous_enabled);
     at::autocast::set_autocast_dtype(region.device, region.previous_dtype);
@@ -186,9 +190,7 @@ bool may_be_kept(const at::Tensor& tensor) {
 }  // namespace
 
 void note_write(const at::Tensor& tensor) {
-  if (open_regions.empty() || !may_be_kept(tensor)) return;
-  forget_casts_of_storage(tensor);
-  WindowCasts::forget_storage_everywhere(tensor);
+  if (!open_regions.empty() && may_be_kept(tensor)) forget_casts_of_storage(tensor);
 }
 
 }  // namespace amp_plugin

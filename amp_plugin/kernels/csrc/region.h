@@ -6,7 +6,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
-#include <memory>
 #include <vector>
 
 namespace amp_plugin {
@@ -15,15 +14,12 @@ namespace amp_plugin {
 constexpr int kMaxRuleSets = 24;
 constexpr int kNoRules = -1;
 
-class WindowCasts;
-
 struct RegionOptions {
   c10::DeviceType device;
   c10::ScalarType dtype;
   bool enabled;
   bool cache_enabled;
   int rules;
-  std::shared_ptr<WindowCasts> kept;
 };
 
 struct Region {
@@ -33,7 +29,6 @@ struct Region {
   int nesting;  // torch's autocast nesting level inside this region
   int graph_task;  // the backward pass it was opened in, -1 for none
   bool cache_enabled;
-  std::shared_ptr<WindowCasts> kept;
   // What torch's state was, to be restored.
   bool previous_enabled;
   c10::ScalarType previous_dtype;

@@ -1,31 +1,106 @@
 #include "region_casts.h"
 
+#include <ATen/record_function.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/DimVector.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <unordered_map>
 
-#include "cast_source.h"
-#include "stream_order.h"
+#include "new_tensor.h"
+#include "torch_autocast.h"
 
 namespace amp_plugin {
 namespace {
 
-struct KeptCast {
-  CastSource source;
-  at::Tensor cast;
-  int64_t stream;  // it was made on; another may be ahead of it
+// The casts made before it was last counted up are forgotten.
+std::atomic<uint64_t> forgotten{0};
 
+// Stands for the device's current stream.
+int64_t stream_number(c10::Device device) {
+  if (device.is_cpu()) return 0;
+  return static_cast<int64_t>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).id());
+}
+
+uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->version_counter().current_version();
+}
+
+// A cast, and the memory and version that it was made from. No reference to the weight is held, which
+// torch.utils.swap_tensors would refuse to swap.
+class KeptCast {
+ public:
+  KeptCast(const at::Tensor& weight, at::Tensor cast)
+      : cast_(std::move(cast)),
+        stream_(stream_number(weight.device())),
+        forgotten_(forgotten.load(std::memory_order_acquire)),
+        version_(version_of(weight)),
+        storage_(weight.storage().getWeakStorageImpl()),
+        offset_(weight.storage_offset()),
+        sizes_(weight.sizes()),
+        strides_(weight.strides()) {}
+
+  const at::Tensor& cast() const { return cast_; }
+
+  // Another stream may be ahead of the one that the cast was made on.
   bool is_of(const at::Tensor& weight, c10::ScalarType dtype) const {
-    return cast.scalar_type() == dtype && stream == stream_number(weight.device());
+    return cast_.scalar_type() == dtype && stream_ == stream_number(weight.device());
   }
+
+  bool is_current(const at::Tensor& weight) const {
+    return version_ == version_of(weight) && forgotten_ == forgotten.load(std::memory_order_acquire) &&
+        shares_storage(weight) && offset_ == weight.storage_offset() &&
+        weight.sizes() == c10::IntArrayRef(sizes_) && weight.strides() == c10::IntArrayRef(strides_);
+  }
+
+  bool shares_storage(const at::Tensor& tensor) const {
+    return storage_._unsafe_get_target() == tensor.storage().unsafeGetStorageImpl();
+  }
+
+ private:
+  at::Tensor cast_;
+  int64_t stream_;
+  uint64_t forgotten_;
+  uint32_t version_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  int64_t offset_;
+  c10::DimVector sizes_;
+  c10::DimVector strides_;
 };
 
 // By the weight's address, which does not come back: its cast's autograd graph holds the weight.
 using CastsByWeight = std::unordered_map<const c10::TensorImpl*, c10::SmallVector<KeptCast, 1>>;
 
+// torch.clear_autocast_cache() forgets ours too. Torch shows it nowhere, but its cache lets go of what it
+// held: of a tensor that this thread has put there.
+class TorchCacheWatch {
+ public:
+  bool was_cleared() const { return held_.defined() && held_.use_count() == 1; }
+
+  void start() {
+    if (held_.defined() && !was_cleared()) return;
+    if (!leaf_.defined()) leaf_ = new_tensor({1}, at::kFloat).zero_().requires_grad_();
+    const at::DisableRecordFunctionGuard no_profiler;
+    const c10::AutoGradMode no_grad(false);
+    const bool was_enabled = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_cache_enabled(true);
+    held_ = at::autocast::cached_cast(at::autocast::get_autocast_dtype(at::kCPU), leaf_, at::kCPU);
+    at::autocast::set_autocast_cache_enabled(was_enabled);
+  }
+
+ private:
+  at::Tensor leaf_;
+  at::Tensor held_;  // the cast of the leaf, which torch's cache holds too until it is cleared
+};
+
+thread_local TorchCacheWatch torch_cache;
+
 CastsByWeight& casts_of_thread() {
   thread_local CastsByWeight casts;
+  if (!casts.empty() && torch_cache.was_cleared()) casts.clear();
   return casts;
 }
 
@@ -36,19 +111,19 @@ at::Tensor find_cast(const at::Tensor& weight, c10::ScalarType dtype) {
   const auto found = casts.find(weight.unsafeGetTensorImpl());
   if (found == casts.end()) return {};
   for (const auto& kept : found->second) {
-    if (kept.is_of(weight, dtype) && kept.source.is_current(weight)) return kept.cast;
+    if (kept.is_of(weight, dtype) && kept.is_current(weight)) return kept.cast();
   }
   return {};
 }
 
 void keep_cast(const at::Tensor& weight, const at::Tensor& cast) {
+  torch_cache.start();
   auto& entries = casts_of_thread()[weight.unsafeGetTensorImpl()];
   const auto replaced = [&](const KeptCast& kept) {
-    return kept.is_of(weight, cast.scalar_type()) || !kept.source.is_current(weight);
+    return kept.is_of(weight, cast.scalar_type()) || !kept.is_current(weight);
   };
   entries.erase(std::remove_if(entries.begin(), entries.end(), replaced), entries.end());
-  entries.push_back(
-      KeptCast{.source = CastSource(weight), .cast = cast, .stream = stream_number(weight.device())});
+  entries.emplace_back(weight, cast);
 }
 
 void clear_region_casts() {
@@ -59,13 +134,15 @@ void clear_region_casts() {
 void forget_casts_of_storage(const at::Tensor& tensor) {
   auto& casts = casts_of_thread();
   if (casts.empty() || !tensor.has_storage()) return;
-  const auto shares = [&](const KeptCast& kept) { return kept.source.shares_storage(tensor); };
+  const auto shares = [&](const KeptCast& kept) { return kept.shares_storage(tensor); };
   for (auto weight = casts.begin(); weight != casts.end();) {
     auto& entries = weight->second;
     entries.erase(std::remove_if(entries.begin(), entries.end(), shares), entries.end());
     weight = entries.empty() ? casts.erase(weight) : std::next(weight);
   }
 }
+
+void forget_all_casts() { forgotten.fetch_add(1, std::memory_order_acq_rel); }
 
 int64_t kept_cast_count() {
   int64_t count = 0;

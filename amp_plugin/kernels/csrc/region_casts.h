@@ -16,6 +16,9 @@ void clear_region_casts();
 // Forgets the casts of every weight in this thread that shares storage with `tensor`.
 void forget_casts_of_storage(const at::Tensor& tensor);
 
+// Forgets every thread's casts: weights may have changed without a version counter that shows it.
+void forget_all_casts();
+
 // Casts kept in this thread; for tests and diagnosis.
 int64_t kept_cast_count();
 
