@@ -171,7 +171,7 @@ def test_fp32_modules_and_batch_norm_stay_in_float32():
     assert model[1].running_mean.dtype is torch.float32
     assert len(store) == 2
     with pytest.raises(
-        ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module in Sequential"
+        ValueError, match="fp32_modules: 'Nothing' is no name or class of a module in Sequential"
     ):
         store_weights(network(), fp32_modules=["Nothing"])
 
