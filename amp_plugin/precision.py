@@ -40,6 +40,15 @@ WEIGHTS_IN_16_BITS: Final[dict[str, Literal["fp16", "bf16"]]] = {
     "bf16-true": "bf16",
     "O3": "fp16",
 }
+_WEIGHTS: Final = get_args(WeightsName)
+_STORED_AS: Final = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "torch.float32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("stochastic", "bf16_stochastic", "stochastic-bf16"), "bf16-stochastic"),
+    **dict.fromkeys(("bf16_true",), "bf16-true"),
+    **dict.fromkeys(("16-true", "fp16_true"), "fp16-true"),
+}
 _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
 
@@ -161,3 +170,43 @@ def checked_reduce(given: Any) -> ReduceName:
 
 def _allowed() -> str:
     return ", ".join(map(repr, DTYPES))
+
+
+def checked_weights(given: Any) -> WeightsName:
+    """Return how weights are to be stored.
+
+    Raises:
+        ValueError: It is none of the ways.
+    """
+    if given in _WEIGHTS:
+        return given  # type: ignore[no-any-return]
+    hint = did_you_mean(str(given), _WEIGHTS, aliases=_STORED_AS, written=lambda near: f"weights={near!r}")
+    msg = f"weights={given!r} is unknown; allowed are {', '.join(map(repr, _WEIGHTS))}{hint}"
+    raise ValueError(msg)
+
+
+def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
+    """Raise if a model would compute in another dtype than its weights are stored in.
+
+    Args:
+        weights: How weights are stored.
+        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
+        named: The option that gives it.
+
+    Raises:
+        ValueError: It would.
+    """
+    wanted = weights.partition("-")[0]
+    if weights == "fp32" or wanted == precision:
+        return
+    fits = f" or weights={precision!r}" if precision in _WEIGHTS and precision != "fp32" else ""
+    msg = (
+        f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
+        f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
+    )
+    raise ValueError(msg)
+
+
+def stores_all(weights: str) -> bool:
+    """Whether all weights are stored, not only what autocast would cast, and activations are in 16 bits."""
+    return weights.endswith("-true")

@@ -10,10 +10,10 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
-from amp_plugin.precision import WeightsName
+from amp_plugin.precision import WeightsName, stores_all
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.ddp import reduce_in_fp32
-from amp_plugin.weights.formats import HALVES, stores_all
+from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_optimizer
 from amp_plugin.weights.store import (
     convert_to_fp32,

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
-from amp_plugin.precision import WeightsName
 
 HALVES: Final = frozenset({torch.bfloat16, torch.float16})
 _Tensors = Sequence[Tensor]
-_NAMES: Final = get_args(WeightsName)
-_ALIASES: Final = {
-    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
-    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
-    **dict.fromkeys(("float32", "float", "torch.float32", "32-true", "no"), "fp32"),
-    **dict.fromkeys(("stochastic", "bf16_stochastic", "stochastic-bf16"), "bf16-stochastic"),
-    **dict.fromkeys(("bf16_true",), "bf16-true"),
-    **dict.fromkeys(("16-true", "fp16_true"), "fp16-true"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,43 +106,3 @@ FORMATS: Final[dict[str, Format]] = {
     "bf16-true": _SPLIT_BF16,
     "fp16-true": _FP16_WITH_MASTER,
 }
-
-
-def stores_all(weights: str) -> bool:
-    """Whether all weights are stored, not only what autocast would cast, and activations are in 16 bits."""
-    return weights.endswith("-true")
-
-
-def checked_name(given: Any) -> WeightsName:
-    """Return how weights are to be stored.
-
-    Raises:
-        ValueError: It is none of the ways.
-    """
-    if given in _NAMES:
-        return given  # type: ignore[no-any-return]
-    hint = did_you_mean(str(given), _NAMES, aliases=_ALIASES, written=lambda near: f"weights={near!r}")
-    msg = f"weights={given!r} is unknown; allowed are {', '.join(map(repr, _NAMES))}{hint}"
-    raise ValueError(msg)
-
-
-def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
-    """Raise if a model would compute in another dtype than its weights are stored in.
-
-    Args:
-        weights: How weights are stored.
-        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
-        named: The option that gives it.
-
-    Raises:
-        ValueError: It would.
-    """
-    wanted = weights.partition("-")[0]
-    if weights == "fp32" or wanted == precision:
-        return
-    fits = f" or weights={precision!r}" if precision in _NAMES and precision != "fp32" else ""
-    msg = (
-        f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
-        f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
-    )
-    raise ValueError(msg)

@@ -15,10 +15,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
 from amp_plugin.patterns import matched_modules, require_matches
-from amp_plugin.precision import WeightsName
+from amp_plugin.precision import WeightsName, checked_weights, stores_all
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.checkpoint import export_as_is, export_fp32
-from amp_plugin.weights.formats import HALVES, checked_name, stores_all
+from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_late_optimizers, add_optimizer
 from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, warn_of_16_bits, widen_
 from amp_plugin.weights.weight import (
@@ -34,11 +34,7 @@ _STORABLE: Final = {torch.float32, torch.bfloat16, torch.float16}
 
 
 class WeightStore:
-    """What :func:`store_weights` has done to a model.
-
-    Args:
-        model: The model.
-    """
+    """What :func:`store_weights` has done to a model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -111,7 +107,7 @@ def store_weights(
         >>> model.weight.grad.dtype
         torch.float32
     """
-    name = checked_name(weights)
+    name = checked_weights(weights)
     refuse_sharded(model, name)
     if torch.__future__.get_swap_module_params_on_conversion():
         msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
@@ -198,11 +194,7 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> dict[nn.Parameter, None]:
-    """Return the parameters to store, in the model's order.
-
-    Raises:
-        ValueError: A pattern matches no module.
-    """
+    """Return the parameters to store, in the model's order."""
     require_matches([model], patterns)
     in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
     for module in model.modules():
@@ -261,11 +253,7 @@ def has_fp32_buffers(model: nn.Module) -> bool:
 
 
 def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> str:
-    """Convert trainable parameters that come in 16 bits to float32, in place, with their modules' buffers.
-
-    Args:
-        model: Its parameters stay the objects they are; gradients that they have are converted too.
-        only: Some of its parameters; None: all that are trainable.
+    """Convert parameters in 16 bits (``only``, or all trainable ones) to float32, with their buffers.
 
     Returns:
         What was converted, in one line, with the alternative; empty if nothing was.
@@ -299,22 +287,14 @@ def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
 
 
 def refuse_sharded(model: nn.Module, weights: str) -> None:
-    """Raise if a model's parameters are shards: FSDP stores float32 ones and casts them by itself.
-
-    Raises:
-        TypeError: They are.
-    """
+    """Raise TypeError if a model's parameters are shards: FSDP stores float32 ones and casts them."""
     setting = sharded_by(model)
     if setting is not None:
         refuse_sharded_weights(weights, setting)
 
 
 def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
-    """Raise if weights of a sharded model are to be stored; its engine casts them by ``setting``.
-
-    Raises:
-        TypeError: They are.
-    """
+    """Raise TypeError if weights of a sharded model are to be stored; ``setting`` casts them."""
     if weights != "fp32":
         msg = (
             f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
@@ -345,10 +325,8 @@ class WeightBytes:
 
     Attributes:
         parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
-        weights: Of the parameters themselves.
-        masters: Kept beside them: low halves, or float32 masters.
-        gradients: Of the gradients that are there now.
-        optimizer_state: Of the tensors in the optimizers' state.
+        weights, gradients, optimizer_state: Of the tensors themselves.
+        masters: Kept beside the weights: low halves, or float32 masters.
     """
 
     parameters: int

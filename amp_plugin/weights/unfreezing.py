@@ -6,9 +6,8 @@ float32. Parameters in 16 bits that this does not reach are warned of once, at t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -23,58 +22,22 @@ SetUp = Callable[[nn.Module, list[nn.Parameter]], None]
 
 
 class FrozenWeights:
-    """A model's frozen weights in 16 bits; a forward pre-hook of the model.
-
-    The places of the parameters are kept, not the parameters: a weak reference to one makes
-    ``torch.utils.swap_tensors`` fail, a strong one keeps it alive when the model has replaced it.
-
-    Args:
-        set_up: Sets up parameters of a model that are trained now.
-    """
+    """A forward pre-hook of a model: sets up, by ``set_up``, its weights in 16 bits that are trained now."""
 
     def __init__(self, set_up: SetUp) -> None:
         self._set_up = set_up
-        self._places: list[tuple[ref[nn.Module], str]] | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy with the model, to look for its weights again."""
-        return FrozenWeights, (self._set_up,)
 
     def __call__(self, model: nn.Module, args: object = ()) -> None:
-        """Set up those that are trained now.
-
-        Args:
-            model: The one whose hook this is.
-            args: Of its forward pass, not looked at.
-        """
+        """Set up those that are trained now."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        params = [param for param in self._params(model) if param.requires_grad and is_whole(param)]
-        if params:
-            self._places = None
-            self._set_up(model, params)
-
-    def _params(self, model: nn.Module) -> Iterator[nn.Parameter]:
-        if self._places is None:
-            self._places = [
-                (ref(module), name)
-                for module in model.modules()
-                for name, param in module.named_parameters(recurse=False)
-                if _is_frozen(param)
-            ]
-        for module, name in self._places:
-            owner = module()
-            param = None if owner is None else owner._parameters.get(name)
-            if param is not None and _is_frozen(param):
-                yield param
+        params = [param for param in model.parameters() if _is_left(param) and _is_whole(param)]
+        if any(param.requires_grad for param in params):
+            self._set_up(model, [param for param in params if param.requires_grad])
 
 
 def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> FrozenWeights | None:
     """Let a model's frozen weights in 16 bits be set up when they are trained; any number of calls.
-
-    Args:
-        model: Its trainable weights are set up.
-        set_up: Sets up parameters of a model that are trained now; picklable.
 
     Returns:
         What does it before each forward pass of the model; whoever trains without that calls it with the
@@ -83,7 +46,7 @@ def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> FrozenWeights | Non
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FrozenWeights):
             return hook
-    if not any(map(_is_frozen, model.parameters())):
+    if not any(map(_is_left, model.parameters())):
         return None
     frozen = FrozenWeights(set_up)
     model.register_forward_pre_hook(frozen)
@@ -98,11 +61,7 @@ def forget_frozen(model: nn.Module) -> None:
 
 
 def warn_of_16_bits(optimizer: Optimizer) -> None:
-    """Warn once when an optimizer steps parameters in 16 bits, and widen those that load float32 state.
-
-    Args:
-        optimizer: torch's, of a model with frozen weights in 16 bits.
-    """
+    """Warn once when an optimizer steps parameters in 16 bits, and widen those that load float32 state."""
     if not hasattr(optimizer, _ATTRIBUTE):
         setattr(optimizer, _ATTRIBUTE, False)  # not warned of yet
         optimizer.register_step_post_hook(_after_step)
@@ -113,8 +72,9 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Widen weights that have state in float32: torch would cast it to their 16 bits."""
     params = dict.fromkeys(param for group in optimizer.param_groups for param in group["params"])
     for number, param in enumerate(params):
-        state = state_dict["state"].get(number, {})
-        if _is_frozen(param) and is_whole(param) and any(map(_is_in_fp32, state.values())):
+        state = state_dict["state"].get(number, {}).values()
+        in_fp32 = any(isinstance(v, Tensor) and v.dtype is torch.float32 and v.dim() > 0 for v in state)
+        if in_fp32 and _is_left(param) and _is_whole(param):
             widen_(param)
 
 
@@ -122,7 +82,7 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
     if getattr(optimizer, _ATTRIBUTE, True):
         return
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    count = sum(_is_frozen(param) and param.grad is not None for param in params)
+    count = sum(_is_left(param) and param.grad is not None for param in params)
     if count:
         setattr(optimizer, _ATTRIBUTE, True)
         warn_user(
@@ -135,16 +95,12 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 _after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
 
 
-def _is_frozen(param: Tensor) -> bool:
+def _is_left(param: Tensor) -> bool:
     """Whether a parameter is in 16 bits, and not stored."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
-def _is_in_fp32(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dtype is torch.float32 and value.dim() > 0
-
-
-def is_whole(param: Tensor) -> bool:
+def _is_whole(param: Tensor) -> bool:
     """Whether a parameter is a tensor of its own; a part of FSDP's flat one must keep its memory."""
     if type(param).__name__ == "DTensor":
         return False
@@ -156,5 +112,4 @@ def widen_(param: Tensor) -> None:
     """Make a parameter float32, in place, and the gradient that it has."""
     grad, param.grad = param.grad, None
     param.data = param.data.float()
-    if grad is not None:
-        param.grad = grad.float()
+    param.grad = None if grad is None else grad.float()

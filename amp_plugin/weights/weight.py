@@ -130,13 +130,7 @@ def is_shown(param: Tensor) -> bool:
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter, in place; one that is stored in another way changes to this one, exactly.
-
-    Args:
-        param: float32, bfloat16 or float16; a gradient that it has becomes float32.
-        name: How: a key of ``FORMATS``.
-        seed: For stochastic rounding.
-    """
+    """Store a parameter as ``FORMATS[name]`` says, in place; exactly if it is stored in another way."""
     known = stored_weight(param)
     if known is not None:
         if known.name == name:
@@ -157,11 +151,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 @torch.no_grad()
 def restore_(param: Tensor) -> None:
-    """Make a stored parameter an ordinary float32 one, in place and exactly.
-
-    Raises:
-        RuntimeError: It is shown, or something has converted it.
-    """
+    """Make a stored parameter an ordinary float32 one, in place and exactly."""
     if is_shown(param):
         msg = "restore_weights within in_fp32, or within an optimizer step: call it after the block"
         raise RuntimeError(msg)
@@ -187,11 +177,7 @@ def assigned(param: Tensor, value: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def exact_value(param: Tensor) -> Tensor:
-    """Return a stored parameter in float32, a new tensor; on the host where its GPU is nearly full.
-
-    Raises:
-        RuntimeError: Something has converted it.
-    """
+    """Return a stored parameter in float32, a new tensor; on the host where its GPU is nearly full."""
     weight = _settled(param)
     if weight.shows:
         return param.detach().clone()
@@ -228,11 +214,7 @@ def remainder_of(param: Tensor) -> Tensor | None:
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return a record that fits its parameter, which may have moved or been given other data.
-
-    Raises:
-        RuntimeError: Something has converted it.
-    """
+    """Return a record that fits its parameter, which may have moved or been given other data."""
     weight = _record(param)
     wanted = torch.float32 if weight.shows else weight.format.dtype
     if param.dtype is not wanted:
@@ -255,11 +237,7 @@ def _settled(param: Tensor) -> StoredWeight:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
-    """Make stored parameters float32 until :func:`hide_fp32` is called as often.
-
-    Returns:
-        Those that are stored, for ``hide_fp32``.
-    """
+    """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
     stored = [(param, _settled(param)) for param in stored_params(params)]
     for alike in _alike(param for param, weight in stored if not weight.shows):
         weights = list(map(_record, alike))
@@ -275,15 +253,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
-    """Store parameters that :func:`show_fp32` has returned, unless somebody else still wants them.
-
-    Args:
-        params: As returned.
-        steps: Optimizer steps that they have taken meanwhile.
-
-    Raises:
-        RuntimeError: Something has converted one meanwhile.
-    """
+    """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
     ended = [(param, _settled(param)) for param in params if stored_weight(param) is not None]
     for _, weight in ended:
         weight.shows -= 1

@@ -136,7 +136,6 @@ def test_it_is_one_hook_that_goes_with_copies():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         (copied,) = twin._forward_pre_hooks.values()
         assert isinstance(copied, FrozenWeights)
-        assert copied is not hook
         twin[0].requires_grad_(True)
         with pytest.warns(UserWarning, match=THAWED), autocast("cpu", dtype=torch.bfloat16):
             twin(X)

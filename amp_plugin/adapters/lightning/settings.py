@@ -20,11 +20,12 @@ from amp_plugin.precision import (
     checked_precision,
     checked_reduce,
     checked_training_precision,
+    checked_weights,
+    refuse_other_precision,
     weights_meant,
 )
 from amp_plugin.scaling.loss_scale_options import LossScaleOptions, OnNonfinite, checked_on_nonfinite
 from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.weights.formats import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ class PrecisionSettings:
         if self.device is not None:
             _check_device(self.device)
         _check_names("fp32_modules", self.fp32_modules)
-        object.__setattr__(self, "weights", checked_name(self.weights))
+        object.__setattr__(self, "weights", checked_weights(self.weights))
         refuse_other_precision(self.weights, self.precision)
         if self.eval_precision is not None:
             refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")
