@@ -51,43 +51,16 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.tuning",
         "amp_plugin.weights",
     },
-    "amp_plugin.terminal": set(),
-    "amp_plugin.program": set(),
-    "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
-    "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
+    "amp_plugin.program": {"amp_plugin.casting"},
     "amp_plugin.numerics": {"amp_plugin.precision", "amp_plugin.casting", "amp_plugin.scaling"},
-    "amp_plugin.numerics_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.numerics",
-        "amp_plugin.program",
-        "amp_plugin.program_run",
-        "amp_plugin.terminal",
-    },
     "amp_plugin.tuning": {
         "amp_plugin.casting",
         "amp_plugin.did_you_mean",
         "amp_plugin.kernels",
         "amp_plugin.numerics",
         "amp_plugin.program",
-        "amp_plugin.program_run",
     },
-    "amp_plugin.tuning_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.doctor",
-        "amp_plugin.kernels",
-        "amp_plugin.program",
-        "amp_plugin.terminal",
-        "amp_plugin.tuning",
-    },
-    "amp_plugin.rules_commands": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
-    "amp_plugin.doctor": CORE,
-    "amp_plugin.cast_rows": {"amp_plugin.casting"},
-    "amp_plugin.cli": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor"}
-    | {"amp_plugin.program_run"}
-    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
-    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
+    "amp_plugin.cli": CORE | {"amp_plugin.numerics", "amp_plugin.program", "amp_plugin.tuning"},
     "amp_plugin.__main__": {"amp_plugin.cli"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},

@@ -57,6 +57,6 @@ def explanation(log: StepLog, step: LoggedStep, params: Iterable[Tensor], model:
     replay = log.replay_of(step, params)
     if replay is None:
         return ""
-    from amp_plugin.numerics.replayed import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+    from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
 
     return f"The last of them was run once more:\n{log.explain(replay, partial(diagnose_skip, model=model))}"

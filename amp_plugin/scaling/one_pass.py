@@ -9,6 +9,7 @@ step at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Say why no step is taken in one pass on devices of a type; empty if there the ops run."""
+    """Return why no step is taken in one pass on a type of device; empty if the ops run there."""
     if native_core().region is None:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -69,11 +70,12 @@ def collect(optimizer: Optimizer) -> OnePassStep:
     return OnePassStep(optimizer, parts)
 
 
+@dataclass
 class OnePassStep:
     """The tensors of one step of an optimizer; to be taken before anything of it changes."""
 
-    def __init__(self, optimizer: Optimizer, parts: list[_Part]) -> None:
-        self._optimizer, self._parts = optimizer, parts
+    _optimizer: Optimizer
+    _parts: list[_Part]
 
     def __bool__(self) -> bool:
         """Whether there is a gradient."""
@@ -102,22 +104,20 @@ class _Rule(NamedTuple):
     """What an op needs of a group: the op's name, its states, whether steps are counted, its options."""
 
     op: str
-    states: Callable[[_Group], tuple[str, ...]]
+    always: tuple[str, ...]  # names of its states
+    with_option: tuple[str, str]  # an option, and the state that it asks for
     counts: bool
     options: Callable[[_Group], tuple[Any, ...]]
 
-
-def _adam_states(group: _Group) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    def states(self, group: _Group) -> tuple[str, ...]:
+        """Return the names of the group's states."""
+        option, state = self.with_option
+        return (*self.always, state) if group[option] else self.always
 
 
 def _adam_options(group: _Group) -> tuple[Any, ...]:
     numbers = (_lr_on_host(group), *group["betas"], group["eps"], group["weight_decay"])
     return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
-
-
-def _sgd_states(group: _Group) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _sgd_options(group: _Group) -> tuple[Any, ...]:
@@ -144,8 +144,9 @@ def _device_type_of(optimizer: Optimizer) -> str:
     return next((param.device.type for param in params), "cpu")
 
 
-_ADAM = _Rule("adam_", _adam_states, True, _adam_options)
-_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _Rule("sgd_", _sgd_states, False, _sgd_options)}
+_ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)
+_SGD = _Rule("sgd_", (), ("momentum", "momentum_buffer"), False, _sgd_options)
+_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
 OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
 
@@ -159,7 +160,7 @@ def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[T
 
 
 def _replaced_step(optimizer: Optimizer) -> str:
-    """Say if ``optimizer.step`` is not torch's; a learning rate scheduler may have wrapped it to count."""
+    """Return a text if ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):

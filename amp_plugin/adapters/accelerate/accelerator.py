@@ -34,10 +34,10 @@ from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_s
 from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
-from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty

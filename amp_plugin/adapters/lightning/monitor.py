@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.option_checks import names_checked, number
+from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.options import number
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.store import weight_bytes
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -17,25 +16,19 @@ from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
+from amp_plugin.adapters.option_checks import refuse_other_eval_precision
 from amp_plugin.casting.environment_rules import environment_rules
 from amp_plugin.casting.fp32_modules import apply_fp32_modules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rule_sets import set_default_rules
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.options import LightningOptions, takes
 from amp_plugin.precision import (
     TRAINING_DTYPES,
-    NameWithWeights,
-    PrecisionName,
-    ReduceName,
-    StockName,
-    TrainingPrecision,
-    WeightsName,
 )
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, OnNonfinite
 from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
@@ -64,42 +57,16 @@ class PrecisionCore:
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
-    @names_checked
-    def __init__(
-        self,
-        precision: TrainingPrecision | StockName | NameWithWeights | torch.dtype = "fp16",
-        *,
-        device: str | None = None,
-        scaler: Any = None,
-        eval_precision: PrecisionName | StockName | torch.dtype | None = None,
-        rules: OpRules | str | Path | None = None,
-        fp32_modules: Sequence[str] = (),
-        weights: WeightsName = "fp32",
-        reduce: ReduceName = "fp32",
-        exact_schedulers: bool = False,
-        float8_config: Any = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_mode: HysteresisMode = "apex",
-        on_min_scale: Literal["hold", "raise"] = "hold",
-        dynamic: bool = True,
-        fp16_gradients: bool = False,
-        one_pass: bool = True,
-        on_nonfinite: OnNonfinite = "skip",
-    ) -> None:
-        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, locals())
+    @takes(LightningOptions, by_position=1)
+    def __init__(self, **given: Any) -> None:
+        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
         self._begin()
-        if scaler is not None:
-            self.scaler = scaler
+        if given.get("scaler") is not None:
+            self.scaler = given["scaler"]
 
     def _begin(self) -> None:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
@@ -186,7 +153,7 @@ class PrecisionCore:
 
         None before the first loss, and where nothing is scaled.
         """
-        return self._scaler.current_scale()
+        return self._scaler.loss_scale.value
 
     # -- starting and ending ------------------------------------------------------------------
 
