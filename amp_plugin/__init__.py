@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
     from amp_plugin.tuning.tune import tune as tune
-    from amp_plugin.weights.store_weights import store_weights as store_weights
+    from amp_plugin.weights.store import restore_weights as restore_weights
+    from amp_plugin.weights.store import store_weights as store_weights
 
 __version__ = "0.2.0"
 
@@ -60,10 +61,11 @@ _HOME = {
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
     "log_collectives": "amp_plugin.sharding.collective_log",
+    "restore_weights": "amp_plugin.weights.store",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.dispatcher",
     "shadow_run": "amp_plugin.numerics.shadow",
-    "store_weights": "amp_plugin.weights.store_weights",
+    "store_weights": "amp_plugin.weights.store",
     "tune": "amp_plugin.tuning.tune",
 }
 

@@ -17,7 +17,7 @@ from amp_plugin.sharding.unit_policies import (
     mp_policy,
     with_fp32_parameters,
 )
-from amp_plugin.weights.refusals import refuse_sharded_weights
+from amp_plugin.weights.store import refuse_sharded_weights
 
 
 def fully_shard(

@@ -20,10 +20,10 @@ from amp_plugin.precision import (
     WEIGHTS_IN_16_BITS,
     checked_precision,
     known_precision,
+    refuse_other_precision,
 )
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.refusals import refuse_other_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

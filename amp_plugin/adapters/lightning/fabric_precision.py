@@ -26,7 +26,7 @@ from amp_plugin.casting.threads import autocast_module
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts
-from amp_plugin.weights.refusals import refuse_sharded
+from amp_plugin.weights.store import refuse_sharded
 
 Member = TypeVar("Member")
 
