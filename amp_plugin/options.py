@@ -201,10 +201,10 @@ class PrecisionOptions(ScalingOptions):
     weights: Annotated[
         WeightsName,
         Doc(
-            'How trainable weights are stored. ``"fp32"``: those that come in 16 bits become float32 '
-            'before training; ``"bf16"``: in bf16, with 16 bits more for each, trained exactly as in '
-            'float32; ``"fp16"``: in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 alone, '
-            "rounded at random."
+            'How weights are stored. ``"fp32"``: those that come in 16 bits become float32 before training; '
+            '``"bf16"``: what autocast would cast in bf16, with 16 bits more for each, trained exactly as in '
+            'float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 '
+            'alone, rounded at random; ``"bf16-true"``, ``"fp16-true"``: all weights and activations.'
         ),
     ] = "fp32"
     reduce: Annotated[

@@ -25,7 +25,7 @@ from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.options import LossScaleOptions
 from amp_plugin.precision import DTYPES
 from amp_plugin.scaling import one_pass
-from amp_plugin.weights.forms import FORMS
+from amp_plugin.weights.formats import FORMATS
 
 DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
@@ -187,11 +187,11 @@ def plan(precision: str, device_type: str) -> Part:
 
 
 def _bytes_per_parameter(precision: str) -> Part:
-    """Return ``weights=...`` -> bytes a parameter with AdamW and gradients in fp32, between two steps."""
+    """Return ``weights=...`` -> bytes per parameter with AdamW and gradients in fp32, between two steps."""
     gradient_and_moments = 3 * torch.float32.itemsize
     stored = {
-        name: form.dtype.itemsize + form.rest_bytes + gradient_and_moments
-        for name, form in FORMS.items()
+        name: form.dtype.itemsize + form.kept_bytes + gradient_and_moments
+        for name, form in FORMATS.items()
         if form.dtype is DTYPES[precision]
     }
     return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}

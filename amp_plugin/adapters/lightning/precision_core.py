@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,11 +17,10 @@ from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
-from amp_plugin.casting.environment_rules import environment_rules
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules import OpRules, environment_rules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.options import LightningOptions, takes
 from amp_plugin.precision import (
@@ -181,7 +181,8 @@ class PrecisionCore:
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def teardown(self) -> None:
-        """End the run: give the rules back; the loss scale stays."""
+        """End the run: give float32 weights and the rules back; the loss scale stays."""
+        self._weights.restore()
         if self._rules is not None:
             set_default_rules(None)
             self._rules = None
@@ -194,8 +195,13 @@ class PrecisionCore:
         return convert_linear_layers(module, self.settings.float8_config, left_out=in_fp32)
 
     def convert_input(self, data: Any) -> Any:
-        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay."""
-        return data
+        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay.
+
+        Where all weights are stored in 16 bits, floating-point tensors become such, as in Lightning.
+        """
+        if not self._weights.replace_autocast:
+            return data
+        return apply_to_collection(data, Tensor, partial(_in_dtype, self.settings.training_dtype))
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs as they are."""
@@ -212,12 +218,12 @@ class PrecisionCore:
     # -- regions ------------------------------------------------------------------------------
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return a new autocast region of the training precision."""
+        """Return a new autocast region of the training precision; where all weights are stored, none."""
         return self._region(self.settings.precision)
 
     def _region(self, precision: str) -> torch.autocast:
         dtype = TRAINING_DTYPES[precision]
-        if dtype is torch.float32:
+        if dtype is torch.float32 or self._weights.replace_autocast:
             return self._no_region()
         return autocast(
             self.device,
@@ -332,3 +338,7 @@ class PrecisionCore:
             return
         self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
+
+
+def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

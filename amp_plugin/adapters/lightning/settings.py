@@ -20,10 +20,11 @@ from amp_plugin.precision import (
     checked_precision,
     checked_reduce,
     checked_training_precision,
+    checked_weights,
+    refuse_other_precision,
     weights_meant,
 )
 from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.weights.refusals import checked_name, refuse_other_precision
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -41,7 +42,7 @@ class PrecisionSettings(LightningOptions):
         if self.device is not None:
             _check_device(self.device)
         _check_names("fp32_modules", self.fp32_modules)
-        object.__setattr__(self, "weights", checked_name(self.weights))
+        object.__setattr__(self, "weights", checked_weights(self.weights))
         refuse_other_precision(self.weights, self.precision)
         if self.eval_precision is not None:
             refuse_other_precision(self.weights, self.eval_precision, named="eval_precision")

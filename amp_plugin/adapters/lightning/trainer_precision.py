@@ -98,9 +98,11 @@ class TrainerPrecision(TrainerCheckpoints):
         self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
         self._fitting = trainer.state.fn == "fit"
-        if self._fitting:
+        if self._fitting or self._weights.are_all_stored:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
-            self._weights.set_up(module, self.settings.fp32_modules)
+            was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
+            self._load_again = trainer if was_rounded else None
+        if self._fitting:
             self._averages.watch(trainer.callbacks)
         return super().convert_module(module)
 
@@ -145,7 +147,7 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._weights.widen_thawed()
+        self._weights.set_up_unfrozen()
         self._in_train_step = True
         try:
             with self.forward_context():
