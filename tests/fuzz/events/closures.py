@@ -97,7 +97,8 @@ def _mirror(run: Run, o: int, given: _Closure) -> bool:
     """Do on the oracle what the real side has done; return whether the step was given up."""
     calls = len(given.factors) - len(run.scene["factors"])
     skipped = run.scene["scaler"].last_step(run.scene[f"o{o}"]).skipped
-    if run.kind(o) in _MAY_LOOK_FIRST and run.oracle.windows[o].fresh != NO:
+    window = run.oracle.windows[o]
+    if run.kind(o) in _MAY_LOOK_FIRST and (window.fresh != NO or window.grown):
         allowed = run.oracle.check(o)
         if (calls == 0) not in allowed:
             raise Disagreement(
