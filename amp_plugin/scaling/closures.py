@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from amp_plugin.scaling.backward import is_watched
 from amp_plugin.scaling.gradients import match_memory_order
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.units import is_watched
 from amp_plugin.weights.optimizer_view import stored_weights
 
 Closure = Callable[[], Any]

@@ -17,7 +17,6 @@ from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import closures
-from amp_plugin.scaling.backward import Backwards
 from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
 from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
@@ -35,7 +34,7 @@ from amp_plugin.scaling.step_log import Explainer, StepLog, raise_for_nonfinite
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.steps import Steps
 from amp_plugin.scaling.torch_names import TorchNames
-from amp_plugin.scaling.update import Updates
+from amp_plugin.scaling.units import Units
 from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -101,8 +100,7 @@ class GradScaler(TorchNames):
         False
     """
 
-    _one_pass = True  # of scalers pickled without it
-    _collaborators = frozenset({"step_log", "_shared", "_registry", "_updates", "_backwards", "_steps"})
+    _collaborators = frozenset({"step_log", "_shared", "_registry", "_units", "_steps"})
 
     def __init__(
         self,
@@ -158,8 +156,7 @@ class GradScaler(TorchNames):
         )
         self.step_log, self._shared = log, shared
         self._registry = registry = Registry(shared)
-        self._updates = Updates(self._scales, registry, log)
-        self._backwards = Backwards(registry)
+        self._units = Units(self._scales, registry, log)
         self._steps = Steps(shared=shared, registry=registry, log=log)
         if self._enabled:
             native_core()
@@ -204,7 +201,7 @@ class GradScaler(TorchNames):
         loss_scale = self._scales.of(name)
         again = self.step_log.replaying  # no optimizer steps with its gradients
         if not again:
-            self._updates.settle(force=True)
+            self._units.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             loss_scale.materialize(tensor.device)
@@ -213,7 +210,7 @@ class GradScaler(TorchNames):
             reading = loss_scale.read()
             scaled = tensor * reading.on(tensor.device)
             if not again:
-                self._backwards.watch(scaled, reading)
+                self._units.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -450,9 +447,9 @@ class GradScaler(TorchNames):
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
-                self._updates.request()
+                self._units.request()
             else:
-                self._updates.set_scale(new_scale)
+                self._units.set_scale(new_scale)
 
     def end_iteration(self) -> None:
         """Apply a requested update now.
@@ -464,7 +461,7 @@ class GradScaler(TorchNames):
             FloatingPointError: As :meth:`update`.
         """
         if self._enabled:
-            self._updates.settle(force=True)
+            self._units.settle(force=True)
 
     @property
     def has_scaled(self) -> bool:
@@ -551,10 +548,10 @@ class GradScaler(TorchNames):
         """
         if not (self._enabled and is_state(state_dict)):
             return
-        self._updates.refuse_half("load_state_dict()")
+        self._units.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         self.step_log.begin_anew(self._scales.load_state_dict(state_dict))
-        self._updates.begin_anew(before)
+        self._units.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""

@@ -24,10 +24,7 @@ from amp_plugin.weights.optimizer_view import OptimizerView, view_of
 from amp_plugin.weights.stored_weight import StoredWeight
 
 _Group = dict[str, Any]
-
-
-class NotInOnePassError(Exception):
-    """Says why an optimizer's own step has to run."""
+_Part = tuple[Callable[..., None], tuple[Any, ...], Tensor | None]  # an op, its options, lr on a GPU
 
 
 def why_not(optimizer: Optimizer) -> str:
@@ -54,8 +51,8 @@ def unavailable(device_type: str) -> str:
     return "" if device_type == "cpu" else f"there is no op for {device_type}"
 
 
-def collect(optimizer: Optimizer) -> OnePassStep:
-    """Look up all that a step needs."""
+def collect(optimizer: Optimizer) -> OnePassStep | str:
+    """Return all that a step needs, or why it cannot be taken in one pass now."""
     rule, view = _RULES[type(optimizer)], view_of(optimizer)
     if view is not None:
         view.give_up(optimizer)
@@ -69,11 +66,11 @@ def collect(optimizer: Optimizer) -> OnePassStep:
                     params, rests, optimizer.state, rule.states(group), rule.counts
                 )
             except ValueError as error:
-                raise NotInOnePassError(str(error)) from None
+                return str(error)
             if len(tensors) > 0:
-                parts.append(_Part(getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
+                parts.append((getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
             stored += weights
-    return OnePassStep(optimizer, parts, stored, view)
+    return OnePassStep(optimizer, parts, stored, view) if parts else "it has no gradients"
 
 
 @dataclass
@@ -84,10 +81,6 @@ class OnePassStep:
     _parts: list[_Part]
     _stored: list[StoredWeight]
     _view: OptimizerView | None
-
-    def __bool__(self) -> bool:
-        """Whether there is a gradient."""
-        return bool(self._parts)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
@@ -105,12 +98,6 @@ class OnePassStep:
             for hook in _post_hooks(optimizer):
                 if not _is_of(self._view, hook):
                     hook(optimizer, (optimizer,), {})
-
-
-class _Part(NamedTuple):
-    call: Callable[..., None]
-    options: tuple[Any, ...]
-    lr: Tensor | None
 
 
 class _Rule(NamedTuple):
