@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.scaling import closures
-from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
+from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
 from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
 from amp_plugin.scaling.loss_scale_options import (
@@ -26,7 +26,7 @@ from amp_plugin.scaling.loss_scale_options import (
     OnNonfinite,
     checked_on_nonfinite,
 )
-from amp_plugin.scaling.parameter_names import checked_names
+from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
@@ -100,6 +100,7 @@ class GradScaler(TorchNames):
         False
     """
 
+    _one_pass = True  # of scalers pickled without it
     _collaborators = frozenset({"step_log", "_shared", "_registry", "_units", "_steps"})
 
     def __init__(
@@ -361,7 +362,9 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
+        clip = NormClip(
+            number("max_norm", max_norm, least=0), number("norm_type", norm_type), error_if_nonfinite, fold
+        )
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
@@ -377,7 +380,7 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        largest = limit("clip_value", clip_value)
+        largest = number("clip_value", clip_value, least=0)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -256,6 +256,12 @@ def _is_dtensor(grad: Tensor) -> bool:
     return isinstance(grad, DTensor)
 
 
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    groups = optimizer.param_groups
+    return groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
+
+
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
     """Return every layout that the gradients of ``params`` may have, in the same order on every rank."""
     sharded: list[Any] = [param for param in params if _is_dtensor(param)]

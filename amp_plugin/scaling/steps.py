@@ -27,10 +27,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from amp_plugin.scaling import closures, one_pass
-from amp_plugin.scaling.gradients import match_memory_order
+from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import LossScales, capturing
 from amp_plugin.scaling.one_pass import OnePassStep
-from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
@@ -67,7 +66,13 @@ class Steps:
                 raise RuntimeError(msg)
             value, result = self._once(state, optimizer, call, scaler)
         elif state.obstacle:
-            value, result = closures.step(state, optimizer, closure, args, kwargs, scaled=scales.enabled)
+            value, result = closures.step(
+                state,
+                optimizer,
+                closure,
+                lambda run: optimizer.step(run, *args, **kwargs),
+                scaled=scales.enabled,
+            )
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
             _require_scale(scales)

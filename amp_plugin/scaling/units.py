@@ -7,6 +7,7 @@ exists. ``update()`` is a request until no gradient depends on the old scale.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -209,11 +210,11 @@ def _checked(new_scale: float | Tensor) -> float | Tensor:
             )
             raise ValueError(msg)
         return new_scale
-    msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
     try:
         value = float(new_scale)
-    except (TypeError, ValueError) as error:
-        raise ValueError(msg) from error
-    if not 0 < value < float("inf"):
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
         raise ValueError(msg)
     return value
