@@ -31,7 +31,8 @@ def why_not(optimizer: Optimizer) -> str:
     """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
-    missing = unavailable(_device_type_of(optimizer))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    missing = unavailable(next((param.device.type for param in params), "cpu"))
     if missing:
         return missing
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -137,11 +138,6 @@ def _lr_on_device(group: _Group) -> Tensor | None:
 
 def _lr_on_host(group: _Group) -> Any:
     return group["lr"] if _lr_on_device(group) is None else 0.0
-
-
-def _device_type_of(optimizer: Optimizer) -> str:
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return next((param.device.type for param in params), "cpu")
 
 
 _ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)
