@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import torch_flags
+from amp_plugin.kernels.cuda.catalogue import all_kernels
 from tests.cuda_emulation.emulated_kernels import build, compiler, object_folder
 from tests.host_device.streams import (
     HostEvent,
@@ -111,7 +112,10 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         ours = types.ModuleType(COMPILER)
         ours.architecture_for = lambda *_: "host"
         ours.nvrtc_version = lambda: "of g++"
-        ours.cached_cubin = lambda kernel, _: f"{build(kernel, object_folder())}\0".encode()
+        ours.identity_of = lambda *_: 1
+        ours.all_cubins = lambda *_: {
+            kernel: f"{build(kernel, object_folder())}\0".encode() for kernel in all_kernels()
+        }
         sys.modules[COMPILER] = ours
     torch.version.cuda = "13.0"
     for name, value in _namespace(device).items():
