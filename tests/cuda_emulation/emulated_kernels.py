@@ -36,13 +36,13 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def build(kernel: Kernel, folder: Path, file: Path | None = None) -> Path:
+def build(kernel: Kernel, folder: Path, sources: Path = SOURCES) -> Path:
     """Compile a kernel for the CPU; an object of the same sources is used again."""
-    source = file or SOURCES / f"{kernel.name}.cu"
-    command = [compiler(), *FLAGS, f"-I{SOURCES}", f"-I{HERE}", str(HERE / "emulate.cpp")]
+    source = sources / f"{kernel.name}.cu"
+    command = [compiler(), *FLAGS, f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
     command += [f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{source}"', f"-DNORM={kernel.norm}"]
     command += [f"-D{name}={value}" for name, value in Tuning().macros()]
-    inputs = sorted([*SOURCES.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp"), source])
+    inputs = sorted([*sources.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
     target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
     if not target.exists():

@@ -48,6 +48,13 @@ std::atomic<bool> launches_do_nothing{false};
 std::mutex mutex;
 std::vector<std::string> launched;
 std::atomic<uint64_t> barriers{0};
+std::atomic<int64_t> driver_bytes{0};
+
+// HOST_DEVICE_FAULT plants what a test of the device is to find.
+bool planted(const char* fault) {
+  const char* asked = std::getenv("HOST_DEVICE_FAULT");
+  return asked != nullptr && std::strcmp(asked, fault) == 0;
+}
 thread_local uintptr_t context = 0;
 constexpr uintptr_t kContexts = 0xC0;  // + device
 
@@ -64,6 +71,7 @@ void run(const Kernel& kernel, unsigned blocks, unsigned threads, Arguments& arg
 TORCH_LIBRARY_FRAGMENT(host_device, library) {
   library.def("descending(bool on) -> ()", [](bool on) { descending = on; });
   library.def("launches_do_nothing(bool on) -> ()", [](bool on) { launches_do_nothing = on; });
+  library.def("driver_bytes() -> int", [] { return driver_bytes.load(); });
   library.def("barriers() -> int", [] { return static_cast<int64_t>(barriers.exchange(0)); });
   library.def("launched() -> str[]", [] {
     std::lock_guard lock(mutex);
@@ -98,6 +106,7 @@ int cuKernelGetFunction(void** function, void* kernel) { return *function = kern
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
   if (card_is_full) return 2;
+  driver_bytes += int64_t(bytes);
   void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(memory, 0xAB, bytes);
   return *address = reinterpret_cast<uint64_t>(memory), 0;
@@ -116,6 +125,8 @@ int cuUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsign
   return *object = new UserObject{data, destroy}, 0;
 }
 int cuGraphRetainUserObject(void*, void* object, unsigned, unsigned) {
+  if (planted("graphs leak")) return 0;
+  if (planted("tables are given back early")) return delete static_cast<UserObject*>(object), 0;
   return keep_with_graph(std::shared_ptr<void>(static_cast<UserObject*>(object))), 0;
 }
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_OF_THE_HOST_DEVICE", 0; }

@@ -98,9 +98,12 @@ def test_whole_groups_of_loads_are_not_tested_one_by_one():
 
 def test_one_thread_works_out_what_adam_multiplies_by():
     """Two powers, a root and divisions in float64: on most GPUs a thousand threads would take 50 us for them."""
-    parts = re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", ptx_of("adam"))
+    text = ptx_of("adam")
+    parts = re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)
     (guarded,) = [part for part in parts if "sqrt.rn.f64" in part]
-    assert re.search(r"@%p\d+ bra", guarded.partition("f64")[0])
+    first_branch = re.search(r"@(%p\d+) bra", guarded)[1]
+    (tested,) = re.findall(rf"setp\.\w+\.\w+ \s*{first_branch}, (%r\d+), 0;", text)
+    assert re.search(rf"mov\.u32 \s*{tested}, %tid\.x;", text)
 
 
 def test_a_number_that_divides_all_elements_is_not_divided_by_one_by_one():
