@@ -12,6 +12,7 @@
 #include "cuda_gradients.h"
 #include "cuda_scalar.h"
 #include "new_tensor.h"
+#include "versions.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -124,8 +125,8 @@ void cast(at::TensorList src, at::TensorList out) {
   if (!from.empty()) {
     const Rows rows = rows_of(from, to, device->device());
     const Handle stream = device->stream();
-    const Table table = device->table(rows, stream);
-    device->launch(kCast, device->blocks(table), stream, table);
+    const SharedTable table = device->table(rows, stream);
+    device->launch(kCast, device->blocks(table->table), stream, table->table);
   }
   increment_versions(out);
 }
