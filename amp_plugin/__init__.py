@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
     from amp_plugin.casting.threads import autocast_module as autocast_module
-    from amp_plugin.numerics.diagnosis import diagnose as diagnose
-    from amp_plugin.numerics.replayed import diagnose_skip as diagnose_skip
-    from amp_plugin.numerics.shadow_run import shadow_run as shadow_run
+    from amp_plugin.numerics.diagnose import diagnose as diagnose
+    from amp_plugin.numerics.diagnose import diagnose_skip as diagnose_skip
+    from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
     from amp_plugin.sharding.collective_log import log_collectives as log_collectives
     from amp_plugin.sharding.dtype_plan import DtypePlan as DtypePlan
     from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
-    from amp_plugin.tuning.tuning import tune as tune
+    from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store_weights import store_weights as store_weights
 
 __version__ = "0.2.0"
@@ -53,8 +53,8 @@ _HOME = {
     "autocast_module": "amp_plugin.casting.threads",
     "custom_bwd": "amp_plugin.casting.custom_function",
     "custom_fwd": "amp_plugin.casting.custom_function",
-    "diagnose": "amp_plugin.numerics.diagnosis",
-    "diagnose_skip": "amp_plugin.numerics.replayed",
+    "diagnose": "amp_plugin.numerics.diagnose",
+    "diagnose_skip": "amp_plugin.numerics.diagnose",
     "dtype_report": "amp_plugin.sharding.dtype_report",
     "fully_shard": "amp_plugin.sharding.fully_shard",
     "is_autocast_available": "amp_plugin.casting.region",
@@ -62,9 +62,9 @@ _HOME = {
     "log_collectives": "amp_plugin.sharding.collective_log",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.dispatcher",
-    "shadow_run": "amp_plugin.numerics.shadow_run",
+    "shadow_run": "amp_plugin.numerics.shadow",
     "store_weights": "amp_plugin.weights.store_weights",
-    "tune": "amp_plugin.tuning.tuning",
+    "tune": "amp_plugin.tuning.tune",
 }
 
 _ADAPTERS = {

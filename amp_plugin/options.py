@@ -152,8 +152,8 @@ class _Others:
     enabled: Annotated[
         bool,
         Doc(
-            "False scales nothing, for bfloat16 and float32; ``step`` skips as ever, and ``last_step`` "
-            "reports it."
+            "False makes the scale None, for bfloat16 and float32: gradients are divided by nothing; "
+            "``step`` skips and ``last_step`` reports as ever."
         ),
     ] = True
     _: KW_ONLY
@@ -172,13 +172,6 @@ class _Others:
             "``process_groups``, and norms are added up over them."
         ),
     ] = ()
-    sync_free: Annotated[
-        bool,
-        Doc(
-            "True skips steps of optimizers without AMP support on the device, without waiting for it; "
-            "see :mod:`amp_plugin.scaling.sync_free`."
-        ),
-    ] = False
 
 
 @dataclass(frozen=True)
@@ -257,9 +250,6 @@ class LightningOptions(PrecisionOptions, _Precision):
 class AccelerateOptions(PrecisionOptions):
     """The options of AmpKwargs, of the environment and of YAML files."""
 
-    sync_free: Annotated[
-        bool, Doc("True skips steps on the device without waiting for it; costs a copy of the weights.")
-    ] = False
     fold_clip: Annotated[
         bool,
         Doc(

@@ -175,6 +175,7 @@ class Launches(Section):
 def clip_after_update(bench: Gradients, *, fold: bool) -> None:
     """Unscale and clip with a scale that has changed, as it may at each update."""
     bench.ours.loss_scale.generation += 1
+    bench.scaled_again()
     bench.clip_ours(fold=fold)
 
 

@@ -14,34 +14,6 @@ from tests.private_reads import private_reads
 
 ROOT = Path(__file__).parent.parent
 
-# amp_plugin/scaling from bottom to top: a module imports those of its own row and of the rows above it in this list.
-SCALING_LAYERS = (
-    {
-        "moves",
-        "loss_scale",
-        "shard_layout",
-        "folded_clip",
-        "memory_order",
-        "parameter_names",
-        "outputs",
-        "step_result",
-        "overflow_report",
-        "one_pass",
-    },
-    {"loss_scales", "skipped_steps", "gradients", "nonfinite", "replay", "skips_in_a_row"}
-    | {"taken_gradients", "units"},
-    {"collectives", "overflow_history", "attribution", "skip_explanations"},
-    {"gradient_set", "shared", "unscaled_gradients"},
-    {"optimizer_window"},
-    {"registry"},
-    {"fused", "plain", "sync_free", "closures", "clipping", "updates", "backward"}
-    | {"guard", "guarded_steps", "guarded_closures", "guarded_one_pass", "scaled_steps"},
-    {"torch_interface"},
-    {"grad_scaler"},
-    {"penalty"},
-    {"__init__"},  # the names that others import
-)
-
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
 NAMES = {
@@ -79,43 +51,16 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.tuning",
         "amp_plugin.weights",
     },
-    "amp_plugin.terminal": set(),
-    "amp_plugin.program": set(),
-    "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
-    "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
+    "amp_plugin.program": {"amp_plugin.casting"},
     "amp_plugin.numerics": {"amp_plugin.precision", "amp_plugin.casting", "amp_plugin.scaling"},
-    "amp_plugin.numerics_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.numerics",
-        "amp_plugin.program",
-        "amp_plugin.program_run",
-        "amp_plugin.terminal",
-    },
     "amp_plugin.tuning": {
         "amp_plugin.casting",
         "amp_plugin.did_you_mean",
         "amp_plugin.kernels",
         "amp_plugin.numerics",
         "amp_plugin.program",
-        "amp_plugin.program_run",
     },
-    "amp_plugin.tuning_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.doctor",
-        "amp_plugin.kernels",
-        "amp_plugin.program",
-        "amp_plugin.terminal",
-        "amp_plugin.tuning",
-    },
-    "amp_plugin.rules_commands": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
-    "amp_plugin.doctor": CORE,
-    "amp_plugin.cast_rows": {"amp_plugin.casting"},
-    "amp_plugin.cli": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor"}
-    | {"amp_plugin.program_run"}
-    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
-    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
+    "amp_plugin.cli": CORE | {"amp_plugin.numerics", "amp_plugin.program", "amp_plugin.tuning"},
     "amp_plugin.__main__": {"amp_plugin.cli"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},
@@ -143,17 +88,6 @@ def part_of(module: str, parts: set[str]) -> str | None:
     return module if innermost == "amp_plugin" else innermost
 
 
-def against_layers(imports: Sequence[Import], package: str, layers: Sequence[set[str]]) -> list[str]:
-    """Describe the imports in a package that go from a lower layer to a higher one."""
-    height = {f"{package}.{name}": index for index, names in enumerate(layers) for name in names}
-    height[package] = height.pop(f"{package}.__init__", len(layers))
-    return [
-        f"{found}, layer {height[found.importer]} imports layer {height[found.imported]}"
-        for found in imports
-        if found.importer in height and height[found.importer] < height.get(found.imported, 0)
-    ]
-
-
 # -- this project -------------------------------------------------------------------------------
 
 
@@ -169,15 +103,6 @@ def test_a_part_imports_only_the_parts_it_may(package: str) -> None:
     assert not found, "\n".join(found)
 
 
-def test_scaling_imports_from_top_to_bottom() -> None:
-    found = against_layers(imports_of(ROOT / "amp_plugin"), "amp_plugin.scaling", SCALING_LAYERS)
-    assert not found, "\n".join(found)
-
-
-def test_each_module_of_scaling_has_a_layer() -> None:
-    assert {file.stem for file in (ROOT / "amp_plugin/scaling").glob("*.py")} == set().union(*SCALING_LAYERS)
-
-
 def test_the_design_document_has_the_same_folders() -> None:
     rows = re.findall(r"^\| `(\w+)/` \|.*\| ([^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     folders = {folder for folder, _ in rows}
@@ -187,14 +112,6 @@ def test_the_design_document_has_the_same_folders() -> None:
         stated = folders - named - {folder} if text.startswith("all but") else named
         allowed = {part.removeprefix("amp_plugin.") for part in PARTS[f"amp_plugin.{folder}"]}
         assert stated == allowed & folders, folder
-
-
-def test_the_design_document_has_the_same_layers() -> None:
-    layers: dict[int, set[str]] = {}
-    rows = re.findall(r"^\| (\d) \| ([^|]+) \|", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-    for layer, modules in rows:
-        layers.setdefault(int(layer), set()).update(re.findall(r"`(\w+)\.py`", modules))
-    assert layers == dict(enumerate(SCALING_LAYERS[:-1]))
 
 
 def test_no_private_name_is_read_across_files() -> None:
@@ -272,33 +189,20 @@ def test_an_import_without_a_way_back_is_no_circle(tmp_path: Path) -> None:
     assert circles(imports_of(package)) == []
 
 
-def test_an_import_from_a_lower_layer_is_found(tmp_path: Path) -> None:
-    package = package_of(
-        tmp_path, low="from app import high, same", same="import app.low", high="import app.low"
-    )
-    layers = ({"low", "same"}, {"high"}, {"__init__"})
-    found = against_layers(imports_of(package), "app", layers)
-    assert found == ["app/low.py:1 imports app.high, layer 0 imports layer 1"]
-    (package / "same.py").write_text("\nimport app")
-    assert "app/same.py:2 imports app, layer 0 imports layer 2" in against_layers(
-        imports_of(package), "app", layers
-    )
-
-
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
         ("amp_plugin.casting.region", "amp_plugin.kernels.build", True),
         ("amp_plugin.casting.region", "amp_plugin.scaling.loss_scale", False),
-        ("amp_plugin.scaling.fused", "amp_plugin.casting", False),
-        ("amp_plugin.scaling.fused", "amp_plugin", False),
+        ("amp_plugin.scaling.steps", "amp_plugin.casting", False),
+        ("amp_plugin.scaling.steps", "amp_plugin", False),
         ("amp_plugin.scaling.penalty", "lightning.fabric", False),
         ("amp_plugin.kernels.build", "amp_plugin.casting.rules", False),
         ("amp_plugin.kernels.build", "torch.nn", True),
-        ("amp_plugin.adapters.late_skips", "amp_plugin.scaling.loss_scale", True),
-        ("amp_plugin.adapters.late_skips", "accelerate.utils", False),
-        ("amp_plugin.adapters.late_skips", "amp_plugin.adapters.lightning.monitor", False),
-        ("amp_plugin.adapters.lightning.monitor", "amp_plugin.adapters.late_skips", True),
+        ("amp_plugin.adapters.endless_skips", "amp_plugin.scaling.loss_scale", True),
+        ("amp_plugin.adapters.endless_skips", "accelerate.utils", False),
+        ("amp_plugin.adapters.endless_skips", "amp_plugin.adapters.lightning.monitor", False),
+        ("amp_plugin.adapters.lightning.monitor", "amp_plugin.adapters.endless_skips", True),
         ("amp_plugin.adapters.lightning.monitor", "pytorch_lightning", True),
         ("amp_plugin.adapters.lightning.monitor", "accelerate", False),
         ("amp_plugin.adapters.lightning.monitor", "amp_plugin.adapters.accelerate", False),

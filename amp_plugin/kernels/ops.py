@@ -16,7 +16,8 @@ cast                    read src, write out         1                0
 update_scale\_          a few scalars               1                0
 clip_factor             a few scalars               1                0
 adam\_, sgd\_            read B, params and states,   1                0
-                        write params and states
+                        write the same; B only if
+                        grad_scale is not 1
 pack_weights\_          read 4, write 4 a weight    1                0
 unpack_weights\_        read 4, write 4 a weight    1                0
 round_weights\_         read 4, write 2 a weight    per tensor       0
@@ -44,8 +45,8 @@ Contract of every kernel, whatever the device:
 What ranks combine is packed by one op before the collective and read by one behind it; see
 :mod:`amp_plugin.kernels.rank_reference`.
 
-An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They read
-gradients, divide them by ``grad_scale``, and never write them; see
+An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They divide
+gradients by ``grad_scale`` in the pass that steps, and leave them divided; see
 :mod:`amp_plugin.kernels.step_reference`.
 
 Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
@@ -83,16 +84,16 @@ SCHEMAS: Final = {
         "float growth_factor, float backoff_factor, int growth_interval, float min_scale, float max_scale, "
         "int hysteresis, int hysteresis_mode) -> ()"
     ),
-    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None) -> Tensor",
+    "clip_factor": "(Tensor norm, float max_norm, Tensor? scale=None, Tensor? found_inf=None) -> Tensor",
     "adam_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-        "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] steps, Tensor(f!)[] remainders, Tensor(g!)[] copies, *, "
+        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs, "
+        "Tensor(e!)[] max_exp_avg_sqs, Tensor(f!)[] steps, Tensor(g!)[] remainders, *, "
         "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled_weight_decay, "
         "bool maximize, Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),
     "sgd_": (
-        "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] remainders, "
-        "Tensor(d!)[] copies, *, float lr, float momentum, float dampening, float weight_decay, "
+        "(Tensor(a!)[] params, Tensor(b!)[] grads, Tensor(c!)[] momentum_buffers, "
+        "Tensor(d!)[] remainders, *, float lr, float momentum, float dampening, float weight_decay, "
         "bool nesterov, bool maximize, bool first_step, "
         "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()"
     ),

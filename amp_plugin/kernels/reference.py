@@ -219,21 +219,27 @@ def _as_float32(value: float) -> float:
 
 
 @torch.no_grad()
-def clip_factor(norm: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+def clip_factor(
+    norm: Tensor, max_norm: float, scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> Tensor:
     """Find what clipping multiplies gradients by, or a fused optimizer divides scaled ones by::
 
-        factor = min(1, max_norm / (norm + 1e-6)), 1 if the norm is not finite (that step is skipped)
+        factor = min(1, max_norm / (norm + 1e-6)), 1 if a gradient is not finite (that step is skipped)
         result = factor, or scale / factor
+
+    Finite gradients whose norm is beyond float32 become zeros, as torch makes them.
 
     Args:
         norm: float32, one element: the norm of the unscaled gradients.
         max_norm: Largest norm.
         scale: float32, one element: the loss scale the gradients still carry.
+        found_inf: One element, above 0 if a gradient is not finite; None: if the norm is not.
 
     Returns:
         float32, 0-dim.
     """  # noqa: D415 - the formula belongs to the sentence
     value = norm.reshape(())
+    skipped = value.isfinite().logical_not() if found_inf is None else found_inf.reshape(()) > 0
     factor = torch.clamp(max_norm / (value + 1e-6), max=1.0)
-    factor = torch.where(value.isfinite(), factor, 1.0).to(torch.float32)
+    factor = torch.where(skipped, 1.0, factor).to(torch.float32)
     return factor if scale is None else scale.reshape(()) / factor

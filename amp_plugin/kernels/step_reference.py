@@ -5,18 +5,20 @@ once when written. Each takes the tensors of one parameter group, lists with an 
 parameter:
 
 - ``params``: float32, or bfloat16 with ``remainders`` (below).
-- ``grads``: float32, bfloat16 or float16; read once, never written.
+- ``grads``: float32, bfloat16 or float16; written if ``grad_scale`` is not 1.
 - the optimizer's states: float32, of the parameter's shape; ``steps`` float32 or float64, one element.
 - ``remainders``: empty, or int16: the low halves of pairs, whose high halves are ``params``; see
   :mod:`amp_plugin.kernels.weight_reference`.
-- ``copies``: empty, or float16 or bfloat16 tensors, each written with its rounded parameter.
 
-``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. Where
-``found_inf`` (one element) is above 0 nothing is written, step counters included. ``lr_tensor``
-(one element) takes the place of ``lr``.
+``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left
+divided, each rounded once to its dtype; the step itself takes the quotients in float32. ``maximize``
+and weight decay are not in what is written. Where ``found_inf`` (one element) is above 0 nothing else
+is written, step counters included. Without a ``grad_scale``, or where it is 1 in float32, gradients are
+not written; their versions then do not move, except that a GPU's host cannot know of the 1.
+``lr_tensor`` (one element) takes the place of ``lr``.
 
-Bytes for B of float32 gradients: Adam reads 4 B and writes 3 B, SGD with momentum reads 3 B and
-writes 2 B. One launch, no host sync.
+Bytes for B of float32 gradients: Adam reads 4 B and writes 4 B, SGD with momentum reads 3 B and
+writes 3 B, each B less with a ``grad_scale`` of 1. One launch, no host sync.
 """
 
 from __future__ import annotations
@@ -38,7 +40,6 @@ def adam_(
     max_exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[Tensor],
     remainders: Sequence[Tensor],
-    copies: Sequence[Tensor],
     *,
     lr: float,
     beta1: float,
@@ -80,7 +81,7 @@ def adam_(
         stepped = kept - rate / (1 - beta1**step) * first / denominator
         for tensor, value in ((exp_avgs[i], first), (exp_avg_sqs[i], second), (steps[i], step)):
             _write(tensor, value, taken)
-        _write_param(i, stepped, params, remainders, copies, taken)
+        _write_param(i, stepped, params, remainders, taken)
 
 
 @torch.no_grad()
@@ -89,7 +90,6 @@ def sgd_(
     grads: Sequence[Tensor],
     momentum_buffers: Sequence[Tensor],
     remainders: Sequence[Tensor],
-    copies: Sequence[Tensor],
     *,
     lr: float,
     momentum: float,
@@ -121,7 +121,7 @@ def sgd_(
             moved = grad if first_step else momentum * _wide(buffer) + (1 - dampening) * grad
             _write(buffer, moved, taken)
             direction = grad + momentum * moved if nesterov else moved
-        _write_param(i, param - rate * direction, params, remainders, copies, taken)
+        _write_param(i, param - rate * direction, params, remainders, taken)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -140,13 +140,17 @@ def _unscaled(
     *,
     maximize: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each parameter and its unscaled gradient, wide."""
+    """Divide the gradients; yield each parameter and what its step takes, wide."""
+    divides = grad_scale is not None and not (grad_scale.is_cpu and grad_scale.float().item() == 1)
     for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
         whole = param
         if remainders:
             whole = torch.empty_like(param, dtype=torch.float32)
             unpack_weights_([param], [remainders[i]], [whole])
-        unscaled = _wide(grad) if grad_scale is None else _wide(grad) / _wide(grad_scale).reshape(())
+        unscaled = _wide(grad)
+        if grad_scale is not None and divides:
+            unscaled = unscaled / _wide(grad_scale).reshape(())
+            grad.copy_(unscaled)
         yield _wide(whole), -unscaled if maximize else unscaled
 
 
@@ -159,7 +163,6 @@ def _write_param(
     value: Tensor,
     params: Sequence[Tensor],
     remainders: Sequence[Tensor],
-    copies: Sequence[Tensor],
     taken: Tensor | bool,
 ) -> None:
     if remainders:
@@ -169,5 +172,3 @@ def _write_param(
         _write(remainders[i], low, taken)
         return
     _write(params[i], value, taken)
-    if copies:
-        _write(copies[i], params[i], taken)

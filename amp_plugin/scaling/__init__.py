@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
-    from amp_plugin.scaling.overflow_report import OverflowReport as OverflowReport
+    from amp_plugin.scaling.overflows import OverflowReport as OverflowReport
     from amp_plugin.scaling.penalty import grad as grad
     from amp_plugin.scaling.penalty import gradient_penalty as gradient_penalty
     from amp_plugin.scaling.step_result import StepResult as StepResult
 
 _HOME = {
     "GradScaler": "amp_plugin.scaling.grad_scaler",
-    "OverflowReport": "amp_plugin.scaling.overflow_report",
+    "OverflowReport": "amp_plugin.scaling.overflows",
     "StepResult": "amp_plugin.scaling.step_result",
     "grad": "amp_plugin.scaling.penalty",
     "gradient_penalty": "amp_plugin.scaling.penalty",

@@ -7,7 +7,6 @@ a hook on the scaled output can. It runs before any gradient of that backward ex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from amp_plugin.scaling.loss_scale import ScaleReading
-from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.loss_scale import PendingScale
+from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.units import ScaledBy
 
 
 class Backwards:
@@ -28,7 +26,7 @@ class Backwards:
         self._registry = registry
         self._task = -1
 
-    def watch(self, output: Tensor, reading: ScaleReading) -> None:
+    def watch(self, output: Tensor, reading: PendingScale) -> None:
         """Learn when a backward from a scaled ``output`` begins.
 
         Under ``torch.compile`` and functorch transforms nothing is watched: new gradients that follow an
@@ -40,7 +38,7 @@ class Backwards:
             return
         output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
 
-    def begin(self, reading: ScaleReading) -> None:
+    def begin(self, reading: PendingScale) -> None:
         """Get all gradients ready for a backward from an output scaled by a loss scale."""
         loss_scale = reading.loss_scale
         task = torch._C._current_graph_task_id()
@@ -56,20 +54,21 @@ class Backwards:
         self._task = task
         self._registry.refresh_joined()
         self._registry.note_backward(reading if reading.change() is None else loss_scale.read())
-        # In this order: which windows unscale again is known only before units change; clips are written
+        # In this order: which states unscale again is known only before units change; clips are written
         # before gradients are added to; marks are set after converting.
-        windows = list(self._registry)
-        again = [window for window in windows if _holds_unscaled(window)]
-        several_ranks = False
-        for window in windows:
-            several_ranks |= window.spans_ranks
-            window.write_clip()
-        for gradients in self._registry.sets():
+        states = list(self._registry)
+        carry_none = [state for state in states if any(g.carries is None for g in state.groups)]
+        again = [state for state in carry_none if state.stage is OptState.UNSCALED]
+        for state in states:
+            state.write_clip()
+        several_ranks = any(state.spans_ranks for state in states)
+        for gradients in self._registry.groups():
             gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
-        for window in windows:
-            window.note_backward()
-        if again:
-            _after_backward(partial(_unscale_again, again))
+        for state in states:
+            state.note_backward()
+        if again:  # after the callbacks that DDP and FSDP queue in the backward, hence queued twice
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
 
 
 def is_watched(output: object) -> bool:
@@ -78,7 +77,7 @@ def is_watched(output: object) -> bool:
     return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
 
 
-def _begin(backwards: weakref.ref[Backwards], reading: ScaleReading, grad: Tensor) -> Tensor | None:
+def _begin(backwards: weakref.ref[Backwards], reading: PendingScale, grad: Tensor) -> Tensor | None:
     """Begin the backward; if the scale has changed since ``scale()``, correct what comes in."""
     owner = backwards()
     if owner is not None:
@@ -87,24 +86,8 @@ def _begin(backwards: weakref.ref[Backwards], reading: ScaleReading, grad: Tenso
     return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
 
 
-def _holds_unscaled(window: OptimizerWindow) -> bool:
-    return window.stage is OptState.UNSCALED and any(
-        not isinstance(gradients.unit, ScaledBy) for gradients in window.sets
-    )
-
-
-def _unscale_again(windows: list[OptimizerWindow]) -> None:
+def _unscale_again(states: list[PerOptimizerState]) -> None:
     """After a backward in mid-window: what was unscaled before it is unscaled again."""
-    for window in windows:
-        if window.stage is OptState.UNSCALED:
-            window.check(write=True)
-
-
-def _after_backward(call: Callable[[], None]) -> None:
-    """Run ``call`` when the present backward is over, after the reducers' own callbacks.
-
-    DDP and FSDP queue theirs while the backward runs, so a callback that queues the call once more
-    comes behind them.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))
+    for state in states:
+        if state.stage is OptState.UNSCALED:
+            state.check(write=True)

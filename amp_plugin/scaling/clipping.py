@@ -3,47 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.scaling.folded_clip import FoldedClip
-from amp_plugin.scaling.fused import foldable
-from amp_plugin.scaling.gradient_set import GradientSet
-from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.gradient_group import GradientGroup
+from amp_plugin.scaling.gradients import parameter_layouts
+from amp_plugin.scaling.one_pass import OPTIMIZERS
 from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared, clip_factor
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.shard_layout import parameter_layouts
-from amp_plugin.scaling.shared import Shared
+from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
 
 Target = Optimizer | Tensor | Iterable[Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormClip:
-    """A clip by norm that is asked for, its arguments checked.
-
-    Attributes:
-        max_norm: Largest norm.
-        norm_type: The p of the norm.
-        error_if_nonfinite: Raise if the norm is not finite.
-        fold: Leave it to the step, where that can clip.
-    """
+class NormClip(NamedTuple):
+    """A clip by norm that is asked for, its arguments checked."""
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
-    fold: bool
+    fold: bool  # leave it to the step, where that can clip
 
     def refuse_nonfinite(self, norm: Tensor) -> None:
-        """Raise if that is asked for and the norm is not finite: a host sync.
-
-        Raises:
-            RuntimeError: It is not.
-        """
+        """Raise if that is asked for and the norm is not finite: a host sync."""
         if self.error_if_nonfinite and not torch.isfinite(norm).item():
             msg = (
                 f"The total norm of order {self.norm_type} for gradients is non-finite, so it cannot be "
@@ -54,86 +40,100 @@ class NormClip:
 
 
 def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip) -> Tensor:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` tells."""
-    shared.scales.require("clip_grad_norm_")
-    window = registry.window(target) if isinstance(target, Optimizer) else None
-    if window is not None:
-        window.begin_call()
-        norm, folded = _norm_of_window(window, clip)
-        sets = window.sets
-    else:
-        folded = False
-        params = params_in(target)
-        norm, sets = _norm_of_params(registry, shared, params, clip.norm_type)
-    clip.refuse_nonfinite(norm)
-    if window is not None and folded:
-        window.clip = FoldedClip(norm, clip.max_norm, clip.norm_type, window.clip)
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
+    if shared.scales.enabled:
+        shared.scales.require("clip_grad_norm_")
+    state, params = _state_and_params(registry, target)
+    if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
+        norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
+        if state is not None:
+            state.norm = norm
         return norm
-    factor = torch.ops.amp_plugin.clip_factor(norm, clip.max_norm)
-    for gradients in sets:
-        gradients.clip_(factor, clip.norm_type)
-    for clipped in _windows_of(registry, params) if window is None else [window]:
-        clipped.note_clipped()
+    if state is not None:
+        return _clip_state(state, shared, clip, fold=clip.fold and isinstance(target, Optimizer))
+    states = _states_written(registry, shared, params)
+    own = GradientGroup(params, frozenset(), remembers=False)
+    device = shared.scales.device or next((param.device for param in params), torch.device("cpu"))
+    measured = own.measure(clip.norm_type)
+    norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
+    clip.refuse_nonfinite(norm)
+    own.clip_(clip_factor(norm, found, clip.max_norm), clip.norm_type)
+    for known in states:
+        known.is_clipped = True
     return norm
 
 
-def clip_value(registry: Registry, target: Target, limit: float) -> None:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` tells; ``limit`` is checked."""
-    params = params_in(target)
-    windows = [registry.window(target)] if isinstance(target, Optimizer) else _windows_of(registry, params)
-    for window in windows:
-        window.begin_call()
-        window.unscale_()
-    clip_value_of(params, limit)
+def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fold: bool) -> Tensor:
+    """Clip all gradients of one optimizer, or leave the clip to its step."""
+    state.begin_call()
+    state.forget_dropped_clip()
+    if not shared.scales.enabled:
+        state.norm = None  # of the last clip
+    if fold and _may_fold(state, shared):
+        state.refuse_changed_after_clip()
+        norm, found = state.check(write=False, norm_type=clip.norm_type)
+        norm = norm if state.clip is None else norm * state.clip.factor()
+        clip.refuse_nonfinite(norm)
+        state.clip = FoldedClip(norm, found, clip.max_norm, clip.norm_type, state.clip)
+        return norm
+    norm, found = state.unscale_(clip.norm_type)
+    clip.refuse_nonfinite(norm)
+    factor = clip_factor(norm, found, clip.max_norm)
+    for gradients in state.groups:
+        gradients.clip_(factor, clip.norm_type)
+    state.is_clipped = True
+    return norm
 
 
-def clip_value_of(params: list[Tensor], limit: float) -> None:
-    """Clip every element of gradients as they are."""
+def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
+    """Whether the optimizer's step can work a clip in; if it then cannot, the clip is written there."""
+    has_kernel = is_fused(state.optimizer) or (
+        shared.one_pass and type(state.optimizer).__name__ in OPTIMIZERS
+    )
+    on_one_scale = shared.scales.enabled == (state.scales_carried() != {None})
+    return has_kernel and on_one_scale and may_be_left_to_kernel(state) and not torch.compiler.is_compiling()
+
+
+def clip_value(registry: Registry, shared: Shared, target: Target, limit: float) -> None:
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
+    state, params = _state_and_params(registry, target)
+    _states_written(registry, shared, params, state)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
 
 
-def _norm_of_window(window: OptimizerWindow, clip: NormClip) -> tuple[Tensor, bool]:
-    """Return the norm of unscaled gradients, and whether they are left scaled for a folded clip."""
-    if not (clip.fold and foldable(window) is not None):
-        return window.unscale_(clip.norm_type)[0], False
-    norm, _ = window.check(write=False, norm_type=clip.norm_type)
-    return (norm if window.clip is None else norm * window.clip.factor()), True
+def _state_and_params(registry: Registry, target: Target) -> tuple[PerOptimizerState | None, list[Tensor]]:
+    """Return the parameters to clip, and the optimizer that has these and no others."""
+    if isinstance(target, Optimizer):
+        return registry.state(target), list(params_of(target))
+    params = _params_in(target)
+    owners = registry.optimizers_of_exactly(params)
+    return (registry.state(owners[0]) if len(owners) == 1 else None), params
 
 
-def _norm_of_params(
-    registry: Registry, shared: Shared, params: list[Tensor], norm_type: float
-) -> tuple[Tensor, list[GradientSet]]:
-    """Unscale the gradients of the optimizers that step the parameters; return their norm and the sets."""
-    windows = _windows_of(registry, params)
-    for window in windows:
-        window.begin_call()
-        norm, _ = window.unscale_(norm_type)
-    if len(windows) == 1 and set(map(id, windows[0].params)) == set(map(id, params)):
-        return norm, windows[0].sets
-    own = GradientSet(params, frozenset())
-    layouts, device = parameter_layouts(params), shared.scales.device
-    return shared.ranks.combine(own.measure(norm_type), norm_type, device, layouts)[0], [own]
-
-
-def _windows_of(registry: Registry, params: list[Tensor]) -> list[OptimizerWindow]:
-    windows, unknown = registry.windows_of(params)
-    if unknown:
+def _states_written(
+    registry: Registry, shared: Shared, params: list[Tensor], owner: PerOptimizerState | None = None
+) -> list[PerOptimizerState]:
+    """Return whose parameters are clipped, once their gradients are unscaled and folded clips written."""
+    enabled = shared.scales.enabled
+    states, unknown = registry.states_of(params) if owner is None else ([owner], 0)
+    if unknown and enabled:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
             "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
         )
         raise RuntimeError(msg)
-    return windows
+    for state in states:
+        if enabled:
+            state.begin_call()
+            state.unscale_()
+        else:
+            state.write_clip()
+    return states
 
 
 def limit(name: str, given: object) -> float:
-    """Return a limit of clipping as a float.
-
-    Raises:
-        TypeError: It is no number.
-        ValueError: It is negative or nan.
-    """
+    """Return a limit of clipping as a float."""
     value = number(name, given)
     if not value >= 0:
         msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
@@ -142,11 +142,7 @@ def limit(name: str, given: object) -> float:
 
 
 def number(name: str, given: Any) -> float:
-    """Return an argument of clipping as a float.
-
-    Raises:
-        TypeError: It is no number.
-    """
+    """Return an argument of clipping as a float."""
     try:
         return float(given)
     except (TypeError, ValueError):
@@ -155,18 +151,11 @@ def number(name: str, given: Any) -> float:
         raise TypeError(msg) from None
 
 
-def params_in(target: Target) -> list[Tensor]:
-    """Return the parameters that are to be clipped.
-
-    Raises:
-        TypeError: ``target`` is neither an optimizer nor parameters.
-    """
-    if isinstance(target, Optimizer):
-        return list(params_of(target))
-    if isinstance(target, Tensor):
-        return [target]
+def _params_in(target: Tensor | Iterable[Tensor]) -> list[Tensor]:
     given: object = target
     advice = ""
+    if isinstance(target, Tensor):
+        return [target]
     if isinstance(target, torch.nn.Module):
         advice = ": give its parameters()"
     elif isinstance(target, Iterable):
@@ -174,7 +163,7 @@ def params_in(target: Target) -> list[Tensor]:
         given = next((item for item in params if not isinstance(item, Tensor)), None)
         if given is None:
             return params
-        advice = ": give parameters() instead of named_parameters()" if isinstance(given, tuple) else ""
+        advice = ": give parameters() instead of named_parameters()" * isinstance(given, tuple)
     msg = f"clip: an optimizer or parameters are wanted, got {_short(given)}{advice}"
     raise TypeError(msg)
 

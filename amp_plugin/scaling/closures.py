@@ -1,18 +1,18 @@
-"""Closures under scaling: LBFGS, SAM, and any optimizer that calls its closure itself.
+"""Closures: LBFGS, SAM, and any optimizer that calls its closure itself.
 
-The closure scales its loss and runs backward; the gradients are unscaled and checked before it
-returns to the optimizer::
+The closure runs backward, with a loss scale on ``scaler.scale(loss)``, and returns the loss itself; its
+gradients are unscaled and checked before it returns to the optimizer::
 
     def closure():
         optimizer.zero_grad()
         loss = loss_of(model)
         scaler.scale(loss).backward()
-        return loss                      # not the scaled one
+        return loss
 
     scaler.step(optimizer, closure)
 
-If one of its calls overflows, the step is given up and what it has already changed is put back.
-So it is before the first call if gradients that the optimizer may look at there have overflowed.
+If the gradients of a call are not finite, the step is given up and what it has already changed is put back.
+Before the first call this happens if gradients that the optimizer may look at there have overflowed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from amp_plugin.scaling.backward import is_watched
-from amp_plugin.scaling.memory_order import match_memory_order
-from amp_plugin.scaling.optimizer_window import OptimizerWindow
+from amp_plugin.scaling.gradients import match_memory_order
+from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.per_optimizer import PerOptimizerState
+from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.weights.optimizer_view import stored_weights
 
 Closure = Callable[[], Any]
 
+_NOT_PUT_BACK = (
+    "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
+    "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
+    "last checkpoint; a {0} made anew keeps copies if its first step is such a one."
+)
 
-class _OverflowError(Exception):
+
+class _NonfiniteError(Exception):
     """Leaves ``optimizer.step`` from inside its closure."""
 
 
@@ -47,118 +55,109 @@ def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure
     return None, args, kwargs
 
 
+def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:
+    """Run a closure and return its loss."""
+    before = state.backwards
+    state.norm = None  # of an earlier call
+    with torch.enable_grad():
+        loss = closure()
+    unseen = scaled and state.backwards == before
+    if unseen and any(gradients.is_changed_unscaled() for gradients in state.groups):
+        msg = (
+            "the closure ran backward() on a loss that was not scaled: call "
+            "scaler.scale(loss).backward() in it, and return the unscaled loss"
+        )
+        raise RuntimeError(msg)
+    if scaled and is_watched(loss):  # a line search would compare scaled losses along unscaled gradients
+        msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
+        raise RuntimeError(msg)
+    return loss
+
+
 def step(
-    window: OptimizerWindow, optimizer: Optimizer, closure: Closure, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Step an optimizer that calls a closure; waits for the device in each call.
-
-    Returns:
-        What ``optimizer.step`` returns; None if the step was given up.
-
-    Raises:
-        RuntimeError: The closure ran a backward from a loss that was not scaled, or returned the scaled one;
-            or no loss has been scaled at all.
-    """
-    calls = _CheckedCalls(window, closure)
-    if uses_gradients_before_closure(optimizer) and _has_earlier(window) and calls.overflowed():
-        calls.close()
-        return None
-    saved = Snapshot(optimizer) if _may_change_weights_before_closure(optimizer) else None
-    try:
-        value = optimizer.step(calls.run, *args, **kwargs)
-    except _OverflowError:
-        value = None
-        if saved is not None:
-            saved.restore()
-    calls.close()
-    return value
+    state: PerOptimizerState,
+    optimizer: Optimizer,
+    closure: Closure,
+    args: Any,
+    kwargs: dict[str, Any],
+    *,
+    scaled: bool,
+) -> tuple[Any, StepResult]:
+    """Step an optimizer that calls a closure; waits for the device in each call."""
+    calls = _CheckedCalls(state, optimizer, closure, scaled=scaled)
+    saved = value = None
+    skipped = scaled and overflowed_before(state, optimizer)
+    if not skipped:
+        saved = Snapshot(optimizer) if calls.may_change_early() else None
+        try:
+            value = optimizer.step(calls.run, *args, **kwargs)
+        except _NonfiniteError:
+            skipped, value = True, None if scaled else calls.loss
+            if saved is not None:
+                saved.restore()
+            elif calls.changed_early:
+                msg = _NOT_PUT_BACK.format(type(optimizer).__name__)
+                raise RuntimeError(msg) from None
+        finally:
+            if calls.called:  # for the next step
+                state.changes_early = bool(state.changes_early or calls.changed_early)
+    norm, found = calls.found or state.check(write=False)
+    return value, state.close(state.result_of_step(norm, found, known=skipped))
 
 
 class _CheckedCalls:
     """The calls of one step's closure, and what was found in their gradients."""
 
-    def __init__(self, window: OptimizerWindow, closure: Closure) -> None:
-        self._window = window
-        self._closure = closure
-        self._found: tuple[Tensor, Tensor] | None = None
-        self._skipped = False
+    def __init__(
+        self, state: PerOptimizerState, optimizer: Optimizer, closure: Closure, *, scaled: bool
+    ) -> None:
+        self._state, self._optimizer, self._closure, self._scaled = state, optimizer, closure, scaled
+        self._foreign = uses_gradients_before_closure(optimizer)
+        self._versions = self._versions_now()
+        self.called = False
+        self.found: tuple[Tensor, Tensor] | None = None
+        self.changed_early = False  # the optimizer has changed a weight before a call
+        self.loss: Any = None  # what the last call returned
 
-    def overflowed(self) -> bool:
-        """Unscale the gradients; whether one is not finite."""
-        self._found = _unscaled(self._window)
-        self._skipped = bool(self._found[1].item() > 0)
-        return self._skipped
+    def may_change_early(self) -> bool:
+        """Whether the optimizer may change anything before the last call of its closure.
+
+        torch's own, LBFGS apart, call it once and first. Others show it in their first step.
+        """
+        known = None if self._scaled else self._state.changes_early
+        return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
 
     def run(self) -> Any:
-        """Run the closure, unscale its gradients, and leave the step if they overflowed."""
-        before = self._window.backwards
-        with torch.enable_grad():
-            loss = self._closure()
-        if self._window.backwards == before:
-            self._refuse_unscaled()
-        _refuse_scaled(loss)
+        """Run the closure, unscale its gradients, and leave the step if they are not finite."""
+        self.changed_early |= self.called or self._versions != self._versions_now()
+        self.called = True
+        self.loss = run(self._state, self._closure, scaled=self._scaled)
         with torch.no_grad():
-            if self.overflowed():
-                raise _OverflowError
-        match_memory_order(self._window.optimizer)
-        return loss
+            self.found = _unscaled(self._state)
+            found = self.found[1]
+            if not capturing(found.device) and found.item() > 0:
+                raise _NonfiniteError
+        match_memory_order(self._optimizer)
+        return self.loss
 
-    def _refuse_unscaled(self) -> None:
-        """Raise if gradients are new: no scaled backward has made them."""
-        if any(gradients.is_changed_unscaled() for gradients in self._window.sets):
-            msg = (
-                "the closure ran backward() on a loss that was not scaled: call "
-                "scaler.scale(loss).backward() in it, and return the unscaled loss"
-            )
-            raise RuntimeError(msg)
-
-    def close(self) -> None:
-        """End the optimizer's window."""
-        if self._found is None:
-            zero = torch.zeros((), device=self._window.device("step"))
-            self._found = (zero, zero)
-        norm, found = self._found
-        self._window.close(norm, found, known=self._skipped)
+    def _versions_now(self) -> list[int]:
+        return [param._version for param in self._state.params] if self._foreign else []
 
 
-def overflowed_before(window: OptimizerWindow) -> bool:
-    """Unscale what backward passes before the closure have left; whether it is not finite: a host sync."""
-    return _has_earlier(window) and bool(_unscaled(window)[1].item() > 0)
-
-
-def _has_earlier(window: OptimizerWindow) -> bool:
-    """Whether there are gradients that were made before the closure, as for SAM's first half."""
-    return window.is_awaited() and window.has_gradients()
-
-
-def _unscaled(window: OptimizerWindow) -> tuple[Tensor, Tensor]:
-    window.begin_call()
-    measured = window.unscale_()
-    window.note_unscaled()
-    return measured
-
-
-def _refuse_scaled(loss: Any) -> None:
-    """A line search would compare scaled losses along unscaled gradients."""
-    if is_watched(loss):
-        msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
-        raise RuntimeError(msg)
+def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
+    """Unscale what backward passes have left that the optimizer may use before it calls its closure."""
+    left = uses_gradients_before_closure(optimizer) and state.is_awaited() and state.has_gradients()
+    return left and bool(_unscaled(state)[1].item() > 0)
 
 
 def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may use gradients that were made before it calls its closure.
-
-    torch's own call the closure first, which often drops those gradients.
-    """
+    """Whether the optimizer may use gradients that were made before it calls its closure, as SAM does."""
     return not type(optimizer).__module__.startswith("torch.optim")
 
 
-def _may_change_weights_before_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may change anything before the last call of its closure.
-
-    torch's own, LBFGS apart, call it once and first.
-    """
-    return isinstance(optimizer, LBFGS) or uses_gradients_before_closure(optimizer)
+def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
+    state.begin_call()
+    return state.unscale_(on_request=True)
 
 
 class Snapshot:

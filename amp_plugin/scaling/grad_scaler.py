@@ -19,23 +19,18 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.backward import Backwards
-from amp_plugin.scaling.clipping import NormClip, limit, number
-from amp_plugin.scaling.collectives import Groups, Ranks
-from amp_plugin.scaling.guard import Guard
-from amp_plugin.scaling.guarded_steps import GuardedSteps
-from amp_plugin.scaling.loss_scales import LossScales, is_state
-from amp_plugin.scaling.nonfinite import NonfiniteSteps
-from amp_plugin.scaling.outputs import scale_outputs
+from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
+from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
+from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
 from amp_plugin.scaling.parameter_names import checked_names
+from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
+from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.replay import Explainer
-from amp_plugin.scaling.scaled_steps import ScaledSteps
-from amp_plugin.scaling.shared import Shared
-from amp_plugin.scaling.skip_explanations import SkipExplanations
-from amp_plugin.scaling.skipped_steps import SkipsByDevice
+from amp_plugin.scaling.step_log import Explainer, StepLog, raise_for_nonfinite
 from amp_plugin.scaling.step_result import StepResult
-from amp_plugin.scaling.torch_interface import TorchInterface
-from amp_plugin.scaling.updates import Updates
+from amp_plugin.scaling.steps import Steps
+from amp_plugin.scaling.torch_names import TorchNames
+from amp_plugin.scaling.update import Updates
 from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -45,7 +40,7 @@ T = TypeVar("T")
 
 
 @lists_options(GradScalerOptions)
-class GradScaler(TorchInterface):
+class GradScaler(TorchNames):
     """Scale losses, unscale gradients, skip steps that overflow.
 
     A drop-in for :class:`torch.amp.GradScaler`: same methods, same numbers. Beyond it, a gradient
@@ -80,55 +75,47 @@ class GradScaler(TorchInterface):
     """
 
     _one_pass = True  # of scalers pickled without it
+    _collaborators = frozenset({"step_log", "_shared", "_registry", "_updates", "_backwards", "_steps"})
 
     @takes(GradScalerOptions)
     def __init__(self, **given: Any) -> None:
         options = GradScalerOptions(**given)
         self._device = str(options.device)
         self._enabled = options.enabled and _usable(self._device)
-        self._scales = LossScales(LossScaleOptions.among(vars(options)), options.losses)
+        rule = LossScaleOptions.among(vars(options))
+        self._scales = LossScales(rule, options.losses, enabled=self._enabled)
         self._groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
         self._fp16_gradients = options.fp16_gradients
-        self._sync_free = options.sync_free
         self._on_nonfinite = options.on_nonfinite
         self._one_pass = options.one_pass
-        self._skipped_before = 0
-        self._start()
+        self._start(self._new_log())
 
     @classmethod
     def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
         """Make a scaler from a loss scale's options and the constructor's other arguments."""
         return cls(device, **asdict(options), **others)
 
-    def _start(self) -> None:
+    def _new_log(self, skipped_before: int = 0) -> StepLog:
+        log = StepLog(skipped_before)
+        if self._on_nonfinite == "raise":
+            options = self._scales.default.options
+            log.subscribe(raise_for_nonfinite(max(1.0, options.floor) if options.dynamic else math.inf))
+        return log
+
+    def _start(self, log: StepLog) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
-        kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
             ranks=Ranks(self._groups),
             fp16_gradients=self._fp16_gradients,
             one_pass=self._one_pass,
-        )
-        self._registry = registry = Registry(shared)
-        self._updates = Updates(self._scales, registry)
-        self._backwards = Backwards(registry)
-        self._guard = Guard(
-            ranks=shared.ranks,
-            skipped=SkipsByDevice(),
-            sync_free=self._sync_free,
             checks=self._on_nonfinite != "ignore",
-            one_pass=self._one_pass,
         )
-        self._steps: ScaledSteps | GuardedSteps = (
-            ScaledSteps(shared=shared, registry=registry, updates=self._updates, sync_free=self._sync_free)
-            if self._enabled
-            else GuardedSteps(guard=self._guard, registry=registry)
-        )
-        options = self._scales.default.options
-        blameless = max(1.0, options.floor) if options.dynamic else math.inf
-        self._nonfinite = NonfiniteSteps(self._on_nonfinite, blameless)
-        self._explanations = SkipExplanations()
-        self._made_anew = vars(self).keys() - kept
+        self.step_log, self._shared = log, shared
+        self._registry = registry = Registry(shared)
+        self._updates = Updates(self._scales, registry, log)
+        self._backwards = Backwards(registry)
+        self._steps = Steps(shared=shared, registry=registry, log=log)
         if self._enabled:
             native_core()
 
@@ -147,11 +134,9 @@ class GradScaler(TorchInterface):
         self._device = str(device)
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
         if groups != self._groups:
-            self._skipped_before = self.skipped_steps()
             self._groups = groups
-            self._start()
-
-    # -- the loss -----------------------------------------------------------------------------
+            self.step_log.begin_anew(self.skipped_steps())
+            self._start(self.step_log)
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
@@ -172,7 +157,7 @@ class GradScaler(TorchInterface):
         if not self._enabled:
             return outputs
         loss_scale = self._scales.of(name)
-        again = self._explanations.replaying  # no optimizer steps with its gradients
+        again = self.step_log.replaying  # no optimizer steps with its gradients
         if not again:
             self._updates.settle(force=True)
 
@@ -202,7 +187,9 @@ class GradScaler(TorchInterface):
         Returns:
             What ``call`` returns.
         """
-        return cast("T", self._explanations.run(partial(call, *args, **kwargs)))
+        again = partial(call, *args, **kwargs)
+        self.step_log.remember(again)
+        return again()
 
     def explain_skips(self, explainer: Explainer, *, after: int = 20) -> None:
         """Have the failing step of a run that only skips run again, once, and warn of what was found.
@@ -219,9 +206,11 @@ class GradScaler(TorchInterface):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self._explanations.begin(explainer, after)
 
-    # -- its gradients ------------------------------------------------------------------------
+        def params() -> list[Tensor]:
+            return [param for state in self._registry for param in state.params]
+
+        self.step_log.explain_once(explainer, after, params)
 
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
@@ -240,14 +229,14 @@ class GradScaler(TorchInterface):
         """
         named = checked_names(names)
         own = {id(param) for param in named.values()}
-        for window in self._registry.add(optimizers):
-            if named and window.params and not any(id(param) in own for param in window.params):
+        for state in self._registry.add(optimizers):
+            if named and state.params and own.isdisjoint(map(id, state.params)):
                 msg = (
                     f"register(names=...): none of the {len(named)} names is of a parameter of this "
-                    f"{type(window.optimizer).__name__}; give the module that it optimizes"
+                    f"{type(state.optimizer).__name__}; give the module that it optimizes"
                 )
                 raise ValueError(msg)
-            window.names.add(named)
+            state.names.add(named)
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
@@ -259,19 +248,40 @@ class GradScaler(TorchInterface):
             RuntimeError: Called twice, or after ``step()``, without new gradients; or before ``scale()``.
             ValueError: A gradient is float16.
         """
-        self._steps.unscale_(optimizer)
+        if not self._enabled:
+            return
+        state = self._state_for("unscale_", optimizer)
+        stage = OptState.READY if state.is_awaited() else state.stage
+        if stage is OptState.UNSCALED:
+            msg = (
+                "unscale_() has already been called on this optimizer since the last update(). "
+                "Call it once, or use ensure_unscaled(), which may be repeated."
+            )
+            raise RuntimeError(msg)
+        if stage is OptState.STEPPED:
+            msg = "unscale_() is being called after step(). Call it between backward() and step()."
+            raise RuntimeError(msg)
+        state.unscale_(on_request=True)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
-        A clip that was left to a step, or that the last step has taken without writing gradients, is
-        written too.
+        A clip that was left to the step is written too.
 
         Raises:
             RuntimeError: Called before ``scale()``.
             ValueError: A gradient is float16.
         """
-        self._steps.ensure_unscaled(optimizer)
+        if self._enabled:
+            self._state_for("ensure_unscaled", optimizer).unscale_(on_request=True)
+        else:
+            self._registry.state(optimizer).write_clip()
+
+    def _state_for(self, call: str, optimizer: Optimizer) -> PerOptimizerState:
+        self._scales.require(call)
+        state = self._registry.state(optimizer)
+        state.begin_call()
+        return state
 
     def clip_grad_norm_(
         self,
@@ -296,13 +306,12 @@ class GradScaler(TorchInterface):
             max_norm: Largest norm.
             norm_type: The p of the norm; ``inf``, ``-inf`` and 0 included.
             error_if_nonfinite: Raise if the norm is not finite: a host sync.
-            fold: With a fused optimizer, or a step in one pass, hand the factor to the step instead of
-                writing gradients. For callers that do not look at ``.grad`` before ``step()``, where it is
-                still scaled and not clipped. Ignored where the optimizer cannot.
+            fold: With a fused optimizer, or a step in one pass, leave the factor to the step instead of
+                writing gradients twice. For callers that do not look at ``.grad`` between this call and
+                ``step()``: it is still scaled and not clipped there. Ignored where the optimizer cannot.
 
         Returns:
-            The norm before clipping, float32, 0-dim, no host sync; torch's own if the scaler is disabled and
-            nothing was folded.
+            The norm before clipping, float32, 0-dim, no host sync.
 
         Raises:
             RuntimeError: ``error_if_nonfinite`` and the norm is not; or the parameters' optimizer is unknown;
@@ -310,13 +319,8 @@ class GradScaler(TorchInterface):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(
-            max_norm=limit("max_norm", max_norm),
-            norm_type=number("norm_type", norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-            fold=fold,
-        )
-        return self._steps.clip_norm(optimizer_or_params, clip)
+        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
+        return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
@@ -331,15 +335,15 @@ class GradScaler(TorchInterface):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        self._steps.clip_value(optimizer_or_params, limit("clip_value", clip_value))
-
-    # -- the step -----------------------------------------------------------------------------
+        largest = limit("clip_value", clip_value)
+        clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
-        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor
-        ``sync_free`` is set. An optimizer without gradients steps as it would without a scaler.
+        Afterwards ``.grad`` is unscaled, and clipped if it was clipped, also after a skipped step.
+        Waits for the device only if neither the optimizer supports AMP (``fused=True``) nor the step is taken
+        in one pass. An optimizer without gradients steps as it would without a scaler.
 
         Args:
             optimizer: The optimizer.
@@ -348,7 +352,7 @@ class GradScaler(TorchInterface):
 
         Returns:
             What ``optimizer.step`` returns; None if it was skipped, the closure's loss if nothing is scaled.
-            :meth:`last_step` tells more.
+            :meth:`last_step` has the details.
 
         Raises:
             RuntimeError: Called twice without new gradients, or before ``scale()``; or hooks of the
@@ -358,16 +362,10 @@ class GradScaler(TorchInterface):
         """
         if not (self._enabled or _is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        value, result = self._steps.step(optimizer, args, kwargs, self)
-        if result is not None:
-            self._explanations.note(
-                optimizer, result, lambda: [param for window in self._registry for param in window.params]
-            )
-            self._nonfinite.note(optimizer, result)
-        return value
+        return self._steps.step(optimizer, args, kwargs, self)
 
     def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of the optimizer's last step; of a disabled scaler, that it was taken.
+        """Return the result of the optimizer's last step.
 
         Raises:
             RuntimeError: It has not stepped yet.
@@ -382,17 +380,15 @@ class GradScaler(TorchInterface):
 
     def result_of(self, optimizer: Optimizer) -> StepResult | None:
         """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
-        window = self._registry.find(optimizer)
-        return None if window is None else window.result
+        state = self._registry.find(optimizer)
+        return None if state is None else state.result
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
-            return self._skipped_before + self._updates.skipped.item() + self._guard.skipped.item()
-        window = self._registry.find(optimizer)
-        return 0 if window is None else window.skipped.item()
-
-    # -- the update ---------------------------------------------------------------------------
+            return self.step_log.skipped_steps()
+        state = self._registry.find(optimizer)
+        return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
@@ -405,7 +401,7 @@ class GradScaler(TorchInterface):
             FloatingPointError: With ``on_min_scale="raise"``: an overflow at the floor; on CUDA
                 one update later. With ``on_nonfinite="raise"``: as :meth:`step`.
         """
-        self._nonfinite.raise_if_known()
+        self.step_log.read()
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
@@ -425,21 +421,15 @@ class GradScaler(TorchInterface):
         if self._enabled:
             self._updates.settle(force=True)
 
-    # -- what adapters ask, of a disabled scaler too ------------------------------------------
-
     @property
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet."""
         return self._enabled and bool(self._scales.materialized())
 
-    def current_scale(self) -> Tensor | None:
-        """Return the scale on its device, float32, 0-dim, without a host sync; None before the first loss."""
-        return self.loss_scale.value if self._enabled else None
-
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers it knows."""
-        return [window.optimizer for window in self._registry]
+        return [state.optimizer for state in self._registry]
 
     def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
         """Return the optimizers among them that step these parameters and no others."""
@@ -447,51 +437,45 @@ class GradScaler(TorchInterface):
 
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""
-        return self._registry.window(optimizer).parameter_names()
+        return self._registry.state(optimizer).parameter_names()
 
     def has_new_gradients(self, optimizer: Optimizer) -> bool:
         """Whether there are other gradients than those last unscaled or stepped with."""
-        return self._registry.window(optimizer).is_renewed()
+        return self._registry.state(optimizer).is_renewed()
 
     def overflowed_before_closure(self, optimizer: Optimizer) -> bool:
         """Unscale what earlier micro-batches have left, and say whether it is not finite: a host sync."""
-        return closures.overflowed_before(self._registry.window(optimizer))
+        return closures.overflowed_before(self._registry.state(optimizer), optimizer)
 
     def assume_unchanged(self, optimizer: Optimizer) -> None:
         """Promise that nothing has touched the optimizer's gradients since the last call for it.
 
         The next call then does not read them again. For callers that know that no user code has run since.
         """
-        self._steps.assume_unchanged(optimizer)
+        self._registry.state(optimizer).is_unchanged = True
 
-    def measure(self, optimizer: Optimizer) -> Tensor | None:
+    def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
         Args:
             optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
+            norm: Their norm (0-dim), where it is known already: nothing is read then.
 
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
-        window = self._registry.window(optimizer)
-        found = window.unscaled.measure(window.params, window.layouts, self._guard.ranks)
-        if found is None:
-            return None
-        window.unscaled.note_norm(found[1])
-        return found[1]
-
-    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._registry.window(optimizer).unscaled.note_norm(norm)
+        state = self._registry.state(optimizer)
+        state.norm = norm
+        if norm is None:
+            state.begin_call()
+            state.check(write=False)
+        return state.norm
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
-        """Note a step taken without :meth:`step`, and return what there is to tell of it."""
+        """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
-        self._guard.note_taken(self._registry.window(optimizer))
-        return self.last_step(optimizer)
-
-    # -- saving and copying -------------------------------------------------------------------
+        return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
@@ -524,14 +508,13 @@ class GradScaler(TorchInterface):
             return
         self._updates.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        self._skipped_before = self._scales.load_state_dict(state_dict)
+        self.step_log.begin_anew(self._scales.load_state_dict(state_dict))
         self._updates.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
         twin = type(self).__new__(type(self))
-        twin.__dict__.update(copy.deepcopy(self._between_iterations(), memo), _groups=self._groups)
-        twin._start()
+        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), "_groups": self._groups})
         return twin
 
     def __copy__(self) -> Self:
@@ -550,21 +533,22 @@ class GradScaler(TorchInterface):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers and no process groups."""
-        self.__dict__.update(state, _groups=Groups())
-        self._start()
+        self.__dict__.update({"_groups": Groups(), **state})
+        self._start(self._new_log(self.__dict__.pop("_skipped_before", 0)))
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
-        windows = self._registry if self._enabled else ()
-        if any(window.is_pending() or window.stage is not OptState.READY for window in windows):
+        states = self._registry if self._enabled else ()
+        if any(state.is_pending() or state.stage is not OptState.READY for state in states):
             msg = (
                 "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
                 "end after scaler.update(): the units of gradients that wait for a step cannot be saved."
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        state = {name: value for name, value in vars(self).items() if name not in self._made_anew}
-        return {**state, "_skipped_before": self.skipped_steps()}
+        left = {*self._collaborators, "_groups"}
+        kept = {name: value for name, value in vars(self).items() if name not in left}
+        return {**kept, "_skipped_before": self.skipped_steps()}
 
 
 def _is_optimizer(given: Any) -> bool:

@@ -1,12 +1,13 @@
 """Loss scales: a number on the device and the rule by which it changes.
 
-The scale, its growth tracker and its hysteresis tracker live on the device and are
-changed there by one op, so that no step waits for the host. The rule is in
+The scale, its growth tracker and its hysteresis tracker live on the device and one op changes
+them there, so no step waits for the host. The rule is in
 :func:`amp_plugin.kernels.reference.update_scale_`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +15,18 @@ from torch import Tensor
 
 from amp_plugin.kernels import ops
 from amp_plugin.options import LossScaleOptions
-from amp_plugin.scaling.moves import moved, stream_number
+from amp_plugin.user_warnings import warn_user
+
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OUR_KEY = "amp_plugin"
 
 
-class ScaleReading(NamedTuple):
-    """A loss scale as it was when a loss was multiplied by it.
-
-    Attributes:
-        loss_scale: The loss scale.
-        generation: Its generation then.
-        value: Its value then, float32, 0-dim.
-    """
+class PendingScale(NamedTuple):
+    """A loss scale as it was when a loss was multiplied by it; the backward is yet to come."""
 
     loss_scale: LossScale
     generation: int
-    value: Tensor
+    value: Tensor  # float32, 0-dim
 
     def on(self, device: torch.device) -> Tensor:
         """Return the value on ``device``, without a host sync."""
@@ -40,50 +38,25 @@ class ScaleReading(NamedTuple):
         return None if unchanged else self.loss_scale.require() / self.value
 
 
-class LaterScale:
-    """The value that a loss scale gets by its next update, for results that show it later.
-
-    Attributes:
-        value: float32, 0-dim; None before the update.
-    """
-
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
-
-
 class LossScale:
     """One loss scale: its tensors, and the rule by which it changes.
 
-    The tensors are made by the first :meth:`materialize`, on the device of the first
-    loss; until then :attr:`value` is None.
-
-    Attributes:
-        options: What it was made with.
-        growth_factor: Factor of a growth; may be changed while training, as the next two.
-        backoff_factor: Factor of a backoff.
-        growth_interval: Good optimizer steps in a row before a growth.
-        value: The scale, float32, 0-dim; None before the first use.
-        growth_tracker: Good steps since the last change, int32, 0-dim.
-        hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
-        generation: Increases whenever the value may have changed.
-        later: Its value after the next update.
-        floor: The smallest value.
-        found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
+    The tensors are made by the first :meth:`materialize`, on the device of the first loss.
     """
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
-        self.growth_factor = float(options.growth_factor)
+        self.growth_factor = float(options.growth_factor)  # may be changed while training, as the next two
         self.backoff_factor = float(options.backoff_factor)
         self.growth_interval = int(options.growth_interval)
         self.init_scale = float(options.init_scale)
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = options.hysteresis if options.dynamic else 1
-        self.value: Tensor | None = None
-        self.growth_tracker: Tensor | None = None
-        self.hysteresis_tracker: Tensor | None = None
-        self.generation = 0
-        self.later = LaterScale()
+        self.value: Tensor | None = None  # float32, 0-dim
+        self.growth_tracker: Tensor | None = None  # good steps since the last change, int32, 0-dim
+        self.hysteresis_tracker: Tensor | None = None  # overflows still tolerated, int32, 0-dim
+        self.generation = 0  # increases whenever the value may have changed
+        self.later: list[Tensor] = []  # will hold its value after the next update, for results
         self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
@@ -125,42 +98,26 @@ class LossScale:
             self.growth_tracker = self._counter(0, self.require().device)
         return self.growth_tracker
 
-    def _derive(self, value: Tensor, key: Any) -> Tensor | None:
-        """Look up what was computed from the present value; forget it if the value has changed.
+    def _kept(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed from the present value, computed again if that has changed.
 
         A replayed graph reads the live scale and changes it unseen: from the first capture on
         nothing is kept. The key names the stream too: another one may run before the number is there.
         """
+        value = self.require()
         state = (self.generation, value._version if self._has_version else 0)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
-        return self._derived.get(key)
+        key = (name, device, stream_number(value.device), stream_number(device))
+        kept = self._derived.get(key)
+        if kept is None:
+            kept = self._derived[key] = compute()
+        return kept
 
     def snapshot(self) -> Tensor:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
-        value = self.require()
-        key = ("snapshot", value.device, stream_number(value.device))
-        kept = self._derive(value, key)
-        if kept is None:
-            kept = self._derived[key] = value.clone()
-        return kept
-
-    def read(self) -> ScaleReading:
-        """Return what the scale is now, to tell later whether it has changed; no host sync."""
-        return ScaleReading(self, self.generation, self.snapshot())
-
-    def inverse(self, device: torch.device) -> Tensor:
-        """Return 1/scale on ``device`` (float32, 0-dim).
-
-        One division in float32: the bits of torch's detour over float64, in one launch for three.
-        """
-        value = self.require()
-        key = ("inverse", device, stream_number(value.device))
-        kept = self._derive(value, key)
-        if kept is None:
-            kept = self._derived[key] = moved(value.reciprocal(), device)
-        return kept
+        return self._kept("snapshot", self.require().device, self.require().clone)
 
     def snapshot_on(self, device: torch.device) -> Tensor:
         """Return :meth:`snapshot` on ``device``, without a host sync.
@@ -168,16 +125,22 @@ class LossScale:
         Autograd keeps what a loss is multiplied by: that must not change before its backward.
         """
         snapshot = self.snapshot()
-        if snapshot.device == device:
-            return snapshot
-        key = ("snapshot", device, stream_number(snapshot.device))
-        kept = self._derive(self.require(), key)
-        if kept is None:
-            kept = self._derived[key] = moved(snapshot, device)
-        return kept
+        here = snapshot.device == device
+        return snapshot if here else self._kept("snapshot", device, lambda: moved(snapshot, device))
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """Return 1/scale on ``device`` (float32, 0-dim).
+
+        One division in float32: the bits of torch's detour over float64, in one launch for three.
+        """
+        return self._kept("inverse", device, lambda: moved(self.require().reciprocal(), device))
+
+    def read(self) -> PendingScale:
+        """Return what the scale is now, to tell later whether it has changed; no host sync."""
+        return PendingScale(self, self.generation, self.snapshot())
 
     def record(self, found_inf: Tensor) -> None:
-        """Take note of one optimizer's check, for the next update."""
+        """Record one optimizer's check, for the next update."""
         found_inf = moved(found_inf, self.require().device)
         if self.found_inf is None:
             self.found_inf = found_inf
@@ -185,12 +148,7 @@ class LossScale:
             self.found_inf = torch.maximum(self.found_inf, found_inf)
 
     def update_(self) -> Tensor | None:
-        """Apply the recorded checks, by one op on the device; a constant scale only forgets them.
-
-        Returns:
-            1.0 where the scale was at its floor and overflowed again, else 0.0 (float32, 0-dim); None if
-            neither a floor nor an error there was asked for.
-        """
+        """Apply the recorded checks, by one op on the device; a constant scale only forgets them."""
         found, self.found_inf = self.found_inf, None
         options = self.options
         if found is None or not options.dynamic:
@@ -214,17 +172,13 @@ class LossScale:
         self.generation += 1
         return at_floor
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Give the present value to results of earlier steps: an update was applied."""
-        self.later.value = self.snapshot()
-        self.later = LaterScale()
+        self.later.append(self.snapshot())
+        self.later = []
 
     def fill_(self, value: float | Tensor) -> None:
-        """Set the scale by hand.
-
-        Args:
-            value: The new scale; a number, or a tensor of one element.
-        """
+        """Set the scale by hand."""
         if isinstance(value, Tensor):
             self.require().copy_(value.detach().reshape(()))
         else:
@@ -256,20 +210,14 @@ class LossScale:
         }
 
     def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
-        """Take over saved numbers, on the device if the tensors exist.
-
-        Args:
-            saved: What :meth:`state_dict` returned; all but ``scale`` may be missing.
-            hysteresis_tracker: Overflows still tolerated; None leaves them.
-        """
+        """Take over saved numbers, on the device if the tensors exist."""
         self.init_scale = float(saved["scale"])
         self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
         if hysteresis_tracker is not None:
             self.init_hysteresis_tracker = int(hysteresis_tracker)
         if self.options.dynamic:
-            self.growth_factor = float(saved.get("growth_factor", self.growth_factor))
-            self.backoff_factor = float(saved.get("backoff_factor", self.backoff_factor))
-            self.growth_interval = int(saved.get("growth_interval", self.growth_interval))
+            for name, kind in (("growth_factor", float), ("backoff_factor", float), ("growth_interval", int)):
+                setattr(self, name, kind(saved.get(name, getattr(self, name))))
         self.found_inf = None
         if self.value is not None and self.growth_tracker is not None:
             self.value.fill_(self.init_scale)
@@ -280,15 +228,139 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep numbers instead of tensors, which may live on a device the reader lacks."""
-        state = dict(self.__dict__)
-        state["init_scale"], state["init_growth_tracker"] = self.item(), self.tracker()
-        state["init_hysteresis_tracker"] = self.tolerance()
-        for name in ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from"):
-            state[name] = None
-        state["_derived"], state["later"] = {}, LaterScale()
-        return state
+        gone = ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from")
+        return {
+            **self.__dict__,
+            "init_scale": self.item(),
+            "init_growth_tracker": self.tracker(),
+            "init_hysteresis_tracker": self.tolerance(),
+            **dict.fromkeys(gone),
+            "_derived": {},
+            "later": [],
+        }
+
+
+class LossScales:
+    """The loss scales of a scaler: the default one, and one for each named loss."""
+
+    def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
+        if isinstance(names, str) or len(set(names)) < len(names):
+            msg = (
+                f"losses={names!r} is not allowed; give a list of different names, such as ['pixel', 'edges']"
+            )
+            raise ValueError(msg)
+        self.enabled = enabled
+        self.default = LossScale(options)
+        self.named = {name: LossScale(options) for name in names}
+        self.updates_requested = 0  # torch forgets there what it knows of optimizers
+
+    def of(self, name: str | None) -> LossScale:
+        """Return the scale of a loss; None is the default."""
+        if name is None:
+            return self.default
+        if name not in self.named:
+            known = ", ".join(self.named) or "none"
+            msg = f"loss {name!r} is not known; the constructor's losses= named: {known}"
+            raise ValueError(msg)
+        return self.named[name]
+
+    def materialized(self) -> list[LossScale]:
+        """Return those that have been used."""
+        return [used for used in (self.default, *self.named.values()) if used.value is not None]
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the scales are; None if none has been used."""
+        value = self.default.value
+        if value is None and self.named:
+            value = next((used.value for used in self.materialized()), None)
+        return None if value is None else value.device
+
+    def require(self, call: str) -> LossScale:
+        """Return the first scale that has been used."""
+        used = self.default if self.default.value is not None else next(iter(self.materialized()), None)
+        if used is None:
+            msg = (
+                f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
+                "earlier in the iteration."
+            )
+            raise RuntimeError(msg)
+        return used
+
+    def state_dict(self, skipped_steps: int) -> dict[str, Any]:
+        """Return the state of a scaler, torch's keys and ours: a host sync."""
+        losses = {
+            name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
+            for name, loss_scale in self.named.items()
+        }
+        tolerance = self.default.tolerance()
+        ours = {"hysteresis_tracker": tolerance, "skipped_steps": skipped_steps, "losses": losses}
+        return {**self.default.state_dict(), _OUR_KEY: ours}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> int:
+        """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
+        ours = saved.get(_OUR_KEY, {})
+        self.default.load_state_dict(saved, ours.get("hysteresis_tracker"))
+        for name, loss_scale in self.named.items():
+            state = ours.get("losses", {}).get(name)
+            if state is not None:
+                loss_scale.load_state_dict(state, state.get("hysteresis_tracker"))
+        return int(ours.get("skipped_steps", 0))
+
+
+def is_state(given: Any) -> bool:
+    """Whether something is the state of a scaler; warns if it is not."""
+    if isinstance(given, dict) and "scale" in given:
+        return True
+    if not given:
+        msg = (
+            "The source state dict is empty, possibly because it was saved from a disabled instance of "
+            "GradScaler. Do not load it, and the scaler keeps its present scale."
+        )
+        raise RuntimeError(msg)
+    keys = ", ".join(map(repr, given)) if isinstance(given, dict) else type(given).__name__
+    warn_user(
+        f"the scaler state holds {keys}, which is not a GradScaler's ({', '.join(_TORCH_KEYS)}); "
+        "the scaler keeps its present scale. Set one with update(new_scale)."
+    )
+    return False
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device``, ready for whatever is put on that device next.
+
+    A copy to an accelerator is not waited for, its stream keeps the order; the host waits for its copies.
+    """
+    if tensor.device == device:
+        return tensor
+    to_host = device.type == "cpu" and tensor.device.type != "cpu"
+    return tensor.to(device, non_blocking=not to_host)
+
+
+def stream_number(device: torch.device) -> int:
+    """Return a number for a device's current stream: what is made on one may not be ready on another."""
+    return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
 def capturing(device: torch.device) -> bool:
     """Whether work on ``device`` is being captured into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
+    """Return ``outputs`` with every tensor replaced by ``apply(tensor)``."""
+    if isinstance(outputs, Tensor):
+        return apply(outputs)
+    if isinstance(outputs, Mapping):
+        content = {key: scale_outputs(value, apply) for key, value in outputs.items()}
+        try:
+            return type(outputs)(content)  # type: ignore[call-arg]
+        except TypeError:  # its constructor takes something else
+            return content
+    if isinstance(outputs, list | tuple):
+        items = (scale_outputs(value, apply) for value in outputs)
+        return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
+    if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
+        return (scale_outputs(value, apply) for value in outputs)
+    msg = f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; pass the loss"
+    raise ValueError(msg)

@@ -1,14 +1,15 @@
 """A whole step of Adam, AdamW or SGD as one op, in place of ``optimizer.step``.
 
-The op reads gradients once: it divides them by what they are still multiplied by, clips, steps and
-stores, or writes nothing after an overflow. Gradients stay what backward made them. Everything that
-belongs to the optimizer stays torch's: its groups, state, counters, flags and hooks, so that a run may
-change between this and torch's own step at any time.
+The op reads gradients once: it divides them by what they are still multiplied by, clips, writes them,
+steps and stores; after an overflow it writes gradients only. Everything that belongs to the optimizer stays
+torch's: its groups, state, counters, flags and hooks, so that a run may change between this and torch's own
+step at any time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ class NotInOnePassError(Exception):
     """Says why an optimizer's own step has to run."""
 
 
-def obstacle(optimizer: Optimizer) -> str:
-    """Say what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
+def why_not(optimizer: Optimizer) -> str:
+    """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
     missing = unavailable(_device_type_of(optimizer))
@@ -44,7 +45,7 @@ def obstacle(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Say why no step is taken in one pass on devices of a type; empty if there the ops run."""
+    """Return why no step is taken in one pass on a type of device; empty if the ops run there."""
     if native_core().region is None:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -54,11 +55,7 @@ def unavailable(device_type: str) -> str:
 
 
 def collect(optimizer: Optimizer) -> OnePassStep:
-    """Look up all that a step needs.
-
-    Raises:
-        NotInOnePassError: A tensor is not for the op; the text says which and why.
-    """
+    """Look up all that a step needs."""
     rule, view = _RULES[type(optimizer)], view_of(optimizer)
     if view is not None:
         view.give_up(optimizer)
@@ -79,32 +76,27 @@ def collect(optimizer: Optimizer) -> OnePassStep:
     return OnePassStep(optimizer, parts, stored, view)
 
 
+@dataclass
 class OnePassStep:
-    """The tensors of one step of an optimizer; to be taken before anything of it changes.
+    """The tensors of one step of an optimizer; to be taken before anything of it changes."""
 
-    Args:
-        optimizer: Whose step it is.
-        parts: For each call of an op the call and its options.
-        stored: Weights in 16 bits among its parameters.
-        view: What keeps them; None if there are none.
-    """
+    _optimizer: Optimizer
+    _parts: list[_Part]
+    _stored: list[StoredWeight]
+    _view: OptimizerView | None
 
-    def __init__(
-        self, optimizer: Optimizer, parts: list[_Part], stored: list[StoredWeight], view: OptimizerView | None
-    ) -> None:
-        self._optimizer, self._parts, self._stored, self._view = optimizer, parts, stored, view
+    def __bool__(self) -> bool:
+        """Whether there is a gradient."""
+        return bool(self._parts)
 
-    def take(self, divisor: Tensor | None, found_inf: Tensor | None) -> None:
-        """Step, or write nothing where ``found_inf`` is 1; then run the optimizer's hooks.
-
-        Args:
-            divisor: What gradients are divided by, one element; None for 1.
-            found_inf: One element; None steps in any case.
-        """
+    def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
+        """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
         optimizer = self._optimizer
         with torch.autograd.profiler.record_function(f"Optimizer.step#{type(optimizer).__name__}.step"):
             for call, options, lr in self._parts:
                 call(*options, lr, divisor, found_inf)
+            if skipped:
+                return
             for weight in self._stored:
                 weight.note_written()
             if self._view is not None:
@@ -125,22 +117,20 @@ class _Rule(NamedTuple):
     """What an op needs of a group: the op's name, its states, whether steps are counted, its options."""
 
     op: str
-    states: Callable[[_Group], tuple[str, ...]]
+    always: tuple[str, ...]  # names of its states
+    with_option: tuple[str, str]  # an option, and the state that it asks for
     counts: bool
     options: Callable[[_Group], tuple[Any, ...]]
 
-
-def _adam_states(group: _Group) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    def states(self, group: _Group) -> tuple[str, ...]:
+        """Return the names of the group's states."""
+        option, state = self.with_option
+        return (*self.always, state) if group[option] else self.always
 
 
 def _adam_options(group: _Group) -> tuple[Any, ...]:
     numbers = (_lr_on_host(group), *group["betas"], group["eps"], group["weight_decay"])
     return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
-
-
-def _sgd_states(group: _Group) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _sgd_options(group: _Group) -> tuple[Any, ...]:
@@ -167,8 +157,9 @@ def _device_type_of(optimizer: Optimizer) -> str:
     return next((param.device.type for param in params), "cpu")
 
 
-_ADAM = _Rule("adam_", _adam_states, True, _adam_options)
-_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _Rule("sgd_", _sgd_states, False, _sgd_options)}
+_ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)
+_SGD = _Rule("sgd_", (), ("momentum", "momentum_buffer"), False, _sgd_options)
+_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
 OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
 
@@ -188,7 +179,7 @@ def _by_storage(
 
 
 def _replaced_step(optimizer: Optimizer) -> str:
-    """Say if ``optimizer.step`` is not torch's; a learning rate scheduler may have wrapped it to count."""
+    """Return a text if ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):
@@ -200,15 +191,12 @@ def _replaced_step(optimizer: Optimizer) -> str:
 
 def _hooks_in_the_way(optimizer: Optimizer) -> str:
     view = view_of(optimizer)
-    hooks = (hook for hook in _pre_hooks(optimizer) if not getattr(hook, "leaves_steps", False))
-    if any(not _is_of(view, hook) for hook in hooks):
-        return "a hook runs before its step"
-    if not all(getattr(hook, "leaves_gradients", False) for hook in _post_hooks(optimizer)):
-        return "a hook runs after its step, and may look at gradients"
-    return ""
+    hooks = (hook for hook in pre_hooks(optimizer) if not getattr(hook, "leaves_steps", False))
+    return "a hook runs before its step" if any(not _is_of(view, hook) for hook in hooks) else ""
 
 
-def _pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
+def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
+    """Return the hooks that run before an optimizer's step."""
     return chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
 
 

@@ -11,13 +11,10 @@ from torch.optim import Optimizer
 
 
 class ParameterNames:
-    """Names given to parameters, also to those that may join an optimizer later.
-
-    Plain references: ``torch.utils.swap_tensors`` forbids weak ones.
-    """
+    """Names given to parameters, also to those that may join an optimizer later."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[Tensor, str]] = {}
+        self._given: dict[int, tuple[Tensor, str]] = {}  # swap_tensors forbids weak references
 
     def add(self, named: Mapping[str, Tensor]) -> None:
         """Take over names."""
@@ -28,9 +25,8 @@ class ParameterNames:
         params = list(params)
         known = [] if optimizer is None else default_names(optimizer)
         known += [f"parameter {i}" for i in range(len(known), len(params))]
-        return [
-            self._given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)
-        ]
+        pairs = zip(params, known, strict=False)
+        return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
 
     def has(self, param: Tensor, optimizer: Optimizer | None) -> bool:
         """Whether a parameter has a name of its own, given here or by the optimizer."""
@@ -49,14 +45,7 @@ def default_names(optimizer: Optimizer) -> list[str]:
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
-    """Return names as a mapping.
-
-    Args:
-        names: A module, the pairs of ``module.named_parameters()``, a mapping, or None.
-
-    Raises:
-        TypeError: ``names`` is none of these.
-    """
+    """Return names as a mapping."""
     pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
     try:
         named = dict(pairs)

@@ -53,7 +53,6 @@ class TestPrecedence:
             "on_nonfinite": "ignore",
             "dynamic": "false",
             "fp16_gradients": "yes",
-            "sync_free": "on",
             "one_pass": "off",
             "fold_clip": "on",
             "fp32_outputs": "0",
@@ -68,7 +67,6 @@ class TestPrecedence:
         assert set(found.values) == set(OPTIONS) - {"rules"}
         assert found.get("dynamic") is False
         assert found.get("fp32_outputs") is False
-        assert found.get("sync_free") is True
         assert found.get("one_pass") is False
         assert found.get("on_nonfinite") == "ignore"
         assert type(found.get("hysteresis")) is int

@@ -1,15 +1,9 @@
-"""SkipLedger against every order in which a device may let the host know of its skips."""
-
-import itertools
-from collections import deque
+"""What an accelerator says of skipped steps; in which order they become known: tests/scaling/test_step_log.py."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from amp_plugin.adapters.accelerate.skips import SkipLedger
-from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.accelerate_pair import ours, prepared, reset
 
 
 @pytest.fixture(autouse=True)
@@ -18,74 +12,19 @@ def fresh_state():
     reset()
 
 
-class Result:
-    """A StepResult that the host knows from a given step on."""
-
-    def __init__(self, clock, *, skipped, delay):
-        self.skipped = skipped
-        self._clock = clock
-        self._known_at = clock[0] + delay
-
-    def skipped_if_known(self):
-        return self.skipped if self._clock[0] >= self._known_at else None
-
-
-def tell(skips, delays, *, exact=False):
-    """Return what is told of each step of one optimizer."""
-    ledger, clock, told = SkipLedger(exact=exact), [0], []
-    for skipped, delay in zip(skips, delays, strict=True):
-        ledger.stepped(1, Result(clock, skipped=skipped, delay=delay))
-        told.append(ledger.skipped(1))
-        clock[0] += 1
-    return told
-
-
-@given(st.lists(st.booleans(), max_size=12))
-def test_known_at_once_is_told_at_once(skips):
-    assert tell(skips, [0] * len(skips)) == skips
-
-
-@given(st.lists(st.booleans(), max_size=12), st.data())
-def test_exact_waits(skips, data):
-    delays = data.draw(st.lists(st.integers(0, 3), min_size=len(skips), max_size=len(skips)))
-    assert tell(skips, delays, exact=True) == skips
-
-
-def test_known_one_step_later_is_told_one_step_later():
-    assert tell([True, False, False, True, False], [1] * 5) == [False, True, False, False, True]
-
-
-@given(st.lists(st.booleans(), max_size=10), st.integers(0, 3))
-def test_a_scheduler_is_held_back_once_for_each_skip(skips, delay):
-    calm = [False] * (len(skips) * (delay + 2) + delay)  # good steps, in which what is owed can be paid
-    told = tell([*skips, *calm], [delay] * (len(skips) + len(calm)))
-    assert sum(told) == sum(skips)
-
-
-def test_skips_come_in_order_even_if_a_later_one_is_known_first():
-    clock = [0]
-    ledger = SkipLedger(exact=False)
-    for skipped, delay in ((True, 2), (True, 0), (False, 0), (False, 0), (False, 0)):
-        ledger.stepped(1, Result(clock, skipped=skipped, delay=delay))
-        clock[0] += 1
-        assert ledger.skipped(1) == (clock[0] in {2, 3})
-
-
-def test_an_optimizer_that_did_not_step_is_not_told_of():
-    ledger, clock = SkipLedger(exact=False), [0]
-    for key, skipped in ((1, True), (2, False)):
-        ledger.stepped(key, Result(clock, skipped=skipped, delay=0))
-    assert (ledger.skipped(1), ledger.skipped(2), ledger.skipped(3)) == (True, False, False)
-    ledger.stepped(2, Result(clock, skipped=False, delay=0))  # 2 again: a new iteration
-    assert not ledger.skipped(1)
-
-
-@pytest.mark.parametrize("order", [*itertools.permutations([1, 2, 3])])
-def test_each_of_several_optimizers_is_told_of_until_the_iteration_ends(order):
-    ledger, clock = SkipLedger(exact=False), deque([0])
-    for key in order:
-        ledger.stepped(key, Result(clock, skipped=key == 2, delay=0))
-    assert [ledger.skipped(key) for key in (1, 2, 3)] == [False, True, False]
+def test_an_optimizer_that_did_not_step_was_not_skipped():
+    """An iteration is over when an optimizer steps that has already stepped in it."""
+    accelerator = ours(precision="bf16")
+    models, (first, second) = prepared(accelerator, count=2)
+    for optimizer, factor, expected in (
+        (first, torch.inf, (True, False)),
+        (second, 1.0, (True, False)),
+        (second, 1.0, (False, False)),
+    ):
+        accelerator.backward(models[optimizer is second](factor))
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (first.step_was_skipped, second.step_was_skipped) == expected
 
 
 @pytest.mark.gpu

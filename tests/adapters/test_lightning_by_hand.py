@@ -7,8 +7,7 @@ import torch
 from lightning.fabric import Fabric
 
 from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, device_speed
-from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
-from tests.adapters.lightning_models import QUIET, OneWeight, fit, weight
+from tests.adapters.lightning_models import QUIET, OneWeight, fit
 
 pytestmark = QUIET
 
@@ -80,31 +79,6 @@ def test_fabric_holds_a_scheduler_back():
     assert stepped == [False, True, True]
     with pytest.raises(TypeError, match="has no attribute 'optimizer'; call its step"):
         plugin.step_scheduler(SimpleNamespace())
-
-
-class Result:
-    """A step's result that the host knows from the second question on."""
-
-    def __init__(self, skipped):
-        self.skipped, self.asked = skipped, 0
-
-    def skipped_if_known(self):
-        self.asked += 1
-        return self.skipped if self.asked > 1 else None
-
-
-@pytest.mark.parametrize(
-    ("exact", "held"), [(False, [False, False, True, False]), (True, [False, True, False, False])]
-)
-def test_a_skip_known_late_holds_back_later(exact, held):
-    optimizer, schedulers = torch.optim.SGD([weight()], lr=1.0), HandSteppedSchedulers(exact=exact)
-    seen = []
-    for number, skipped in enumerate([False, True, False, False]):
-        result = Result(skipped)
-        schedulers.after_step(optimizer, result)
-        seen += [schedulers.are_held(optimizer, lambda _, result=result: result)]
-        assert schedulers.are_held(optimizer, None) is seen[number]
-    assert seen == held
 
 
 def test_warnings_show_the_users_line(monkeypatch, recwarn):

@@ -8,6 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from amp_plugin.scaling.step_result import HostFlag
 from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, batches, fit, make_trainer
 
 pytestmark = QUIET
@@ -120,9 +121,11 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert trainer.callback_metrics["skipped_steps"] == 3.0
 
 
-def test_results_are_read_every_few_steps():
+def test_results_are_read_every_few_steps(monkeypatch):
+    """Where the host learns of them only by waiting, as on a GPU."""
+    monkeypatch.setattr(HostFlag, "at_once", staticmethod(lambda flag: None))
     monitor = AmpMonitor(max_skips_in_a_row=2, every_n_steps=4)
-    module = OneWeight(overflow_at=range(9))
+    module = OneWeight(overflow_at=range(9), fused=True)
     with pytest.raises(RuntimeError, match="2 optimizer steps in a row"):
         fit(module, AmpPrecision(), steps=9, callbacks=[monitor])
     assert len(module.lrs) == 3  # found at the fourth step

@@ -10,7 +10,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch.plugins import MixedPrecision
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
-from amp_plugin.scaling.collectives import Groups
+from amp_plugin.scaling.ranks import Groups
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, regression
 
 pytestmark = QUIET

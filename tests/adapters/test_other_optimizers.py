@@ -86,27 +86,6 @@ def test_scaled_by_powers_of_two_it_trains_as_unscaled(make, clip):
     torch.testing.assert_close(trained(make, scaled), trained(make, plain), **exact)
 
 
-def test_without_a_sync_it_trains_or_is_refused_by_name(make):
-    """Some keep numbers on the host, or state that cannot be copied: nothing of them is half undone."""
-    scaler = GradScaler("cpu", init_scale=256.0, sync_free=True)
-
-    def scaled(net, optimizer, loss, number):
-        scaler.scale(loss()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    def plain(net, optimizer, loss, number):
-        loss().backward()
-        optimizer.step()
-
-    expected = trained(make, plain)
-    if expected and type(make(nn.Linear(2, 2).parameters())).__name__ == "Lion":
-        torch.testing.assert_close(trained(make, scaled), expected, rtol=0, atol=0)
-    else:
-        with pytest.raises(RuntimeError, match=r"sync_free=True: .*pass sync_free=False"):
-            trained(make, scaled)
-
-
 def test_in_the_trainer(make):
     module = Linear(optimizer=lambda params, **_: make(params))
     plugin = AmpPrecision("fp16", init_scale=256.0)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.adapters.accelerate import install, uninstall
-from amp_plugin.doctor import plan
+from amp_plugin.cli.doctor import plan
 from amp_plugin.weights.conversion import convert_to_fp32
 from amp_plugin.weights.weight_store import store_of
 from tests.adapters.accelerate_pair import ours, reset

@@ -35,7 +35,7 @@ SGD = {
     "maximize": False,
     "first_step": False,
 }
-STORED = ("fp32", "fp32 and fp16", "fp32 and bf16", "bf16 pair")
+STORED = ("fp32", "bf16 pair")
 
 
 @pytest.fixture(params=["ascending", "descending"])
@@ -63,22 +63,21 @@ def unaligned(tensor, device):
 
 
 def stored(params, how):
-    """Parameters, remainders and copies as the ops take them."""
+    """Parameters and remainders as the ops take them."""
     if how == "bf16 pair":
         high = [torch.empty_like(param, dtype=torch.bfloat16) for param in params]
         low = [torch.empty_like(param, dtype=torch.int16) for param in params]
         OP.pack_weights_(params, high, low)
-        return high, low, []
-    dtype = {"fp32 and fp16": torch.float16, "fp32 and bf16": torch.bfloat16}.get(how)
-    return params, [], [] if dtype is None else [param.to(dtype) for param in params]
+        return high, low
+    return params, []
 
 
 def adam_tensors(how="fp32", grad=torch.float32, *, amsgrad=False, sizes=SIZES, step=4.0):
-    params, remainders, copies = stored(values(0, sizes), how)
+    params, remainders = stored(values(0, sizes), how)
     seconds = [value.square() for value in values(3, sizes)]
     largest = [value.square() for value in values(4, sizes)] if amsgrad else []
     steps = [torch.tensor(step + i % 3) for i in range(len(sizes))]
-    return [params, values(1, sizes, grad), values(2, sizes), seconds, largest, steps, remainders, copies]
+    return [params, values(1, sizes, grad), values(2, sizes), seconds, largest, steps, remainders]
 
 
 def moved(lists, device, *, aligned=True):
@@ -101,14 +100,12 @@ def assert_same_bits(ours, theirs):
 def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
     host = adam_tensors(how, grad, amsgrad=aligned)
     ours = moved(host, device, aligned=aligned)
-    before = copied(ours)
     OP.adam_(*host, grad_scale=torch.tensor(3.7), **ADAM)
     OP.adam_(*ours, grad_scale=torch.tensor(3.7, device=device), **ADAM)
     if host_device.LOADED:
         assert_same_bits(ours, host)
     for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
         torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-6)
-    assert all(map(torch.equal, ours[1], before[1]))  # gradients
 
 
 @pytest.mark.parametrize(
@@ -144,9 +141,9 @@ def test_options_of_adam(device, options):
 @pytest.mark.parametrize("aligned", [True, False])
 def test_sgd_is_the_cpus_bit_for_bit(device, how, options, aligned):
     options = {**SGD, **options}
-    params, remainders, copies = stored(values(0, SIZES), how)
+    params, remainders = stored(values(0, SIZES), how)
     buffers = values(2, SIZES) if options["momentum"] else []
-    host = [params, values(1, SIZES), buffers, remainders, copies]
+    host = [params, values(1, SIZES), buffers, remainders]
     ours = moved(host, device, aligned=aligned)
     OP.sgd_(*host, grad_scale=torch.tensor(0.3), **options)
     OP.sgd_(*ours, grad_scale=torch.tensor(0.3, device=device), **options)
@@ -157,22 +154,39 @@ def test_sgd_is_the_cpus_bit_for_bit(device, how, options, aligned):
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0])
-def test_nothing_is_written_where_something_was_found(device, found):
+@pytest.mark.parametrize("scale", [None, 1.0, 64.0])
+def test_only_gradients_are_written_where_something_was_found(device, found, scale):
     ours = moved(adam_tensors(sizes=(5000, 3), amsgrad=True), device)
     before = copied(ours)
-    flag = torch.tensor(found, device=device)
-    OP.adam_(*ours, found_inf=flag, **ADAM)
-    written = [
-        not torch.equal(a, b)
-        for part, old in zip(ours, before, strict=True)
-        for a, b in zip(part, old, strict=True)
-    ]
-    is_grad = [part is ours[1] for part in ours for _ in part]
-    assert written == [found == 0.0 and not grad for grad in is_grad]
+    late = {"found_inf": torch.tensor(found, device=device)}
+    if scale is not None:
+        late["grad_scale"] = torch.tensor(scale, device=device)
+    OP.adam_(*ours, **late, **ADAM)
+    divided = scale == 64.0
+    for part, old in zip(ours, before, strict=True):
+        changed = [not torch.equal(a, b) for a, b in zip(part, old, strict=True)]
+        assert changed == [divided if part is ours[1] else found == 0.0] * len(part)
+    assert all(torch.equal(a, b / (scale or 1.0)) for a, b in zip(ours[1], before[1], strict=True))
     params, grads, buffers = (moved([values(seed, (5000, 3))], device)[0] for seed in range(3))
-    old = copied([params, buffers])
-    OP.sgd_(params, grads, buffers, [], [], found_inf=flag, **SGD)
+    old = copied([params, buffers, grads])
+    OP.sgd_(params, grads, buffers, [], **late, **SGD)
     assert all(map(torch.equal, params + buffers, old[0] + old[1])) is (found == 1.0)
+    assert all(torch.equal(a, b / (scale or 1.0)) for a, b in zip(grads, old[2], strict=True))
+
+
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("found", [0.0, 1.0])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_gradients_are_left_divided(device, grad, found, aligned):
+    host = values(1, SIZES, grad)
+    for gradient in host[2:]:
+        gradient[:3] = torch.tensor([math.inf, math.nan, -0.0])
+    params, grads = moved([values(0, SIZES), host], device, aligned=aligned)
+    late = {"grad_scale": torch.tensor(3.7, device=device), "found_inf": torch.tensor(found, device=device)}
+    OP.sgd_(params, grads, [], [], **late, **{**SGD, "momentum": 0.0, "maximize": True})
+    for mine, given in zip(grads, host, strict=True):
+        right = (given.float() / 3.7).to(grad)
+        torch.testing.assert_close(mine.cpu(), right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def test_many_tensors_in_one_launch(device):
@@ -192,32 +206,34 @@ def test_many_tensors_in_one_launch(device):
 
 def test_memory_orders_that_differ(device):
     param, grad = torch.randn(6, 4), torch.randn(4, 6).t()
-    host = [[param], [grad], [torch.zeros(6, 4)], [], []]
+    host = [[param], [grad], [torch.zeros(6, 4)], []]
     ours = [[tensor.to(device) for tensor in part] for part in host]
     assert ours[1][0].stride() == (1, 6)
-    OP.sgd_(*host, **SGD)
-    OP.sgd_(*ours, **SGD)
+    OP.sgd_(*host, grad_scale=torch.tensor(2.0), **SGD)
+    OP.sgd_(*ours, grad_scale=torch.tensor(2.0, device=device), **SGD)
+    assert torch.equal(ours[1][0].cpu(), grad)
     torch.testing.assert_close(ours[0][0].cpu(), param, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(ours[2][0].cpu(), host[2][0], rtol=1e-6, atol=1e-7)
 
 
 def test_versions_count_what_is_written(device):
-    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(5,)), device)
-    before = [part[0]._version for part in (params, grads, first, second, steps)]
-    OP.adam_(params, grads, first, second, [], steps, [], [], **ADAM)
-    after = [part[0]._version for part in (params, grads, first, second, steps)]
-    assert [b - a for a, b in zip(before, after, strict=True)] == [1, 0, 1, 1, 1]
+    params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(5,)), device)
+    for late, of_grad in (({}, 0), ({"grad_scale": torch.tensor(2.0, device=device)}, 1)):
+        before = [part[0]._version for part in (params, grads, first, second, steps)]
+        OP.adam_(params, grads, first, second, [], steps, [], **late, **ADAM)
+        after = [part[0]._version for part in (params, grads, first, second, steps)]
+        assert [b - a for a, b in zip(before, after, strict=True)] == [1, of_grad, 1, 1, 1]
 
 
 def test_a_counter_of_the_host_is_refused(device):
-    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(5,)), device)
+    params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(5,)), device)
     text = r"adam_: a step counter is of dtype Float and shape \[\] on cpu; it must be one float32 or float64 on cuda:0, as fused=True"
     with pytest.raises(ValueError, match=text):
-        OP.adam_(params, grads, first, second, [], [step.cpu() for step in steps], [], [], **ADAM)
+        OP.adam_(params, grads, first, second, [], [step.cpu() for step in steps], [], **ADAM)
     with pytest.raises(ValueError, match="grad 0 is of shape .* on cpu; it must be a dense tensor on cuda:0"):
-        OP.sgd_(params, [grads[0].cpu()], first, [], [], **SGD)
+        OP.sgd_(params, [grads[0].cpu()], first, [], **SGD)
     with pytest.raises(ValueError, match="found_inf: got a tensor of 2 elements, Float, on cuda:0; give one"):
-        OP.sgd_(params, grads, first, [], [], found_inf=torch.zeros(2, device=device), **SGD)
+        OP.sgd_(params, grads, first, [], found_inf=torch.zeros(2, device=device), **SGD)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -245,12 +261,12 @@ def test_pairs_are_split_and_joined_bit_for_bit(device, aligned):
 
 
 def test_a_captured_step_counts_at_each_replay(device):
-    params, grads, first, second, _, steps, _, _ = moved(adam_tensors(sizes=(50, 3)), device)
-    twin = copied([params, grads, first, second, [], steps, [], []])
+    params, grads, first, second, _, steps, _ = moved(adam_tensors(sizes=(50, 3)), device)
+    twin = copied([params, grads, first, second, [], steps, []])
     graph, scale = torch.cuda.CUDAGraph(), torch.tensor(2.0, device=device)
     OP.adam_(*copied(twin), grad_scale=scale, **ADAM)  # loads the kernel
     with torch.cuda.graph(graph):
-        OP.adam_(params, grads, first, second, [], steps, [], [], grad_scale=scale, **ADAM)
+        OP.adam_(params, grads, first, second, [], steps, [], grad_scale=scale, **ADAM)
     for _ in range(3):
         graph.replay()
         OP.adam_(*twin, grad_scale=scale, **ADAM)

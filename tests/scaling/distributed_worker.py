@@ -295,7 +295,7 @@ def tensor_parallel_fsdp2(rank, world):
 
 def core_disagrees(rank, world):
     """One rank lost its compiler: both say so instead of drifting apart."""
-    import amp_plugin.scaling.collectives as module
+    import amp_plugin.scaling.ranks as module
     from amp_plugin.kernels.build import NativeCore
 
     kept = module.native_core

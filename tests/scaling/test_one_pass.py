@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from amp_plugin import GradScaler, store_weights
-from amp_plugin.scaling.one_pass import obstacle
+from amp_plugin.scaling.one_pass import why_not
 
 pytestmark = pytest.mark.native
 
@@ -106,17 +106,6 @@ def test_flags_may_be_anything_that_is_true_or_false(kind, flags):
         weights.append(param.detach())
     torch.testing.assert_close(*weights)
     assert weights[0].max() < 1
-
-
-def test_gradients_are_left_as_backward_made_them():
-    run = Run("sgd")
-    run.backward()
-    before = [param.grad.clone() for param in run.params]
-    run.scaler.clip_grad_norm_(run.optimizer, 0.1, fold=True)
-    run.scaler.step(run.optimizer)
-    assert run.scaler.last_step(run.optimizer).one_pass
-    assert all(map(torch.equal, [param.grad for param in run.params], before))
-    assert [param.grad._version for param in run.params] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("overflow", [False, True])
@@ -441,15 +430,11 @@ def replaced(optimizer):
             lambda p: hooked(torch.optim.SGD(p, lr=0.1), "register_step_pre_hook"),
             "a hook runs before its step",
         ),
-        (
-            lambda p: hooked(torch.optim.SGD(p, lr=0.1), "register_step_post_hook"),
-            "a hook runs after its step",
-        ),
         (lambda p: replaced(torch.optim.SGD(p, lr=0.1)), "its step was replaced"),
     ],
 )
 def test_other_optimizers_run_their_own_step(make, text):
-    assert text in obstacle(make([torch.nn.Parameter(torch.ones(2))]))
+    assert text in why_not(make([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_a_healthy_run_keeps_no_batch():
     run = Run(enabled=False, bad_from=99)
     run.scaler.explain_skips(lambda _: "", after=2)
     run.steps(3)
-    assert not run.scaler._explanations._recorder.calls
+    assert not run.scaler.step_log.calls
     assert run.scaler.recorded(lambda x: x + 1, 1) == 2
 
 

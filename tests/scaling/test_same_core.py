@@ -6,12 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_plugin.scaling import collectives
-from amp_plugin.scaling.collectives import Groups, Ranks
-from amp_plugin.scaling.gradients import Measurement
-from amp_plugin.scaling.shard_layout import ShardLayout
+from amp_plugin.scaling import ranks as collectives
+from amp_plugin.scaling.gradients import Measurement, ShardLayout
+from amp_plugin.scaling.ranks import Groups, Ranks
+from tests.scaling.ops_seen import OpsSeen
 
 CPU = torch.device("cpu")
 
@@ -42,16 +41,6 @@ def test_ranks_with_other_code_are_refused(monkeypatch, others, missing):
     else:
         with pytest.raises(RuntimeError, match=f"some ranks have amp_plugin's {missing} and others do not"):
             combine()
-
-
-class OpsSeen(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

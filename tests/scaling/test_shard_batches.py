@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from amp_plugin.scaling import gradients, shard_layout
+from amp_plugin.scaling import gradients
 from amp_plugin.scaling.gradients import batch_gradients, batches_of, make_ledger
 
 pytestmark = pytest.mark.native
@@ -131,7 +131,7 @@ def test_another_wrapper_is_left_to_python(meshes):
 def test_layouts_are_read_once_for_gradients_that_are_sharded_alike(meshes, monkeypatch):
     read = []
     monkeypatch.setattr(
-        shard_layout.ShardLayout,
+        gradients.ShardLayout,
         "of",
         classmethod(lambda cls, mesh, kinds: read.append(1) or cls(mesh, (True,))),
     )

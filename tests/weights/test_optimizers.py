@@ -354,13 +354,13 @@ def test_a_converted_model_is_an_error():
 # -- with the scaler ------------------------------------------------------------------------------
 
 
-def scaled_run(make, weights, *, steps=12, sync_free=False, fold=False, poison=(4, 5)):
+def scaled_run(make, weights, *, steps=12, fold=False, poison=(4, 5)):
     torch.manual_seed(0)
     model = network()
     model.load_state_dict({k: v.half().float() for k, v in model.state_dict().items()})
     optimizer = make(model.parameters())
     store = store_weights(model, optimizer, weights=weights)
-    scaler = GradScaler("cpu", init_scale=2.0**10, sync_free=sync_free)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
     trail = []
     for step in range(steps):
         loss = sum((p.float() * (1 + i)).sum() for i, p in enumerate(model.parameters()))
@@ -387,9 +387,8 @@ def scaled_run(make, weights, *, steps=12, sync_free=False, fold=False, poison=(
         (lambda p: torch.optim.AdamW(p, fused=True), {}),
         (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True), {"fold": True}),
         (torch.optim.RMSprop, {}),
-        (lambda p: torch.optim.SGD(p, lr=0.1), {"sync_free": True}),
     ],
-    ids=["folded", "fused", "folded-SGD", "plain", "sync-free"],
+    ids=["folded", "fused", "folded-SGD", "plain"],
 )
 def test_overflows_are_skipped_and_clipping_is_the_same(make, options, weights):
     ours, reference = scaled_run(make, weights, **options), scaled_run(make, "fp32", **options)

@@ -20,13 +20,17 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate import checkpoints, clipping, engagement, sharding
 from amp_plugin.adapters.accelerate.clipping import Parameters
 from amp_plugin.adapters.accelerate.forward import MixedForward, RegionOptions
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, steps_in_backward, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    AmpOptimizer,
+    Iteration,
+    steps_in_backward,
+    torch_optimizer,
+)
 from amp_plugin.adapters.accelerate.preparation import Preparation
 from amp_plugin.adapters.accelerate.refusals import refuse_before_backward
 from amp_plugin.adapters.accelerate.settings import AmpKwargs, refuse_misplaced, resolve
-from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_skips
-from amp_plugin.adapters.endless_skips import explanation
+from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.parameter_names import names_in, names_of
@@ -35,8 +39,7 @@ from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.options import refuse_misfits
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
-from amp_plugin.scaling.replay import Recorder
-from amp_plugin.scaling.skips_in_a_row import ReadStep
+from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.dtype_plan import DtypePlan
 
@@ -97,12 +100,7 @@ class AmpAccelerator(Accelerator):
         given["cpu"] = given.get("cpu", False) or engagement.ranks_without_gpu(os.environ)
         self._grad_scaler = GradScaler("cpu", enabled=False)
         self._scaler_shown: Any = None
-        self._skips = SkipLedger(
-            exact=self._options.exact_schedulers,
-            max_in_a_row=self._options.max_skips_in_a_row,
-            explain=self._explain,
-        )
-        self._recorder = Recorder()
+        self._iteration = Iteration()
         self._metrics = StepMetrics()
         self._engaged = False
         self._loaded_folder: Path | None = None
@@ -121,7 +119,7 @@ class AmpAccelerator(Accelerator):
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
         device, precision = self.device.type, self.mixed_precision
-        self._grad_scaler = self._own_scaler(precision)
+        self._take_scaler(self._own_scaler(precision))
         self._scaler_shown = self._grad_scaler if precision == "fp16" else None
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
@@ -146,6 +144,21 @@ class AmpAccelerator(Accelerator):
                 fp32_outputs=self._options.fp32_outputs,
             )
 
+    def _take_scaler(self, scaler: Any) -> None:
+        """Step by a scaler, and look at its steps."""
+        self._grad_scaler.step_log.unsubscribe(self._look)
+        self._grad_scaler = scaler
+        self._follow_log()
+
+    def _follow_log(self) -> None:
+        self._grad_scaler.step_log.exact = self._options.exact_schedulers
+        self._grad_scaler.step_log.subscribe(self._look)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Look at the steps of the copied scaler, whose log is empty."""
+        self.__dict__.update(state)
+        self._follow_log()
+
     def _own_scaler(self, precision: str) -> GradScaler:
         fsdp1 = self.state.fsdp_plugin if self._is_fsdp1 else None
         return engagement.grad_scaler(self.device.type, precision, self._settings, fsdp1)
@@ -167,11 +180,12 @@ class AmpAccelerator(Accelerator):
         if not self._engaged:
             self._scaler_shown = given
             return
-        self._grad_scaler = scaler_for(
+        ours = scaler_for(
             given,
             f"{type(self).__name__}.scaler",
             lambda enabled: self._own_scaler("fp16" if enabled else "no"),
         )
+        self._take_scaler(ours)
         self._scaler_shown = self._grad_scaler if self._grad_scaler.is_enabled() else None
         for optimizer in self._optimizers:
             if isinstance(optimizer, AmpOptimizer):
@@ -244,7 +258,7 @@ class AmpAccelerator(Accelerator):
             prepared = super().prepare_optimizer(optimizer, *args, **kwargs)
         if isinstance(prepared, AmpOptimizer) or steps_in_backward(torch_optimizer(prepared)):
             return prepared
-        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._skips, scaler=self._scaler_shown)
+        ours = AmpOptimizer.adopt(prepared, self._grad_scaler, self._iteration, scaler=self._scaler_shown)
         if not self.is_fsdp2:  # its parameters are yet to be replaced there
             self._grad_scaler.register(ours.optimizer)
             self._weights.add(self._models, [ours.optimizer])
@@ -310,18 +324,24 @@ class AmpAccelerator(Accelerator):
             What ``call`` returns.
         """
         again = partial(call, *args, **kwargs)
-        self._recorder.remember(again, wanted=self._skips.going_on())
-        value = again()
-        if self.sync_gradients:
-            self._recorder.end_window()
-        return value
+        self._grad_scaler.step_log.remember(again)
+        return again()
 
-    def _explain(self, step: ReadStep) -> str:
-        optimizer = next(optimizer for optimizer in self._optimizers if id(optimizer) == step.key)
+    def _look(self, step: LoggedStep) -> None:
+        """End a run that only skips."""
+        refuse_endless_skips(
+            step,
+            self._options.max_skips_in_a_row,
+            in_fp16="use mixed_precision='bf16'",
+            option="AmpKwargs(max_skips_in_a_row=...)",
+            explain=self._explain,
+        )
+
+    def _explain(self, step: LoggedStep) -> str:
         models = [self.unwrap_model(model) for model in self._models]
         params = [param for model in models for param in model.parameters()]
-        replay = self._recorder.replay_of(step, torch_optimizer(optimizer), params)
-        return explanation(replay, models[0] if len(models) == 1 else None)
+        model = models[0] if len(models) == 1 else None
+        return explanation(self._grad_scaler.step_log, step, params, model)
 
     # -- gradients -------------------------------------------------------------------------------
 

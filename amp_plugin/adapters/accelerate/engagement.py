@@ -148,7 +148,6 @@ def grad_scaler(
         settings.loss_scale(),
         enabled=enabled,
         fp16_gradients=adapter.fp16_gradients,
-        sync_free=adapter.sync_free,
         one_pass=adapter.one_pass,
         on_nonfinite=adapter.on_nonfinite,
         **(_groups(fsdp1) if fsdp1 is not None and (enabled or adapter.on_nonfinite != "ignore") else {}),

@@ -10,8 +10,32 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.refusals import refuse_before_backward
-from amp_plugin.adapters.accelerate.skips import SkipLedger
 from amp_plugin.scaling.grad_scaler import GradScaler
+
+
+class Iteration:
+    """Which optimizers have stepped in the present iteration.
+
+    It is over when one steps that has already stepped in it: so a skip counts until then, and never for an
+    optimizer that did not step.
+    """
+
+    def __init__(self) -> None:
+        self._stepped: set[int] = set()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle without the steps: those were of optimizers of this process."""
+        return Iteration, ()
+
+    def note_step(self, key: int) -> None:
+        """Record a step of the optimizer with this identity."""
+        if key in self._stepped:
+            self._stepped.clear()
+        self._stepped.add(key)
+
+    def has_stepped(self, key: int) -> bool:
+        """Whether the optimizer with this identity has stepped in it."""
+        return key in self._stepped
 
 
 class AmpOptimizer(AcceleratedOptimizer):
@@ -25,14 +49,14 @@ class AmpOptimizer(AcceleratedOptimizer):
 
     scaler: Any
     _grad_scaler: GradScaler
-    _skips: SkipLedger
+    _iteration: Iteration
 
     @classmethod
     def adopt(
         cls,
         prepared: AcceleratedOptimizer,
         grad_scaler: GradScaler,
-        skips: SkipLedger,
+        iteration: Iteration,
         *,
         scaler: Any,
     ) -> AmpOptimizer:
@@ -41,11 +65,11 @@ class AmpOptimizer(AcceleratedOptimizer):
         Args:
             prepared: made without a scaler.
             grad_scaler: steps it; a disabled one where nothing is scaled.
-            skips: shared by the optimizers of one accelerator.
+            iteration: shared by the optimizers of one accelerator.
             scaler: the attribute of that name.
         """
         prepared.__class__ = cls
-        prepared._skips = skips
+        prepared._iteration = iteration
         prepared.follow(grad_scaler, scaler=scaler)
         return prepared  # type: ignore[no-any-return]
 
@@ -70,7 +94,7 @@ class AmpOptimizer(AcceleratedOptimizer):
         value = self._grad_scaler.step(self.optimizer, *([] if closure is None else [closure]))
         self._grad_scaler.update()
         self._is_overflow = False
-        self._skips.stepped(id(self), self._grad_scaler.last_step(self.optimizer))
+        self._iteration.note_step(id(self))
         return value
 
     @property
@@ -80,18 +104,20 @@ class AmpOptimizer(AcceleratedOptimizer):
         Of a fused optimizer on a GPU the host learns it one step later, unless ``exact_schedulers``. As in
         Accelerate, code that steps elsewhere sets ``_is_overflow`` to say that its step was skipped.
         """
-        return self._skips.skipped(id(self)) or bool(self._is_overflow)
+        stepped = self._iteration.has_stepped(id(self))
+        held = stepped and self._grad_scaler.step_log.holds_schedulers(self.optimizer)
+        return held or bool(self._is_overflow)
 
     @contextmanager
     def unscaled(self) -> Iterator[None]:
         """Step without the scaler: checkpoints make optimizer state by a step with zero gradients."""
-        own = self._grad_scaler, self._skips
+        own = self._grad_scaler, self._iteration
         plain = GradScaler("cpu", enabled=False, on_nonfinite="ignore")
-        self._grad_scaler, self._skips = plain, SkipLedger(exact=False)
+        self._grad_scaler, self._iteration = plain, Iteration()
         try:
             yield
         finally:
-            self._grad_scaler, self._skips = own
+            self._grad_scaler, self._iteration = own
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with no steps taken, the optimizer known to the scaler."""

@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
-from amp_plugin.adapters.lightning.user_hooks import is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.shard_layout import parameter_layouts
+from amp_plugin.scaling.gradients import parameter_layouts
 from amp_plugin.weights.refusals import refuse_sharded
 
 Member = TypeVar("Member")
@@ -155,17 +154,10 @@ class FabricPrecision(PrecisionCore):
         self._ready()  # a first closure runs its forward and backward only below
         optimizer = self._unwrap(optimizer)
         scaler = self._scaler_of(optimizer)
-        if self._is_step_seen and scaler.has_scaled and kwargs.get("closure") is None:
-            scaler.ensure_unscaled(optimizer)
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
         self._report(optimizer, self._scaler.last_step(optimizer))
         return output
-
-    @functools.cached_property
-    def _is_step_seen(self) -> bool:
-        """Whether a subclass has an ``optimizer_step``, which may look at gradients after the step."""
-        return is_extended(self, (FabricPrecision,), "optimizer_step")
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""

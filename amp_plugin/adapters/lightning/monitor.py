@@ -5,18 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amp_plugin.adapters.endless_skips import EndlessSkips, explanation
+from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.option_checks import names_checked
 from amp_plugin.options import number
-from amp_plugin.scaling.replay import Recorder
-from amp_plugin.scaling.skips_in_a_row import ReadStep
 from amp_plugin.user_warnings import warn_user
 from amp_plugin.weights.weight_bytes import weight_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from amp_plugin.scaling.step_log import LoggedStep
     from amp_plugin.scaling.step_result import StepResult
     from amp_plugin.weights.weight_bytes import WeightBytes
 
@@ -63,12 +62,8 @@ class Monitor:
                 raise ValueError(msg)
         self.max_skips_in_a_row = max_skips_in_a_row
         self.every_n_steps = every_n_steps
-        self._skips = EndlessSkips(
-            max_skips_in_a_row,
-            in_fp16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
-            option="AmpMonitor(max_skips_in_a_row=...)",
-        )
-        self._recorder = Recorder()
+        self._read: list[LoggedStep] = []
+        self._skipped_steps = 0
         self._stepped_in_batch: dict[int, StepResult] = {}
         self._warned = False
         self.weight_bytes: WeightBytes | None = None
@@ -76,7 +71,7 @@ class Monitor:
     @property
     def skipped_steps(self) -> int:
         """Optimizer steps skipped so far, as far as they are read."""
-        return self._skips.count
+        return self._skipped_steps
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Ask the Trainer's AmpPrecision to report each optimizer step."""
@@ -88,36 +83,38 @@ class Monitor:
             )
             raise TypeError(msg)
         plugin.observers.append(self._stepped)
+        plugin.step_log.subscribe(self._read.append)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
-        observers = getattr(trainer.precision_plugin, "observers", [])
-        if self._stepped in observers:
-            observers.remove(self._stepped)
+        plugin = trainer.precision_plugin
+        if self._stepped in getattr(plugin, "observers", []):
+            plugin.observers.remove(self._stepped)
+            plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
         self.teardown(trainer, pl_module, "")
 
     def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._skips.note(id(optimizer), result)
         self._stepped_in_batch[id(optimizer)] = result
-        self._recorder.end_window()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on counting where a resumed run has stopped."""
-        self._skips.begin_anew(trainer.precision_plugin.skipped_steps)
+        self._skipped_steps = trainer.precision_plugin.skipped_steps
+        self._read.clear()
         self._stepped_in_batch.clear()
         self.weight_bytes = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
-        self._read(trainer, pl_module)
+        trainer.precision_plugin.step_log.read(wait=True)
+        self._look(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """While steps are being skipped, note how to run this one again."""
         again = partial(trainer.precision_plugin.run_again, pl_module, batch, batch_idx)
-        self._recorder.remember(again, wanted=self._skips.going_on())
+        trainer.precision_plugin.step_log.remember(again)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
@@ -129,8 +126,9 @@ class Monitor:
             self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
-        if self._skips.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
-            self._read(trainer, pl_module)
+        if plugin.step_log.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
+            plugin.step_log.read(wait=True)
+        self._look(trainer, pl_module)
         for place, optimizer in enumerate(trainer.optimizers):
             result = stepped.get(id(optimizer))
             if result is not None and result.norm is not None:
@@ -142,15 +140,21 @@ class Monitor:
         if scale is not None or self.skipped_steps:
             pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
 
-    def _read(self, trainer: Any, pl_module: Any) -> None:
-        explain = partial(self._explain, trainer, pl_module)
-        for result in self._skips.results(wait=True, explain=explain):
-            if result.skipped and not self._warned and result.scale_after < 1.0:
-                self._warn_below_one(result)
-
-    def _explain(self, trainer: Any, pl_module: Any, step: ReadStep) -> str:
-        optimizer = next(optimizer for optimizer in trainer.optimizers if id(optimizer) == step.key)
-        return explanation(self._recorder.replay_of(step, optimizer, pl_module.parameters()), pl_module)
+    def _look(self, trainer: Any, pl_module: Any) -> None:
+        """Count the skips that the host has learned of, and end a run that only skips."""
+        log = trainer.precision_plugin.step_log
+        read, self._read[:] = list(self._read), []
+        for step in read:
+            self._skipped_steps += step.result.skipped
+            refuse_endless_skips(
+                step,
+                self.max_skips_in_a_row,
+                in_fp16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
+                option="AmpMonitor(max_skips_in_a_row=...)",
+                explain=lambda step: explanation(log, step, pl_module.parameters(), pl_module),
+            )
+            if step.result.skipped and not self._warned and step.result.scale_after < 1.0:
+                self._warn_below_one(step.result)
 
     def _warn_below_one(self, result: StepResult) -> None:
         self._warned = True

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
-from amp_plugin.adapters.lightning.hand_stepped import HandSteppedSchedulers
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
@@ -28,6 +27,7 @@ from amp_plugin.precision import (
 )
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
 from amp_plugin.sharding.dtype_plan import DtypePlan
@@ -71,7 +71,6 @@ class PrecisionCore:
         self.observers: list[Observer] = []
         self._rules: OpRules | None = None
         self._attempted_steps = 0
-        self._hand_stepped = HandSteppedSchedulers(exact=self.settings.exact_schedulers)
 
     def __repr__(self) -> str:
         """Show the precision, and how weights are stored if not as usual."""
@@ -152,7 +151,7 @@ class PrecisionCore:
 
         None before the first loss, and where nothing is scaled.
         """
-        return self._scaler.current_scale()
+        return self._scaler.loss_scale.value
 
     # -- starting and ending ------------------------------------------------------------------
 
@@ -177,6 +176,7 @@ class PrecisionCore:
             self._rules = rules
             set_default_rules(rules)
         self._scaler.place(self.device, **scaler_options)
+        self.step_log.exact = self.settings.exact_schedulers
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def teardown(self) -> None:
@@ -279,14 +279,19 @@ class PrecisionCore:
                 "its step() where not plugin.last_step(optimizer).skipped"
             )
             raise TypeError(msg)
-        if self._hand_stepped.are_held(self._unwrap(optimizer), self.last_step):
+        self.last_step(optimizer)  # raises if there is none
+        if self.step_log.holds_schedulers(self._unwrap(optimizer)):
             return False
         scheduler.step(*args)
         return True
 
+    @property
+    def step_log(self) -> StepLog:
+        """The log of the scaler's steps."""
+        return self._scaler.step_log
+
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
         self._attempted_steps += 1  # only now: a closure may have raised
-        self._hand_stepped.after_step(optimizer, result)
         for observer in self.observers:
             observer(optimizer, result)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import defaultdict
 from typing import Any
 
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.late_skips import LateSkips
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.step_log import StepLog
 
 NEVER = sys.maxsize
 
@@ -39,28 +37,22 @@ class HeldBack:
 
 
 class SchedulerHolds:
-    """Decide after each optimizer step which schedulers sit it out; LateSkips says when.
+    """Let the schedulers that the Trainer calls after optimizer steps sit out skipped ones."""
 
-    Args:
-        exact: wait for the device after each step, so that every skip is known at once.
-    """
-
-    def __init__(self, *, exact: bool) -> None:
-        self._exact = exact
+    def __init__(self) -> None:
         self._held: list[Any] = []
-        self._skips: defaultdict[int, LateSkips] = defaultdict(LateSkips)
 
     def clear(self) -> None:
         """Forget all schedulers, for a new run."""
         self._held.clear()
-        self._skips.clear()
 
-    def take(self, config: Any, config_class: Any) -> Any:
+    def take(self, config: Any, config_class: Any, log: StepLog) -> Any:
         """Take charge of a scheduler's config if it is called after optimizer steps.
 
         Args:
             config: an LRSchedulerConfig of the Trainer.
             config_class: the Trainer's LRSchedulerConfig with HeldBack mixed in.
+            log: that of the steps; it waits for those whose scheduler is not called after each.
 
         Returns:
             A config with the same scheduler, to give to the Trainer in its place.
@@ -69,15 +61,13 @@ class SchedulerHolds:
             return config
         if not isinstance(config, HeldBack):
             config = config_class(**vars(config))
+        if config.own_frequency != 1:
+            log.wait_for(config.scheduler.optimizer)
         self._held.append(config)
         return config
 
-    def after_step(self, optimizer: Optimizer, result: StepResult) -> None:
+    def after_step(self, optimizer: Optimizer, log: StepLog) -> None:
         """Set the holds of an optimizer's schedulers."""
-        configs = [config for config in self._held if config.scheduler.optimizer is optimizer]
-        if not configs:
-            return
-        wait = self._exact or any(config.own_frequency != 1 for config in configs)
-        hold = self._skips[id(optimizer)].after_step(result, wait=wait)
-        for config in configs:
-            config.hold = hold
+        for config in self._held:
+            if config.scheduler.optimizer is optimizer:
+                config.hold = log.holds_schedulers(optimizer)

@@ -70,7 +70,7 @@ class TrainerPrecision(TrainerCheckpoints):
 
     def _begin(self) -> None:
         super()._begin()
-        self._holds = SchedulerHolds(exact=self.settings.exact_schedulers)
+        self._holds = SchedulerHolds()
         self._in_train_step = False
         self._runs_again = False
         self._backwards = 0
@@ -121,7 +121,8 @@ class TrainerPrecision(TrainerCheckpoints):
         for optimizer in optimizers:
             self._scaler.register(optimizer, names=names_of(optimizer, named))
         if self._may_skip:
-            lr_schedulers = [self._holds.take(config, self.config_class) for config in lr_schedulers]
+            take = partial(self._holds.take, config_class=self.config_class, log=self.step_log)
+            lr_schedulers = list(map(take, lr_schedulers))
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
@@ -286,7 +287,7 @@ class TrainerPrecision(TrainerCheckpoints):
         return is_extended(self, (TrainerPrecision, self._plain), method)
 
     def _report(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._holds.after_step(optimizer, result)
+        self._holds.after_step(optimizer, self.step_log)
         super()._report(optimizer, result)
 
     # -- clipping -----------------------------------------------------------------------------
@@ -306,7 +307,7 @@ class TrainerPrecision(TrainerCheckpoints):
             seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
         elif self._sharded_root is not None:
-            self._scaler.note_norm(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
+            self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
         elif self._scaler.is_enabled():
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from functools import cached_property
 from typing import Any, Final
 
-_HOOKS: Final = ("on_before_optimizer_step", "on_before_zero_grad")
-_METHODS_OF_MODULES: Final = ("configure_gradient_clipping", "optimizer_step", "optimizer_zero_grad")
+_METHODS_OF_MODULES: Final = ("configure_gradient_clipping", "optimizer_step")
 _CLIPPING_OF_PLUGINS: Final = (
     "_after_closure",
     "_clip_gradients",
@@ -43,14 +42,13 @@ class UserHooks:
 
     @cached_property
     def read_gradients(self) -> bool:
-        """Whether a hook may read gradients before the step or after it, so that they must be unscaled."""
+        """Whether a hook may read gradients before the step, so that they must be unscaled."""
         return (
             any(map(self._is_extended, ("optimizer_step", *_CLIPPING_OF_PLUGINS)))
             or any(self._is_overridden(method, self._model) for method in _METHODS_OF_MODULES)
             or any(
-                self._is_overridden(hook, owner)
+                self._is_overridden("on_before_optimizer_step", owner)
                 for owner in (self._model, *self._model.trainer.callbacks)
-                for hook in _HOOKS
             )
         )
 

@@ -18,7 +18,8 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor);
 void cast(at::TensorList src, at::TensorList out);
 
-at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const OptionalTensor& scale);
+at::Tensor clip_factor(
+    const at::Tensor& norm, double max_norm, const OptionalTensor& scale, const OptionalTensor& found_inf);
 void update_scale_(
     const at::Tensor& scale, const at::Tensor& growth_tracker, const at::Tensor& hysteresis_tracker,
     const at::Tensor& found_inf, double growth_factor, double backoff_factor, int64_t growth_interval,
@@ -31,14 +32,13 @@ std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, do
 
 void adam_(
     at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,
-    double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
-    bool maximize, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf);
+    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, double lr, double beta1,
+    double beta2, double eps, double weight_decay, bool decoupled_weight_decay, bool maximize,
+    const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
 void sgd_(
     at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
-    at::TensorList copies, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-    bool maximize, bool first_step, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
+    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
+    bool first_step, const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale,
     const OptionalTensor& found_inf);
 
 void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low);

@@ -158,19 +158,24 @@ void update_scale_(
   increment_versions({scale, growth_tracker, hysteresis_tracker});
 }
 
-at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale) {
+at::Tensor clip_factor(
+    const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale,
+    const std::optional<at::Tensor>& found_inf) {
   Device* device = Device::find(norm.device().index());
   if (device == nullptr) {
-    return plain<at::Tensor(const at::Tensor&, double, const std::optional<at::Tensor>&)>(
-        "amp_plugin::_plain_clip_factor", norm, max_norm, scale);
+    return plain<at::Tensor(
+        const at::Tensor&, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&)>(
+        "amp_plugin::_plain_clip_factor", norm, max_norm, scale, found_inf);
   }
   require_one_element(norm, "norm", device->device(), at::kFloat);
   if (scale) require_one_element(*scale, "scale", device->device(), at::kFloat);
+  if (found_inf) require_one_element(*found_inf, "found_inf", device->device(), at::kFloat);
   at::Tensor factor = new_tensor({}, at::kFloat, device->device());
   const void* carried = scale ? scale->const_data_ptr() : nullptr;
+  const void* found = found_inf ? found_inf->const_data_ptr() : nullptr;
   device->launch(
       kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried,
-      factor.mutable_data_ptr());
+      found, factor.mutable_data_ptr());
   return factor;
 }
 

@@ -78,7 +78,7 @@ Rows table_rows(const StepRows& parameters, List steps) {
     first.dtype = code_of(parameter.grad_type);
     first.out_dtype = static_cast<uint8_t>(parameter.weight);
     Row& second = result.rows[count + i];
-    second.address = address_of(parameter.beside);
+    second.address = address_of(parameter.remainder);
     if (!steps.empty()) {
       second.out_address = address_of(steps[i].mutable_data_ptr());
       second.dtype = code_of(steps[i].scalar_type());
@@ -107,22 +107,22 @@ Device* device_of(List params) { return params.empty() ? nullptr : Device::find(
 
 void adam_(
     List params, List grads, List exp_avgs, List exp_avg_sqs, List max_exp_avg_sqs, List steps,
-    List remainders, List copies, double lr, double beta1, double beta2, double eps, double weight_decay,
+    List remainders, double lr, double beta1, double beta2, double eps, double weight_decay,
     bool decoupled_weight_decay, bool maximize, const Number& lr_tensor, const Number& grad_scale,
     const Number& found_inf) {
   Device* device = device_of(params);
   if (device == nullptr) {
     using Signature = void(
-        List, List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
+        List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
         const Number&, const Number&, const Number&);
     return plainly<Signature>(
         "amp_plugin::_plain_adam_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders,
-        copies, lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale,
+        lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale,
         found_inf);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const StepTensors tensors{params, grads, remainders, copies, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
-  const StepRows rows(tensors, "adam_", device->device());
+  const StepTensors tensors{params, grads, remainders, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
+  const StepRows rows(tensors, "adam_", grad_scale.has_value(), device->device());
   TORCH_CHECK_VALUE(
       exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size(), "adam_: ", params.size(),
       " params, ", exp_avgs.size(), " exp_avgs and ", exp_avg_sqs.size(),
@@ -144,21 +144,21 @@ void adam_(
 }
 
 void sgd_(
-    List params, List grads, List momentum_buffers, List remainders, List copies, double lr, double momentum,
+    List params, List grads, List momentum_buffers, List remainders, double lr, double momentum,
     double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
     const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) {
   Device* device = device_of(params);
   if (device == nullptr) {
     using Signature = void(
-        List, List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
+        List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
         const Number&, const Number&);
     return plainly<Signature>(
-        "amp_plugin::_plain_sgd_", params, grads, momentum_buffers, remainders, copies, lr, momentum,
-        dampening, weight_decay, nesterov, maximize, first_step, lr_tensor, grad_scale, found_inf);
+        "amp_plugin::_plain_sgd_", params, grads, momentum_buffers, remainders, lr, momentum, dampening,
+        weight_decay, nesterov, maximize, first_step, lr_tensor, grad_scale, found_inf);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  const StepTensors tensors{params, grads, remainders, copies, {momentum_buffers}};
-  const StepRows rows(tensors, "sgd_", device->device());
+  const StepTensors tensors{params, grads, remainders, {momentum_buffers}};
+  const StepRows rows(tensors, "sgd_", grad_scale.has_value(), device->device());
   TORCH_CHECK_VALUE(
       momentum == 0 || momentum_buffers.size() == params.size(), "sgd_: momentum ", momentum, " with ",
       momentum_buffers.size(), " momentum_buffers for ", params.size(),

@@ -32,23 +32,23 @@ at::Tensor multiply_(Tensors grads, const at::Tensor& factor) {
 
 void adam_(
     Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
-    Tensors steps, Tensors remainders, Tensors copies, double lr, double beta1, double beta2, double eps,
-    double weight_decay, bool decoupled_weight_decay, bool maximize, const OptionalTensor& lr_tensor,
+    Tensors steps, Tensors remainders, double lr, double beta1, double beta2, double eps, double weight_decay,
+    bool decoupled_weight_decay, bool maximize, const OptionalTensor& lr_tensor,
     const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
   static const auto op = find_op("amp_plugin::adam_", adam_);
   op.call(
-      params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders, copies, lr, beta1, beta2, eps,
+      params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders, lr, beta1, beta2, eps,
       weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale, found_inf);
 }
 
 void sgd_(
-    Tensors params, Tensors grads, Tensors momentum_buffers, Tensors remainders, Tensors copies, double lr,
-    double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
+    Tensors params, Tensors grads, Tensors momentum_buffers, Tensors remainders, double lr, double momentum,
+    double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
     const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
   static const auto op = find_op("amp_plugin::sgd_", sgd_);
   op.call(
-      params, grads, momentum_buffers, remainders, copies, lr, momentum, dampening, weight_decay, nesterov,
-      maximize, first_step, lr_tensor, grad_scale, found_inf);
+      params, grads, momentum_buffers, remainders, lr, momentum, dampening, weight_decay, nesterov, maximize,
+      first_step, lr_tensor, grad_scale, found_inf);
 }
 
 bool nobody_watches() {

@@ -20,12 +20,12 @@ at::Tensor multiply_(Tensors grads, const at::Tensor& factor);
 
 void adam_(
     Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
-    Tensors steps, Tensors remainders, Tensors copies, double lr, double beta1, double beta2, double eps,
-    double weight_decay, bool decoupled_weight_decay, bool maximize, const OptionalTensor& lr_tensor,
+    Tensors steps, Tensors remainders, double lr, double beta1, double beta2, double eps, double weight_decay,
+    bool decoupled_weight_decay, bool maximize, const OptionalTensor& lr_tensor,
     const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
 void sgd_(
-    Tensors params, Tensors grads, Tensors momentum_buffers, Tensors remainders, Tensors copies, double lr,
-    double momentum, double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
+    Tensors params, Tensors grads, Tensors momentum_buffers, Tensors remainders, double lr, double momentum,
+    double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
     const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
 
 // Whether a call may also go past the dispatcher: no mode, tracer or transform takes ops, no profiler counts

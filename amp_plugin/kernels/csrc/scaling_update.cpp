@@ -55,10 +55,12 @@ void update_scale_(
   }
 }
 
-at::Tensor clip_factor(const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale) {
+at::Tensor clip_factor(
+    const at::Tensor& norm, double max_norm, const std::optional<at::Tensor>& scale,
+    const std::optional<at::Tensor>& found_inf) {
   const float value = *norm.const_data_ptr<float>();
-  const float factor =
-      std::isfinite(value) ? std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F)) : 1.0F;
+  const bool skipped = found_inf ? *found_inf->const_data_ptr<float>() > 0 : !std::isfinite(value);
+  const float factor = skipped ? 1.0F : std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F));
   at::Tensor result = new_tensor({}, at::kFloat);
   *result.mutable_data_ptr<float>() = scale ? *scale->const_data_ptr<float>() / factor : factor;
   return result;

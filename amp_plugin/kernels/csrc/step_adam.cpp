@@ -25,8 +25,8 @@ template <bool amsgrad>
 struct AdamRule {
   static constexpr size_t kStates = amsgrad ? 3 : 2;  // exp_avg, exp_avg_sq, max_exp_avg_sq
 
-  AdamRule(const AdamOptions& options, double step, double divisor)
-      : divisor(options.maximize ? -divisor : divisor),
+  AdamRule(const AdamOptions& options, double step)
+      : sign(options.maximize ? -0.0F : 0.0F),
         correction(std::sqrt(1 - std::pow(options.beta2, step))),
         decay(static_cast<float>(options.weight_decay)),
         kept(static_cast<float>(1 - options.lr * options.weight_decay)),
@@ -42,7 +42,7 @@ struct AdamRule {
   }
 
   [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
-    grad = divisor.divide(grad);
+    grad = grad ^ Floats(sign);
     grad = decays.of(at::vec::fmadd(param, Floats(decay), grad), grad);
     param = shrinks.of(param * Floats(kept), param);
     const Floats difference = grad - states[0];
@@ -54,7 +54,8 @@ struct AdamRule {
     return param + Floats(step_size) * states[0] / denominator;
   }
 
-  Divisor divisor, correction;
+  float sign;
+  Divisor correction;
   float decay, kept, share, beta2, square, eps, step_size;
   Choice decays, shrinks, starts_at_grad;
 };
@@ -70,7 +71,7 @@ double incremented(const at::Tensor& step) {
 }
 
 template <bool amsgrad>
-std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions& options, double divisor) {
+std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions& options) {
   std::vector<AdamRule<amsgrad>> rules;
   rules.reserve(steps.size());
   double last = 0;  // parameters mostly have taken as many steps
@@ -80,7 +81,7 @@ std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions&
     if (step == last) {
       rules.push_back(rules.back());
     } else {
-      rules.emplace_back(options, step, divisor);
+      rules.emplace_back(options, step);
     }
     last = step;
   }
@@ -91,25 +92,25 @@ std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions&
 
 void adam_(
     at::TensorList params, at::TensorList grads, at::TensorList exp_avgs, at::TensorList exp_avg_sqs,
-    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, at::TensorList copies,
-    double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled_weight_decay,
-    bool maximize, const std::optional<at::Tensor>& lr_tensor, const std::optional<at::Tensor>& grad_scale,
+    at::TensorList max_exp_avg_sqs, at::TensorList steps, at::TensorList remainders, double lr, double beta1,
+    double beta2, double eps, double weight_decay, bool decoupled_weight_decay, bool maximize,
+    const std::optional<at::Tensor>& lr_tensor, const std::optional<at::Tensor>& grad_scale,
     const std::optional<at::Tensor>& found_inf) {
-  const StepTensors tensors{params, grads, remainders, copies, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
-  StepRows rows(tensors, "adam_");
+  const Divisor divisor(grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0);
+  const StepTensors tensors{params, grads, remainders, {exp_avgs, exp_avg_sqs, max_exp_avg_sqs}};
+  const StepRows rows(tensors, "adam_", !divisor.is_one());
   TORCH_CHECK_VALUE(
       exp_avgs.size() == params.size() && exp_avg_sqs.size() == params.size() &&
           steps.size() == params.size(),
       "adam_: ", params.size(), " params, ", exp_avgs.size(), " exp_avgs, ", exp_avg_sqs.size(),
       " exp_avg_sqs and ", steps.size(), " steps; give one for each parameter.");
-  if (found_inf && one_value(*found_inf, "found_inf") > 0) return;
-  const double divisor = grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0;
+  if (found_inf && one_value(*found_inf, "found_inf") > 0) return divide_gradients(rows, divisor);
   if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
   const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize};
   if (max_exp_avg_sqs.empty()) {
-    run_rows(rows.rows(), rules_of<false>(steps, options, divisor));
+    run_rows(rows.rows(), divisor, rules_of<false>(steps, options));
   } else {
-    run_rows(rows.rows(), rules_of<true>(steps, options, divisor));
+    run_rows(rows.rows(), divisor, rules_of<true>(steps, options));
   }
   rows.finish();
 }

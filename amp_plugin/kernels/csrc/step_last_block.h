@@ -20,18 +20,20 @@ class LastBlock {
 
   const Row& row() const { return block_; }
 
-  // What a rule changes, to where it came from.
-  void write_back() const;
+  // What a step changes, to where it came from; gradients are apart.
+  void write_gradient_back() const { write_back(0); }
+  void write_rest_back() const;
 
  private:
   struct Part {
     void* outside;
     size_t bytes;
   };
-  static constexpr size_t kParts = 3 + kMostStates;  // gradient, parameter, what is beside it, states
+  static constexpr size_t kParts = 3 + kMostStates;  // gradient, parameter, remainder, states
 
   // Its part of memory with the elements of `data`, each `size` bytes; null where there are none.
-  void* hold(size_t part, const void* data, size_t size, int64_t begin, int64_t count);
+  void* hold(size_t part, void* data, size_t size, int64_t begin, int64_t count);
+  void write_back(size_t part) const;
 
   alignas(64) std::byte memory_[kParts][kMostElements * sizeof(float)] = {};
   Part parts_[kParts] = {};

@@ -6,19 +6,13 @@
 #include <initializer_list>
 
 #include "memory_order.h"
-#include "step_last_block.h"
+#include "step_run.h"
 
 namespace amp_plugin {
 namespace {
 
 // Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
 constexpr int64_t kStepTask = 65536;
-
-Weight weight_of(const at::Tensor& param, const at::Tensor* copy, bool pair) {
-  if (pair) return Weight::bfloat16_pair;
-  if (copy == nullptr) return Weight::fp32;
-  return copy->scalar_type() == at::kHalf ? Weight::fp32_and_half : Weight::fp32_and_bfloat16;
-}
 
 void bump(at::TensorList tensors) {
   for (const at::Tensor& tensor : tensors) {
@@ -30,8 +24,8 @@ void bump(at::TensorList tensors) {
 
 }  // namespace
 
-StepRows::StepRows(const StepTensors& tensors, const char* op, c10::Device device)
-    : tensors_(tensors), op_(op), device_(device) {
+StepRows::StepRows(const StepTensors& tensors, const char* op, bool writes_gradients, c10::Device device)
+    : tensors_(tensors), op_(op), writes_gradients_(writes_gradients), device_(device) {
   const size_t count = tensors.params.size();
   const auto check_count = [&](at::TensorList list, const char* name, bool may_be_empty) {
     TORCH_CHECK_VALUE(
@@ -40,14 +34,9 @@ StepRows::StepRows(const StepTensors& tensors, const char* op, c10::Device devic
   };
   check_count(tensors.grads, "grads", false);
   check_count(tensors.remainders, "remainders", true);
-  check_count(tensors.copies, "copies", true);
   for (const at::TensorList& states : tensors.states) {
     check_count(states, "tensors of a state", true);
   }
-  TORCH_CHECK_VALUE(
-      tensors.remainders.empty() || tensors.copies.empty(), op,
-      ": remainders and copies are both given; a bfloat16 parameter has a remainder, a float32 one may have "
-      "a copy.");
   rows_.reserve(count);
   for (size_t i = 0; i < count; ++i) {
     check(i);
@@ -78,60 +67,67 @@ void StepRows::check(size_t i) const {
   } else {
     fits(param, "param", {at::kFloat});
   }
-  if (!tensors_.copies.empty()) fits(tensors_.copies[i], "copy", {at::kHalf, at::kBFloat16});
   fits(tensors_.grads[i], "grad", {at::kFloat, at::kBFloat16, at::kHalf});
   for (const at::TensorList& states : tensors_.states) {
     if (!states.empty()) fits(states[i], "state", {at::kFloat});
   }
 }
 
-const at::Tensor& StepRows::flat(const at::Tensor& tensor, bool as_it_is, bool written) {
+// The gradient, in a dtype that the device steps.
+at::Tensor StepRows::readable_grad(size_t i, Weight weight) const {
+  const at::Tensor& grad = tensors_.grads[i];
+  return device_.is_cpu() && !has_loop(grad.scalar_type(), weight) ? grad.to(at::kFloat) : grad;
+}
+
+void* StepRows::grad_memory(const at::Tensor& grad, const at::Tensor& readable) {
+  if (!readable.is_same(grad)) {
+    held_.push_back(readable);
+    if (writes_gradients_) gradient_copies_.emplace_back(grad, readable);
+  }
+  return writes_gradients_ ? readable.mutable_data_ptr() : const_cast<void*>(readable.const_data_ptr());
+}
+
+const at::Tensor& StepRows::flat(const at::Tensor& tensor, bool as_it_is) {
   if (as_it_is) return tensor;
   held_.push_back(tensor.contiguous());
-  if (written && !held_.back().is_same(tensor)) written_copies_.emplace_back(tensor, held_.back());
+  if (!held_.back().is_same(tensor)) written_copies_.emplace_back(tensor, held_.back());
   return held_.back();
 }
 
 Row StepRows::row_of(size_t i) {
   const at::Tensor& param = tensors_.params[i];
-  const at::Tensor* beside = nullptr;
-  if (!tensors_.remainders.empty()) beside = &tensors_.remainders[i];
-  if (!tensors_.copies.empty()) beside = &tensors_.copies[i];
-  const Weight weight =
-      weight_of(param, tensors_.copies.empty() ? nullptr : beside, !tensors_.remainders.empty());
-  const at::Tensor* grad = &tensors_.grads[i];
-  at::Tensor widened;
-  if (device_.is_cpu() && !has_loop(grad->scalar_type(), weight)) {
-    widened = grad->to(at::kFloat);
-    held_.push_back(widened);
-    grad = &widened;
-  }
-  bool as_it_is = param.is_non_overlapping_and_dense() && same_memory_order(param, *grad) &&
-      (beside == nullptr || same_memory_order(param, *beside));
+  const at::Tensor* remainder = tensors_.remainders.empty() ? nullptr : &tensors_.remainders[i];
+  const Weight weight = remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
+  const at::Tensor grad = readable_grad(i, weight);
+  bool as_it_is = param.is_non_overlapping_and_dense() && same_memory_order(param, grad) &&
+      (remainder == nullptr || same_memory_order(param, *remainder));
   for (const at::TensorList& states : tensors_.states) {
     as_it_is = as_it_is && (states.empty() || same_memory_order(param, states[i]));
   }
   Row row{};
   row.numel = param.numel();
-  row.grad_type = grad->scalar_type();
+  row.grad_type = grad.scalar_type();
   row.weight = weight;
-  row.param = flat(param, as_it_is, true).mutable_data_ptr();
-  row.beside = beside == nullptr ? nullptr : flat(*beside, as_it_is, true).mutable_data_ptr();
-  row.grad = flat(*grad, as_it_is, false).const_data_ptr();
+  row.param = flat(param, as_it_is).mutable_data_ptr();
+  row.remainder = remainder == nullptr ? nullptr : flat(*remainder, as_it_is).mutable_data_ptr();
+  row.grad = grad_memory(tensors_.grads[i], as_it_is ? grad : grad.contiguous());
   for (size_t state = 0; state < kMostStates; ++state) {
     if (tensors_.states[state].empty()) continue;
-    row.states[state] = flat(tensors_.states[state][i], as_it_is, true).mutable_data_ptr<float>();
+    row.states[state] = flat(tensors_.states[state][i], as_it_is).mutable_data_ptr<float>();
   }
   return row;
 }
 
+void StepRows::finish_gradients() const {
+  for (const auto& [grad, copy] : gradient_copies_) grad.copy_(copy);
+  if (writes_gradients_) bump(tensors_.grads);
+}
+
 void StepRows::finish() const {
-  for (const auto& [tensor, copy] : written_copies_) {
-    tensor.copy_(copy);
-  }
+  finish_gradients();
+  for (const auto& [tensor, copy] : written_copies_) tensor.copy_(copy);
   bump(tensors_.params);
   bump(tensors_.remainders);
-  bump(tensors_.copies);
   for (const at::TensorList& states : tensors_.states) {
     bump(states);
   }
@@ -166,6 +162,37 @@ void for_each_range(const std::vector<Row>& rows, RunRange run) {
   at::parallel_for(0, static_cast<int64_t>(first.size()) - 1, 1, [&](int64_t begin, int64_t end) {
     for (size_t i = first[begin]; i < first[end]; ++i) run(ranges[i].row, ranges[i].begin, ranges[i].end);
   });
+}
+
+namespace {
+
+template <typename Grad>
+void divide_range(const Row row, int64_t begin, int64_t end, const Divisor divisor) {
+  for (int64_t at = begin; at < end; at += Block::kSize) {
+    auto* grads = static_cast<Grad*>(row.grad) + at;
+    Block grad = load_block(grads);
+    divide_block(grads, divisor, grad);
+  }
+}
+
+void divide_elements(const Row& row, int64_t begin, int64_t end, const Divisor& divisor) {
+  const auto divide = row.grad_type == at::kFloat ? divide_range<float> : divide_range<at::BFloat16>;
+  const int64_t whole = begin + (end - begin) / Block::kSize * Block::kSize;
+  divide(row, begin, whole, divisor);
+  if (whole == end) return;
+  LastBlock last(row, whole, end - whole);
+  divide(last.row(), 0, Block::kSize, divisor);
+  last.write_gradient_back();
+}
+
+}  // namespace
+
+void divide_gradients(const StepRows& rows, const Divisor& divisor) {
+  if (divisor.is_one()) return;
+  for_each_range(rows.rows(), [&](size_t row, int64_t begin, int64_t end) {
+    divide_elements(rows.rows()[row], begin, end, divisor);
+  });
+  rows.finish_gradients();
 }
 
 }  // namespace amp_plugin

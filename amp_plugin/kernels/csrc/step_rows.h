@@ -18,25 +18,22 @@ struct StepTensors {
   at::TensorList params;
   at::TensorList grads;
   at::TensorList remainders;
-  at::TensorList copies;
   std::array<at::TensorList, kMostStates> states;
 };
 
-// What holds a parameter: float32 alone, float32 and a 16-bit copy, or a bfloat16 with its remainder.
-enum class Weight : uint8_t { fp32, fp32_and_half, fp32_and_bfloat16, bfloat16_pair };
+// What holds a parameter: a float32, or a bfloat16 with its remainder.
+enum class Weight : uint8_t { fp32, bfloat16_pair };
 
 // Whether the CPU steps such a gradient as it is: one in float32, or in the dtype that the model computes
 // with. Torch makes no others, unless a parameter's grad_dtype asks for it. Those are widened first.
 constexpr bool has_loop(at::ScalarType grad, Weight weight) {
-  if (grad == at::kFloat) return true;
-  if (weight == Weight::fp32) return false;
-  return grad == (weight == Weight::fp32_and_half ? at::kHalf : at::kBFloat16);
+  return grad == at::kFloat || (grad == at::kBFloat16 && weight == Weight::bfloat16_pair);
 }
 
 struct Row {
   void* param;
-  void* beside;  // the copy or the remainder
-  const void* grad;
+  void* remainder;
+  void* grad;
   std::array<float*, kMostStates> states;
   int64_t numel;
   at::ScalarType grad_type;
@@ -50,25 +47,33 @@ void for_each_range(const std::vector<Row>& rows, RunRange run);
 // Rows of tensors that are checked. Where memory orders differ, a row is worked on in copies.
 class StepRows {
  public:
-  // `op` is named in errors; all tensors are to be on `device`.
-  StepRows(const StepTensors& tensors, const char* op, c10::Device device = c10::kCPU);
+  // `op` is named in errors; all tensors are to be on `device`. Gradients may be written only if so said.
+  StepRows(const StepTensors& tensors, const char* op, bool writes_gradients, c10::Device device = c10::kCPU);
 
   const std::vector<Row>& rows() const { return rows_; }
 
-  // After the step: copies are written back, and versions counted.
+  // After the step: what was worked on in copies is written back, and versions are counted.
   void finish() const;
+  // After a step that was skipped: the same for gradients alone.
+  void finish_gradients() const;
 
  private:
+  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
   Row row_of(size_t i);
   void check(size_t i) const;
-  const at::Tensor& flat(const at::Tensor& tensor, bool as_it_is, bool written);
+  at::Tensor readable_grad(size_t i, Weight weight) const;
+  void* grad_memory(const at::Tensor& grad, const at::Tensor& readable);
+  const at::Tensor& flat(const at::Tensor& tensor, bool as_it_is);
 
   const StepTensors& tensors_;
   const char* op_;
+  bool writes_gradients_;
   c10::Device device_;
   std::vector<Row> rows_;
   std::vector<at::Tensor> held_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> written_copies_;
+  Copies written_copies_;
+  Copies gradient_copies_;
 };
 
 }  // namespace amp_plugin

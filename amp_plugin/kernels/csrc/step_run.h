@@ -1,4 +1,4 @@
-// Runs an optimizer's rule over all rows: gradients are read once and never written.
+// Runs an optimizer's rule over all rows. Gradients are divided in the pass that reads them.
 #pragma once
 
 #include <vector>
@@ -11,11 +11,19 @@ namespace amp_plugin {
 
 static_assert(Block::kSize <= static_cast<int64_t>(LastBlock::kMostElements));
 
+template <typename Grad>
+[[gnu::always_inline]] inline void divide_block(Grad* grads, const Divisor& divisor, Block& grad) {
+  grad = {divisor.divide(grad.low), divisor.divide(grad.high)};
+  store_block(grads, grad);
+}
+
 // A rule is called with a vector of parameters, of gradients and of each state (Rule::kStates of them, which
-// it changes) and returns the new parameters.
-template <typename Rule, typename Grad, typename WeightType>
-[[gnu::always_inline]] inline void step_block(const Row& row, const Rule& rule, int64_t at) {
-  const Block grad = load_block(static_cast<const Grad*>(row.grad) + at);
+// it changes) and returns the new parameters. Gradients that are `divided` are written too.
+template <typename Rule, typename Grad, typename WeightType, bool divided>
+[[gnu::always_inline]] inline void step_block(
+    const Row& row, const Divisor& divisor, const Rule& rule, int64_t at) {
+  auto* grads = static_cast<Grad*>(row.grad) + at;
+  Block grad = load_block(grads);
   const Block param = WeightType::load(row, at);
   Floats low[Rule::kStates + 1];
   Floats high[Rule::kStates + 1];
@@ -24,6 +32,7 @@ template <typename Rule, typename Grad, typename WeightType>
     low[i] = state.low;
     high[i] = state.high;
   }
+  if constexpr (divided) divide_block(grads, divisor, grad);
   const Block stepped = {rule(param.low, grad.low, low), rule(param.high, grad.high, high)};
   for (size_t i = 0; i < Rule::kStates; ++i) {
     store_block(row.states[i] + at, {low[i], high[i]});
@@ -33,48 +42,45 @@ template <typename Rule, typename Grad, typename WeightType>
 
 // Whole blocks. Row and rule come by value: what is stored through the row's pointers cannot be theirs, so
 // that they stay in registers.
-template <typename Rule, typename Grad, typename WeightType>
-void step_range(const Row row, int64_t begin, int64_t end, const Rule rule) {
-  for (int64_t at = begin; at < end; at += Block::kSize) step_block<Rule, Grad, WeightType>(row, rule, at);
+template <typename Rule, typename Grad, typename WeightType, bool divided>
+void step_range(const Row row, int64_t begin, int64_t end, const Divisor divisor, const Rule rule) {
+  for (int64_t at = begin; at < end; at += Block::kSize)
+    step_block<Rule, Grad, WeightType, divided>(row, divisor, rule, at);
 }
 
 template <typename Rule>
-using RangeFunction = void (*)(Row, int64_t, int64_t, Rule);
+using RangeFunction = void (*)(Row, int64_t, int64_t, Divisor, Rule);
 
 // A loop for each pair of dtypes that has_loop() names.
-template <typename Rule>
+template <typename Rule, bool divided>
 RangeFunction<Rule> range_function(const Row& row) {
-  using at::BFloat16, at::Half;
-  const bool wide = row.grad_type == at::kFloat;
-  switch (row.weight) {
-    case Weight::fp32_and_half:
-      return wide ? step_range<Rule, float, CopiedWeight<Half>> : step_range<Rule, Half, CopiedWeight<Half>>;
-    case Weight::fp32_and_bfloat16:
-      return wide ? step_range<Rule, float, CopiedWeight<BFloat16>>
-                  : step_range<Rule, BFloat16, CopiedWeight<BFloat16>>;
-    case Weight::bfloat16_pair:
-      return wide ? step_range<Rule, float, PairedWeight> : step_range<Rule, BFloat16, PairedWeight>;
-    default: return step_range<Rule, float, Fp32Weight>;
-  }
+  if (row.weight == Weight::fp32) return step_range<Rule, float, Fp32Weight, divided>;
+  return row.grad_type == at::kFloat ? step_range<Rule, float, PairedWeight, divided>
+                                     : step_range<Rule, at::BFloat16, PairedWeight, divided>;
 }
 
 template <typename Rule>
-void step_elements(const Row& row, int64_t begin, int64_t end, const Rule& rule) {
-  const RangeFunction<Rule> step = range_function<Rule>(row);
+void step_elements(const Row& row, int64_t begin, int64_t end, const Divisor& divisor, const Rule& rule) {
+  const bool divided = !divisor.is_one();
+  const auto step = divided ? range_function<Rule, true>(row) : range_function<Rule, false>(row);
   const int64_t whole = begin + (end - begin) / Block::kSize * Block::kSize;
-  step(row, begin, whole, rule);
+  step(row, begin, whole, divisor, rule);
   if (whole == end) return;
   LastBlock last(row, whole, end - whole);
-  step(last.row(), 0, Block::kSize, rule);
-  last.write_back();
+  step(last.row(), 0, Block::kSize, divisor, rule);
+  if (divided) last.write_gradient_back();
+  last.write_rest_back();
 }
 
 // Apply rules[i] to rows[i]. Every element is worked on alone, so results do not depend on the threads.
 template <typename Rule>
-void run_rows(const std::vector<Row>& rows, const std::vector<Rule>& rules) {
+void run_rows(const std::vector<Row>& rows, const Divisor& divisor, const std::vector<Rule>& rules) {
   for_each_range(rows, [&](size_t row, int64_t begin, int64_t end) {
-    step_elements(rows[row], begin, end, rules[row]);
+    step_elements(rows[row], begin, end, divisor, rules[row]);
   });
 }
+
+// A step that is skipped: gradients are divided, and nothing else is written.
+void divide_gradients(const StepRows& rows, const Divisor& divisor);
 
 }  // namespace amp_plugin

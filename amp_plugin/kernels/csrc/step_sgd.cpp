@@ -24,8 +24,8 @@ template <bool has_momentum>
 struct SgdRule {
   static constexpr size_t kStates = has_momentum ? 1 : 0;  // momentum_buffer
 
-  SgdRule(const SgdOptions& options, double divisor)
-      : divisor(options.maximize ? -divisor : divisor),
+  explicit SgdRule(const SgdOptions& options)
+      : sign(options.maximize ? -0.0F : 0.0F),
         decay(static_cast<float>(options.weight_decay)),
         momentum(static_cast<float>(options.momentum)),
         damped(static_cast<float>(1 - options.dampening)),
@@ -35,7 +35,7 @@ struct SgdRule {
         starts(options.first_step) {}
 
   [[gnu::always_inline]] Floats operator()(Floats param, Floats grad, Floats* states) const {
-    grad = divisor.divide(grad);
+    grad = grad ^ Floats(sign);
     grad = decays.of(at::vec::fmadd(param, Floats(decay), grad), grad);
     if constexpr (has_momentum) {
       Floats& buffer = states[0];
@@ -45,8 +45,7 @@ struct SgdRule {
     return at::vec::fmadd(grad, Floats(step_size), param);
   }
 
-  Divisor divisor;
-  float decay, momentum, damped, step_size;
+  float sign, decay, momentum, damped, step_size;
   Choice decays, nesterov, starts;
 };
 
@@ -54,23 +53,23 @@ struct SgdRule {
 
 void sgd_(
     at::TensorList params, at::TensorList grads, at::TensorList momentum_buffers, at::TensorList remainders,
-    at::TensorList copies, double lr, double momentum, double dampening, double weight_decay, bool nesterov,
-    bool maximize, bool first_step, const std::optional<at::Tensor>& lr_tensor,
-    const std::optional<at::Tensor>& grad_scale, const std::optional<at::Tensor>& found_inf) {
-  const StepTensors tensors{params, grads, remainders, copies, {momentum_buffers}};
-  StepRows rows(tensors, "sgd_");
+    double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
+    bool first_step, const std::optional<at::Tensor>& lr_tensor, const std::optional<at::Tensor>& grad_scale,
+    const std::optional<at::Tensor>& found_inf) {
+  const Divisor divisor(grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0);
+  const StepTensors tensors{params, grads, remainders, {momentum_buffers}};
+  const StepRows rows(tensors, "sgd_", !divisor.is_one());
   TORCH_CHECK_VALUE(
       momentum == 0 || momentum_buffers.size() == params.size(), "sgd_: momentum ", momentum, " with ",
       momentum_buffers.size(), " momentum_buffers for ", params.size(),
       " params; give one for each parameter.");
-  if (found_inf && one_value(*found_inf, "found_inf") > 0) return;
-  const double divisor = grad_scale ? one_value(*grad_scale, "grad_scale") : 1.0;
+  if (found_inf && one_value(*found_inf, "found_inf") > 0) return divide_gradients(rows, divisor);
   if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
   const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step};
   if (momentum == 0) {
-    run_rows(rows.rows(), std::vector(params.size(), SgdRule<false>(options, divisor)));
+    run_rows(rows.rows(), divisor, std::vector(params.size(), SgdRule<false>(options)));
   } else {
-    run_rows(rows.rows(), std::vector(params.size(), SgdRule<true>(options, divisor)));
+    run_rows(rows.rows(), divisor, std::vector(params.size(), SgdRule<true>(options)));
   }
   rows.finish();
 }

@@ -60,6 +60,8 @@ class Divisor {
  public:
   explicit Divisor(double divisor) : divisor_(static_cast<float>(divisor)), inverse_(1 / divisor_) {}
 
+  bool is_one() const { return divisor_ == 1; }
+
   [[gnu::always_inline]] Floats divide(Floats x) const {
     const Floats quotient = x * Floats(inverse_);
     const Floats rest = at::vec::fmadd(quotient, Floats(-divisor_), x);
@@ -100,15 +102,6 @@ struct Fp32Weight {
   }
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     store_block(static_cast<float*>(row.param) + at, block);
-  }
-};
-
-// A float32 parameter, and the copy of it that the model computes with.
-template <typename Copy>
-struct CopiedWeight : Fp32Weight {
-  [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
-    Fp32Weight::store(row, at, block);
-    store_block(static_cast<Copy*>(row.beside) + at, block);
   }
 };
 
@@ -160,7 +153,7 @@ using Words = uint32_t [[gnu::vector_size(sizeof(Floats))]];
 struct PairedWeight {
   [[gnu::always_inline]] static Block load(const Row& row, int64_t at) {
     const auto* high = static_cast<const int16_t*>(row.param) + at;
-    const auto* low = static_cast<const int16_t*>(row.beside) + at;
+    const auto* low = static_cast<const int16_t*>(row.remainder) + at;
     fetch_ahead(high);
     fetch_ahead(low);
     return {joined(high, low), joined(high + Block::kHalf, low + Block::kHalf)};
@@ -170,7 +163,7 @@ struct PairedWeight {
   // the highest of them.
   [[gnu::always_inline]] static void store(const Row& row, int64_t at, const Block& block) {
     auto* high = static_cast<uint16_t*>(row.param) + at;
-    auto* low = static_cast<uint16_t*>(row.beside) + at;
+    auto* low = static_cast<uint16_t*>(row.remainder) + at;
     const bool not_finite = (block.low + block.high).has_inf_nan();
     if (__builtin_expect(not_finite, false)) return store_each(block.low, block.high, high, low);
     Words rounded[2];

@@ -1,7 +1,8 @@
 // adam: a whole step of Adam or AdamW over all parameters of a table, torch's operations in their order.
 //
-// Writes nothing where found_inf is above 0. The last block counts the steps, when all have read them.
-// Bytes for B of float32 gradients: 4 B read (gradient, parameter, two moments), 3 B written.
+// Where found_inf is above 0 it only divides gradients by grad_scale. The last block counts the steps, when
+// all have read them. Bytes for B of float32 gradients: 4 B read (gradient, parameter, two moments), 4 B
+// written, 3 B if grad_scale is 1.
 #include "step_rows.cuh"
 
 using namespace amp_plugin;
@@ -13,17 +14,17 @@ struct AdamOptions {
 
 // What one step of a parameter does to an element; float32 numbers, worked out in float64.
 struct AdamRule {
-  float divisor, correction, decay, kept, lerp, beta2, square, eps, step_size;
-  bool decays, shrinks;
+  float correction, decay, kept, lerp, beta2, square, eps, step_size;
+  bool negates, decays, shrinks;
 
-  __device__ AdamRule(const AdamOptions& options, double lr, double divided_by)
-      : divisor(float(options.maximize ? -divided_by : divided_by)),
-        decay(float(options.weight_decay)),
+  __device__ AdamRule(const AdamOptions& options, double lr)
+      : decay(float(options.weight_decay)),
         kept(float(1 - lr * options.weight_decay)),
         lerp(float(1 - options.beta1)),
         beta2(float(options.beta2)),
         square(float(1 - options.beta2)),
         eps(float(options.eps)),
+        negates(options.maximize),
         decays(options.weight_decay != 0 && !options.decoupled),
         shrinks(options.weight_decay != 0 && options.decoupled) {}
 
@@ -37,7 +38,7 @@ struct AdamRule {
     const AdamRule& rule;
 
     __device__ float operator()(float param, float grad, float* states) const {
-      grad = grad / rule.divisor;
+      if (rule.negates) grad = -grad;
       if (rule.decays) grad = fmaf(param, rule.decay, grad);
       if (rule.shrinks) param = param * rule.kept;
       const float difference = grad - states[0];
@@ -56,9 +57,10 @@ struct AdamRule {
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor) adam(
     Table table, AdamOptions options, DeviceScalar lr_tensor, DeviceScalar grad_scale,
     DeviceScalar found_inf) {
-  if (read_or(found_inf, 0) > 0) return;
+  const float divisor = float(read_or(grad_scale, 1));
+  if (read_or(found_inf, 0) > 0) return divide_all(table, divisor);
   const double lr = read_or(lr_tensor, options.lr);
-  AdamRule rule(options, lr, read_or(grad_scale, 1));
+  AdamRule rule(options, lr);
   double known = -1;  // parameters mostly have taken as many steps
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
     const Parameter parameter(table, tensor);
@@ -66,9 +68,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     if (step != known) rule.correct(options, lr, step);
     known = step;
     if (options.amsgrad) {
-      step_piece<3>(parameter, begin, end, AdamRule::Of<true>{rule});
+      step_piece<3>(parameter, begin, end, divisor, AdamRule::Of<true>{rule});
     } else {
-      step_piece<2>(parameter, begin, end, AdamRule::Of<false>{rule});
+      step_piece<2>(parameter, begin, end, divisor, AdamRule::Of<false>{rule});
     }
   });
   if (!comes_last(table.ticket)) return;

@@ -5,8 +5,10 @@
 
 using namespace amp_plugin;
 
-extern "C" __global__ void clip_factor(const float* norm, float max_norm, const float* scale, float* out) {
+extern "C" __global__ void clip_factor(
+    const float* norm, float max_norm, const float* scale, const float* found_inf, float* out) {
   const float factor = max_norm / (*norm + 1e-6f);
-  const float clipped = is_finite(*norm) && !(factor > 1) ? factor : 1.0f;
+  const bool skipped = found_inf == nullptr ? !is_finite(*norm) : *found_inf > 0;
+  const float clipped = skipped || factor > 1 ? 1.0f : factor;
   *out = scale == nullptr ? clipped : *scale / clipped;
 }

@@ -3,11 +3,12 @@
 // A parameter has four rows, `table.count` apart:
 //
 //   address, out_address     gradient, parameter     dtype: the gradient's; out_dtype: how it is stored
-//   address, out_address     what is beside it, step counter              dtype: the counter's
+//   address, out_address     remainder, step counter                      dtype: the counter's
 //   address, out_address     first state, second state
 //   address                  third state
 //
-// All tensors of a parameter are dense and ordered alike in memory. Gradients are read once, never written.
+// All tensors of a parameter are dense and ordered alike in memory. Gradients are divided in the pass that
+// reads them.
 #pragma once
 
 #include "tensor_table.cuh"
@@ -15,12 +16,12 @@
 namespace amp_plugin {
 
 // As Weight in csrc/step_rows.h.
-enum Storage : u8 { kFp32, kFp32AndFloat16, kFp32AndBFloat16, kBFloat16Pair };
+enum Storage : u8 { kFp32, kBFloat16Pair };
 
 constexpr u32 kMostStates = 3;
 
 struct Parameter {
-  u64 grad, param, beside, step;
+  u64 grad, param, remainder, step;
   u64 states[kMostStates];
   u64 numel;
   DType grad_type, step_type;
@@ -30,7 +31,7 @@ struct Parameter {
     const Row &first = table.rows[tensor], &second = table.rows[table.count + tensor];
     const Row &third = table.rows[2 * table.count + tensor], &fourth = table.rows[3 * table.count + tensor];
     grad = first.address, param = first.out_address;
-    beside = second.address, step = second.out_address;
+    remainder = second.address, step = second.out_address;
     states[0] = third.address, states[1] = third.out_address, states[2] = fourth.address;
     numel = first.numel;
     grad_type = first.dtype, step_type = second.dtype;
@@ -51,11 +52,12 @@ struct Parameter {
 
   // Whether groups of `count` elements from `at` on are aligned in every tensor.
   __device__ bool is_aligned(u64 at, u32 count) const {
-    const u64 halves = storage == kBFloat16Pair ? param | beside : beside;
     const u64 wide = (storage == kBFloat16Pair ? 0 : param) | states[0] | states[1] | states[2];
-    const bool narrow_grad = grad_type != kFloat32;
-    return (wide | (narrow_grad ? 0 : grad)) % (4 * count) == 0 &&
-        (halves | (narrow_grad ? grad : 0)) % (2 * count) == 0 && at % count == 0;
+    const u64 halves = storage == kBFloat16Pair ? param | remainder : 0;
+    return wide % (4 * count) == 0 && halves % (2 * count) == 0 && is_grad_aligned(at, count);
+  }
+  __device__ bool is_grad_aligned(u64 at, u32 count) const {
+    return grad % ((grad_type == kFloat32 ? 4 : 2) * count) == 0 && at % count == 0;
   }
 };
 
@@ -89,6 +91,15 @@ __device__ inline Lanes<kCount> load_grad(const Parameter& parameter, u64 at) {
     case kFloat16: return load_lanes<Float16, kCount>(parameter.grad, at);
     case kBFloat16: return load_lanes<BFloat16, kCount>(parameter.grad, at);
     default: return load_lanes<Float32, kCount>(parameter.grad, at);
+  }
+}
+
+template <int kCount>
+__device__ inline void store_grad(const Parameter& parameter, u64 at, const Lanes<kCount>& lanes) {
+  switch (parameter.grad_type) {
+    case kFloat16: return store_lanes<Float16, kCount>(parameter.grad, at, lanes);
+    case kBFloat16: return store_lanes<BFloat16, kCount>(parameter.grad, at, lanes);
+    default: return store_lanes<Float32, kCount>(parameter.grad, at, lanes);
   }
 }
 
@@ -135,28 +146,36 @@ __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>
 
 template <int kCount>
 __device__ inline Lanes<kCount> load_param(const Parameter& parameter, u64 at) {
-  if (parameter.storage == kBFloat16Pair) return load_pair<kCount>(parameter.param, parameter.beside, at);
+  if (parameter.storage == kBFloat16Pair) return load_pair<kCount>(parameter.param, parameter.remainder, at);
   return load_lanes<Float32, kCount>(parameter.param, at);
 }
 
 template <int kCount>
 __device__ inline void store_param(const Parameter& parameter, u64 at, const Lanes<kCount>& lanes) {
   if (parameter.storage == kBFloat16Pair)
-    return store_pair<kCount>(parameter.param, parameter.beside, at, lanes);
+    return store_pair<kCount>(parameter.param, parameter.remainder, at, lanes);
   store_lanes<Float32, kCount>(parameter.param, at, lanes);
-  if (parameter.storage == kFp32AndFloat16) store_lanes<Float16, kCount>(parameter.beside, at, lanes);
-  if (parameter.storage == kFp32AndBFloat16) store_lanes<BFloat16, kCount>(parameter.beside, at, lanes);
 }
 
-// Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end).
+// Divide a gradient's elements, and write them; by exactly 1, which nobody can see, nothing is written.
+template <int kCount>
+__device__ inline void divide_grad(const Parameter& parameter, u64 at, float divisor, Lanes<kCount>& grad) {
+  if (divisor == 1) return;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) grad.lane[i] = grad.lane[i] / divisor;
+  store_grad<kCount>(parameter, at, grad);
+}
+
+// Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end), with divided gradients.
 template <int kCount, u32 kStates, typename Rule>
-__device__ void step_range(const Parameter& parameter, u64 begin, u64 end, const Rule& rule) {
+__device__ void step_range(const Parameter& parameter, u64 begin, u64 end, float divisor, const Rule& rule) {
   for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
-    const Lanes<kCount> grad = load_grad<kCount>(parameter, at);
+    Lanes<kCount> grad = load_grad<kCount>(parameter, at);
     Lanes<kCount> param = load_param<kCount>(parameter, at);
     Lanes<kCount> states[kStates + 1];
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k) states[k] = load_lanes<Float32, kCount>(parameter.states[k], at);
+    divide_grad<kCount>(parameter, at, divisor, grad);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       float values[kStates + 1];
@@ -172,19 +191,52 @@ __device__ void step_range(const Parameter& parameter, u64 begin, u64 end, const
   }
 }
 
+constexpr int kGroup = 4;  // elements that are moved at once
+
+// The elements of a run of granules; groups of kGroup end at `groups_end`.
+struct ElementRange {
+  u64 begin, groups_end, end;
+
+  __device__ ElementRange(u64 numel, u32 begin_granule, u32 end_granule) {
+    const u64 stop = u64(end_granule) * kGranuleElements;
+    begin = u64(begin_granule) * kGranuleElements;
+    end = stop < numel ? stop : numel;
+    groups_end = end - (end - begin) % kGroup;
+  }
+  // Where tensors are not aligned, elements are moved one by one.
+  __device__ void only_if(bool aligned) {
+    if (!aligned) groups_end = begin;
+  }
+};
+
 // The same for a run of granules of kGranuleElements.
 template <u32 kStates, typename Rule>
-__device__ void step_piece(const Parameter& parameter, u32 begin_granule, u32 end_granule, const Rule& rule) {
-  constexpr int kGroup = 4;
-  const u64 begin = u64(begin_granule) * kGranuleElements;
-  const u64 stop = u64(end_granule) * kGranuleElements;
-  const u64 end = stop < parameter.numel ? stop : parameter.numel;
-  u64 groups_end = begin;
-  if (parameter.is_aligned(begin, kGroup)) {
-    groups_end = end - (end - begin) % kGroup;
-    step_range<kGroup, kStates>(parameter, begin, groups_end, rule);
+__device__ void step_piece(
+    const Parameter& parameter, u32 begin_granule, u32 end_granule, float divisor, const Rule& rule) {
+  ElementRange range(parameter.numel, begin_granule, end_granule);
+  range.only_if(parameter.is_aligned(range.begin, kGroup));
+  step_range<kGroup, kStates>(parameter, range.begin, range.groups_end, divisor, rule);
+  step_range<1, kStates>(parameter, range.groups_end, range.end, divisor, rule);
+}
+
+template <int kCount>
+__device__ void divide_range(const Parameter& parameter, u64 begin, u64 end, float divisor) {
+  for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
+    Lanes<kCount> grad = load_grad<kCount>(parameter, at);
+    divide_grad<kCount>(parameter, at, divisor, grad);
   }
-  step_range<1, kStates>(parameter, groups_end, end, rule);
+}
+
+// A step that is skipped: gradients are divided, and nothing else is written.
+__device__ inline void divide_all(const Table& table, float divisor) {
+  if (divisor == 1) return;
+  for_each_piece(table, [&](const Row&, u32 tensor, u32 begin_granule, u32 end_granule) {
+    const Parameter parameter(table, tensor);
+    ElementRange range(parameter.numel, begin_granule, end_granule);
+    range.only_if(parameter.is_grad_aligned(range.begin, kGroup));
+    divide_range<kGroup>(parameter, range.begin, range.groups_end, divisor);
+    divide_range<1>(parameter, range.groups_end, range.end, divisor);
+  });
 }
 
 // Call `visit(master, high, low, at, group)` for groups of `group`'s kCount elements of stored weights, whose
@@ -197,15 +249,12 @@ struct Group {
 template <typename Visit>
 __device__ void for_each_pair(const Table& table, Visit&& visit) {
   for_each_piece(table, [&](const Row& row, u32 tensor, u32 begin_granule, u32 end_granule) {
-    constexpr int kGroup = 4;
     const u64 master = row.address, high = row.out_address, low = table.rows[table.count + tensor].address;
-    const u64 begin = u64(begin_granule) * kGranuleElements, stop = u64(end_granule) * kGranuleElements;
-    const u64 end = stop < row.numel ? stop : row.numel;
-    const bool aligned = master % (4 * kGroup) == 0 && (high | low) % (2 * kGroup) == 0;
-    const u64 groups_end = aligned ? end - (end - begin) % kGroup : begin;
-    for (u64 at = begin + threadIdx.x * kGroup; at < groups_end; at += u64(kThreads) * kGroup)
+    ElementRange range(row.numel, begin_granule, end_granule);
+    range.only_if(master % (4 * kGroup) == 0 && (high | low) % (2 * kGroup) == 0);
+    for (u64 at = range.begin + threadIdx.x * kGroup; at < range.groups_end; at += u64(kThreads) * kGroup)
       visit(master, high, low, at, Group<kGroup>{});
-    for (u64 at = groups_end + threadIdx.x; at < end; at += kThreads)
+    for (u64 at = range.groups_end + threadIdx.x; at < range.end; at += kThreads)
       visit(master, high, low, at, Group<1>{});
   });
 }

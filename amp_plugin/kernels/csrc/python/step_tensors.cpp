@@ -3,6 +3,7 @@
 #include "step_tensors.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/_foreach_copy.h>
 
 #include <array>
 #include <optional>
@@ -40,6 +41,14 @@ void refuse_if(bool unfit, const char* what, const at::Tensor& tensor) {
 
 bool fits(const at::Tensor& tensor, const at::Tensor& param) {
   return is_plain(tensor) && tensor.device() == param.device() && tensor.sizes() == param.sizes();
+}
+
+// Whether several elements lie in one place, which cannot be written.
+bool is_expanded(const at::Tensor& tensor) {
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.stride(dim) == 0 && tensor.size(dim) > 1) return true;
+  }
+  return false;
 }
 
 // The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
@@ -110,8 +119,9 @@ class StepTensors {
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op_calls::adam_(
-        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, copies_, lr, beta1, beta2,
-        eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
+        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, lr, beta1, beta2, eps,
+        weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
+    round_masters();
   }
 
   void sgd_(
@@ -120,8 +130,9 @@ class StepTensors {
     const python::WithoutGil others_may_run;
     const at::AutoDispatchBelowAutograd below;
     op_calls::sgd_(
-        params_, grads_, states_[0], remainders_, copies_, lr, momentum, dampening, weight_decay, nesterov,
-        maximize, false, lr_tensor, grad_scale, found_inf);
+        params_, grads_, states_[0], remainders_, lr, momentum, dampening, weight_decay, nesterov, maximize,
+        false, lr_tensor, grad_scale, found_inf);
+    round_masters();
   }
 
  private:
@@ -131,7 +142,7 @@ class StepTensors {
     refuse_if(!is_plain(param) || !has_op || !is_wide, "", param);
     const at::ScalarType type = grad.scalar_type();
     const bool allowed = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
-    refuse_if(!allowed || !fits(grad, param), "has a gradient that ", grad);
+    refuse_if(!allowed || !fits(grad, param) || is_expanded(grad), "has a gradient that ", grad);
     refuse_if(
         !params_.empty() && params_[0].device() != param.device(), "is on another device than the first: it ",
         param);
@@ -146,7 +157,12 @@ class StepTensors {
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
     refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
     params_.push_back(is_master ? beside : param);
-    (is_master ? copies_ : remainders_).push_back(is_master ? param : beside);
+    (is_master ? rounded_ : remainders_).push_back(is_master ? param : beside);
+  }
+
+  // A step that was skipped has left the masters, whose rounded values these are.
+  void round_masters() const {
+    if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
   void add_states(const at::Tensor& param, python::Dict entry, python::Tuple names) {
@@ -171,7 +187,7 @@ class StepTensors {
   Tensors grads_;
   Tensors steps_;
   Tensors remainders_;
-  Tensors copies_;
+  Tensors rounded_;  // what the model computes with where params_ are its masters
   std::array<Tensors, kMostStates> states_;
 };
 

@@ -1,0 +1,179 @@
+"""Which gradients of a step were not finite: remembered until the step, named, and what that means."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
+from amp_plugin.scaling.gradients import Measurement
+from amp_plugin.scaling.loss_scale import moved
+from amp_plugin.scaling.parameter_names import ParameterNames
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OverflowReport:
+    """Which parameters had gradients that are not finite.
+
+    ``str(report)`` lists them, those nearest the loss first, and says what that means.
+
+    Attributes:
+        inf: Names of those with an infinite element, in the optimizer's order.
+        nan: Names of those with a nan; a parameter may be in both.
+        elsewhere: True if this rank's gradients are finite and another's made the step be skipped.
+        unattributed: True if the norm was not finite, and which gradients made it so was not looked at.
+        checked: How many gradients were looked at.
+        named: Whether the parameters have names, not only numbers.
+        scaled: Whether a loss scale above 1 may have caused it.
+    """
+
+    inf: tuple[str, ...] = ()
+    nan: tuple[str, ...] = ()
+    elsewhere: bool = False
+    unattributed: bool = False
+    checked: int = field(default=0, compare=False)
+    named: bool = field(default=True, compare=False)
+    scaled: bool = field(default=False, compare=False)
+
+    def __bool__(self) -> bool:
+        """Whether anything overflowed."""
+        return bool(self.inf or self.nan or self.elsewhere or self.unattributed)
+
+    def __str__(self) -> str:
+        """Return the summary and, in lines of their own, what it means."""
+        return "\n".join(filter(None, [self.summary(), *self._meanings()]))
+
+    def summary(self) -> str:
+        """Return one line, naming the first few parameters, those nearest the loss first."""
+        if self.unattributed:
+            return "the norm of the gradients is not finite"
+        if not self:
+            return "no overflow"
+        kinds = (("inf", self.inf), ("nan", self.nan))
+        lines = [f"{kind} in {_first(names[::-1])}" for kind, names in kinds if names]
+        return "; ".join(lines) or "overflow on another rank"
+
+    def meaning(self) -> str:
+        """Return what the report says about the cause, in one line; empty if nothing overflowed."""
+        return " ".join(self._meanings())
+
+    def _meanings(self) -> list[str]:
+        if self.elsewhere:
+            return [
+                "The report of the rank with the overflow names its parameters: look at that rank's batch."
+            ]
+        if self.unattributed:
+            return [
+                "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
+            ]
+        if not self:
+            return []
+        unnamed = "The parameters have no names yet: call scaler.register(optimizer, names=model)."
+        return [self._place(), *([] if self.named else [unnamed])]
+
+    def _place(self) -> str:
+        """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
+        if len({*self.inf, *self.nan}) < self.checked:
+            return (
+                "Others are finite: look at the backward pass near the first one named, "
+                "or compute its module in fp32."
+            )
+        too_high = "the loss scale is still too high, which a few more skips mend; or else " * self.scaled
+        return (
+            f"All gradients at once: {too_high}the loss or the forward pass is not finite: "
+            "amp_plugin.diagnose() finds the op."
+        )
+
+
+def _first(names: Sequence[str], count: int = 5) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    gradients = "1 gradient" if len(names) == 1 else f"{len(names)} gradients"
+    return f"{gradients}: {', '.join(names[:count])}{more}"
+
+
+class OverflowHistory:
+    """Measurements that no longer describe the gradients, kept for what they found.
+
+    User code may have written over an overflow: clipping by value turns an infinity into a number.
+    """
+
+    def __init__(self) -> None:
+        self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
+        self.measurements: list[Measurement] = []  # one for the same gradients
+
+    def add(self, measurements: Iterable[Measurement]) -> None:
+        """Keep measurements that are about to be replaced."""
+        for new in measurements:
+            found = self.found_inf
+            self.found_inf = (
+                new.found_inf if found is None else torch.maximum(found, moved(new.found_inf, found.device))
+            )
+            for i, old in enumerate(self.measurements):
+                if old.positions == new.positions and old.flags.device == new.flags.device:
+                    self.measurements[i] = new._replace(flags=old.flagged() | new.flags)
+                    break
+            else:
+                self.measurements.append(new)
+
+    def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
+        """Forget all if the gradients are zero now: setting them to zero drops the batch."""
+        if self.found_inf is None:
+            return
+        kept: Tensor | None = None
+        for measurement in measurements:
+            nonzero = moved(measurement.norm.ne(0), self.found_inf.device)
+            kept = nonzero if kept is None else kept | nonzero
+        if kept is None:
+            self.clear()
+            return
+        self.found_inf = self.found_inf * kept
+        self.measurements = [
+            seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements
+        ]
+
+    def split(self, positions: Sequence[int]) -> OverflowHistory:
+        """Return what was found in the gradients of the parameters at ``positions``."""
+        part = OverflowHistory()
+        for kept in self.measurements:
+            places = range(len(kept.flags)) if kept.positions is None else kept.positions
+            row = {place: i for i, place in enumerate(places)}
+            present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
+            if present:
+                flags = kept.flagged()[[i for _, i in present]]
+                found, places = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
+                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=None)])
+        return part
+
+    def clear(self) -> None:
+        """Forget all: the optimizer has stepped, or its gradients are gone."""
+        self.found_inf = None
+        self.measurements.clear()
+
+
+def report_of(
+    params: list[Tensor],
+    measured: Sequence[tuple[list[Tensor], Measurement]],
+    names: ParameterNames,
+    optimizer: weakref.ref[Optimizer],
+) -> OverflowReport:
+    """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
+    index = {id(param): i for i, param in enumerate(params)}
+    flags: dict[int, int] = {}
+    for some, measurement in measured:
+        positions = range(len(some)) if measurement.positions is None else measurement.positions
+        for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
+            place = index[id(some[position])]
+            flags[place] = flags.get(place, 0) | flag
+    known = names.of(params, optimizer())
+    overflowed = [place for place in sorted(flags) if flags[place]]
+    return OverflowReport(
+        inf=tuple(known[place] for place in overflowed if flags[place] & INF_FLAG),
+        nan=tuple(known[place] for place in overflowed if flags[place] & NAN_FLAG),
+        checked=len(flags),
+        named=all(names.has(params[place], optimizer()) for place in overflowed),
+    )

@@ -1,0 +1,328 @@
+"""All that is known of one optimizer between its steps."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from amp_plugin.scaling.gradient_group import GradientGroup
+from amp_plugin.scaling.gradients import Measurement, ShardLayout
+from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
+from amp_plugin.scaling.overflows import report_of
+from amp_plugin.scaling.parameter_names import ParameterNames
+from amp_plugin.scaling.ranks import Ranks
+from amp_plugin.scaling.step_result import StepResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shared:
+    """What all optimizers of a scaler use."""
+
+    scales: LossScales
+    ranks: Ranks
+    fp16_gradients: bool = False  # whether they may be unscaled
+    one_pass: bool = True  # whether steps may be taken in one pass
+    checks: bool = True  # whether gradients are looked at where nothing is scaled
+
+
+class FoldedClip(NamedTuple):
+    """A clip by norm that is left to the step: part of the number that its kernel divides by."""
+
+    norm: Tensor  # of the unscaled gradients, after ``earlier``; float32, 0-dim, as the next
+    found_inf: Tensor
+    max_norm: float
+    norm_type: float
+    earlier: FoldedClip | None = None  # the clip before this one
+
+    def factor(self) -> Tensor:
+        """Return what clipping multiplies the unscaled gradients by."""
+        factor = clip_factor(self.norm, self.found_inf, self.max_norm)
+        return factor if self.earlier is None else factor * self.earlier.factor()
+
+    def divisor(self, scale: Tensor | None) -> Tensor:
+        """Return what unscaling and clipping divides the gradients by; one launch. A scale of None is 1."""
+        scale = torch.ones_like(self.norm) if scale is None else moved(scale, self.norm.device)
+        divisor = clip_factor(self.norm, self.found_inf, self.max_norm, scale)
+        return divisor if self.earlier is None else divisor / self.earlier.factor()
+
+
+def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
+    """Return what clipping multiplies gradients by, or what divides scaled ones; float32, 0-dim."""
+    factor: Tensor = torch.ops.amp_plugin.clip_factor(norm, max_norm, scale, moved(found_inf, norm.device))
+    return factor
+
+
+class PerOptimizerState:
+    """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used."""
+
+    def __init__(self, optimizer: weakref.ref[Optimizer], number: int, shared: Shared) -> None:
+        self._optimizer, self._shared = optimizer, shared
+        self.number = number  # among the scaler's optimizers, from 1 on
+        self.names = ParameterNames()
+        self.params: list[Tensor] = []
+        self.groups: list[GradientGroup] = []
+        self.layouts: tuple[ShardLayout, ...] = ()
+        self.is_shared = False  # whether another optimizer steps some of the parameters too
+        self.spans_ranks = bool(shared.ranks.groups)
+        self.takes_scaler: bool | None = (
+            None  # in ``optimizer.step``; None if not looked up, as the next but one
+        )
+        self.has_momentum = False  # whether all momentum buffers of a fused SGD are known to exist
+        self.changes_early: bool | None = None  # whether weights change before the last call of a closure
+        self.backwards = 0  # scaled ones that have begun since it was met
+        self.obstacle = ""  # why the last step was not taken in one pass
+        self.result: StepResult | None = None
+        self.is_unchanged = False  # promised: no user code has touched the gradients since the last call
+        self._stage = (OptState.READY, 0)
+        self._trusted = False
+        self._open()
+
+    def _open(self) -> None:
+        """Forget what was measured and clipped for the step before."""
+        self.norm: Tensor | None = None  # before clipping; None if it was not taken
+        self.loss_scales: list[LossScale] = []
+        self.clip: FoldedClip | None = None
+        self.is_clipped = False  # a clip by norm was written since the last backward
+        self.found_inf_per_device: dict[Any, Tensor] = {}
+        self._measured: list[tuple[list[Tensor], Measurement]] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            msg = "the optimizer of this record no longer exists"
+            raise ReferenceError(msg)
+        return optimizer
+
+    def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
+        """Record that the optimizer has these parameters now."""
+        self.params, self.layouts = params, layouts
+        self.spans_ranks = bool(self._shared.ranks.groups or layouts)
+        self.has_momentum = False
+
+    def take_groups(self, groups: list[GradientGroup]) -> None:
+        """Record into which gradient groups the parameters fall."""
+        self.groups = groups
+        self.is_shared = any(len(gradients.owners) > 1 for gradients in groups)
+
+    @property
+    def stage(self) -> OptState:
+        """What torch's scaler would say: READY, UNSCALED or STEPPED; an update makes it READY."""
+        stage, updates = self._stage
+        return stage if updates == self._shared.scales.updates_requested else OptState.READY
+
+    @stage.setter
+    def stage(self, stage: OptState) -> None:
+        self._stage = (stage, self._shared.scales.updates_requested)
+
+    def has_gradients(self) -> bool:
+        """Whether a parameter has a gradient."""
+        return any(gradients.has_gradients() for gradients in self.groups)
+
+    def device(self) -> torch.device:
+        """Return where norm and found_inf of its gradients belong."""
+        on = self._shared.scales.device
+        if on is None:
+            on = next((param.device for param in self.params if param.grad is not None), None)
+        return on or (self.params[0].device if self.params else torch.device("cpu"))
+
+    def scales_carried(self) -> set[LossScale | None]:
+        """Return the loss scales that its gradients are multiplied by; None stands for none."""
+        return {gradients.scaled_by for gradients in self.groups}
+
+    def delays_update(self) -> bool:
+        """Whether the loss scale must not change before its step; alike on all ranks, whatever gradients."""
+        return self.is_awaited() if self.spans_ranks else self.is_pending()
+
+    def is_awaited(self) -> bool:
+        """Whether it has neither stepped nor unscaled since a scaled backward began."""
+        return any(self.number in gradients.awaited_owners for gradients in self.groups)
+
+    def is_pending(self) -> bool:
+        """Whether scaled gradients wait for the next step."""
+        return any(gradients.is_pending(self.number) for gradients in self.groups)
+
+    def is_renewed(self) -> bool:
+        """Whether there are other gradients than those last unscaled or stepped with."""
+        return any(gradients.is_renewed(self.number) for gradients in self.groups)
+
+    def parameter_names(self) -> list[str]:
+        """Return the name of each parameter."""
+        return self.names.of(self.params, self._optimizer())
+
+    def name_of(self, param: Tensor) -> str:
+        """Return the name of one of the parameters."""
+        return self.parameter_names()[next(i for i, known in enumerate(self.params) if known is param)]
+
+    def __getitem__(self, key: str) -> Any:
+        """Read as torch's per-optimizer dict: ``"stage"`` or ``"found_inf_per_device"``."""
+        if key in {"stage", "found_inf_per_device"}:
+            return getattr(self, key)
+        raise KeyError(key)
+
+    def begin_call(self) -> None:
+        """Read gradients again in this call of the scaler, since user code may have written to them."""
+        self._trusted, self.is_unchanged = self.is_unchanged, False
+        if not self._trusted:
+            for gradients in self.groups:
+                gradients.invalidate_measurement()
+        scales = self._shared.scales
+        if scales.default.value is None:
+            return
+        # A compiled backward, a replayed graph and a loss times get_scale() bring scaled gradients unseen.
+        for gradients in self.groups:
+            if gradients.counts_as_scaled(self.number, scales.updates_requested):
+                gradients.carries = scales.default
+
+    def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+        """Measure the gradients, over all ranks; record an overflow for the next update."""
+        if write:
+            self.write_clip()
+        for gradients in self.groups:
+            if gradients.grew():
+                self.norm = None  # it was that of fewer micro-batches
+        measured, norm, found = self._measure(write=write, norm_type=norm_type)
+        if self.norm is None and measured:
+            self.norm = norm
+        self.found_inf_per_device = {found.device: found} if measured else {}
+        self._measured = [
+            (gradients.params, measurement)
+            for gradients in self.groups
+            for measurement in gradients.all_measurements(self.number)
+        ]
+        if measured or self.spans_ranks:
+            for loss_scale in self.loss_scales:
+                loss_scale.record(found)
+        for gradients in self.groups:
+            for loss_scale, overflow in gradients.take_contributions():
+                loss_scale.record(found if self.spans_ranks else overflow)
+        return norm, found
+
+    def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
+        """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
+        measurements, earlier = list[Measurement](), list[Tensor]()
+        for gradients in self.groups:
+            loss_scale = gradients.scaled_by
+            if loss_scale is not None:
+                if write:
+                    self._refuse_half(gradients)
+                if loss_scale not in self.loss_scales:
+                    self.loss_scales.append(loss_scale)
+            measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
+            overflow = gradients.found_before(self.number).found_inf
+            if overflow is not None:
+                earlier.append(overflow)
+        ranks, device = self._shared.ranks, self.device()
+        norm, found = ranks.combine(measurements, norm_type, device, self.layouts, earlier)
+        return bool(measurements), norm, found
+
+    def _refuse_half(self, gradients: GradientGroup) -> None:
+        param = None if self._shared.fp16_gradients else gradients.first_half()
+        if param is not None:
+            msg = (
+                f"Attempting to unscale FP16 gradients. Parameter {self.name_of(param)!r} is float16: keep "
+                "parameters in float32 and let autocast cast them (model.float()), or pass "
+                "fp16_gradients=True and lose gradients below 6e-8."
+            )
+            raise ValueError(msg)
+
+    def unscale_(self, norm_type: float = 2.0, *, on_request: bool = False) -> tuple[Tensor, Tensor]:
+        """Unscale the gradients if they are not; returns norm and found_inf as :meth:`check`."""
+        measured = self.check(write=True, norm_type=norm_type)
+        self.stage = OptState.UNSCALED
+        for gradients in self.groups:
+            gradients.updates_at_last_use = self._shared.scales.updates_requested
+            if on_request:
+                gradients.note_unscaled(self.number)
+        return measured
+
+    def note_backward(self) -> None:
+        """Record that a scaled backward begins, once the gradients are in its unit."""
+        self.backwards += 1
+        self.is_clipped = False
+        if self.norm is not None:
+            for gradients in self.groups:
+                gradients.mark_backward()
+
+    def refuse_taken_away(self) -> None:
+        """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
+        taken = [param for gradients in self.groups for param in gradients.taken_away.seen]
+        if taken and not self.has_gradients():
+            kind = type(self.optimizer).__name__
+            msg = (
+                f"{kind}: a hook took the gradient of {self.name_of(taken[0])!r} away during backward(), "
+                "multiplied by the loss scale, so that it can neither be unscaled nor checked. Such an "
+                "optimizer needs a run without a loss scale: use bfloat16, or GradScaler(enabled=False)."
+            )
+            raise RuntimeError(msg)
+
+    def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
+        """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
+        last = self.clip
+
+        def again(clip: FoldedClip) -> FoldedClip:
+            earlier = None if clip.earlier is None else again(clip.earlier)
+            measured = known if last is not None and clip.norm_type == last.norm_type else None
+            norm, found = measured or self._measure(write=False, norm_type=clip.norm_type)[1:]
+            norm = norm if earlier is None else norm * earlier.factor()
+            return clip._replace(norm=norm, found_inf=found, earlier=earlier)
+
+        if last is not None and not self._trusted:
+            self.clip = again(last)
+        return self.clip
+
+    def forget_dropped_clip(self) -> None:
+        """Forget a folded clip whose gradients were dropped since: there are new ones."""
+        if self.clip is not None and any(gradients.is_new() for gradients in self.groups):
+            self.clip = None
+
+    def refuse_changed_after_clip(self) -> None:
+        """Raise if gradients were seen to change since a clip was folded."""
+        if self.clip is not None and any(gradients.is_changed() for gradients in self.groups):
+            msg = (
+                "gradients were changed between clip_grad_norm_(..., fold=True) and step(): they were still "
+                "scaled and not clipped then. Call it with fold=False, or change them before."
+            )
+            raise RuntimeError(msg)
+
+    def write_clip(self) -> None:
+        """Write a folded clip into the gradients after all, since more will be added to them."""
+        clip, self.clip = self.clip, None
+        if clip is not None:
+            self.multiply_(clip.factor())
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply the gradients by a number on the device."""
+        for gradients in self.groups:
+            gradients.multiply_(factor)
+
+    def result_of_step(self, norm: Tensor, found: Tensor, *, known: bool | None) -> StepResult:
+        """Return the result of a step that was taken or skipped."""
+        loss_scale = self.loss_scales[0] if self.loss_scales else self._shared.scales.default
+        seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
+        return StepResult(
+            norm=(norm if self.norm is None else self.norm) if seen else None,
+            found_inf=found,
+            scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
+            scale_after=loss_scale.later,
+            report=partial(report_of, self.params, self._measured, self.names, self._optimizer),
+            known=known,
+            obstacle=self.obstacle,
+        )
+
+    def close(self, result: StepResult) -> StepResult:
+        """End with a step, and return its result."""
+        self.result, self.stage = result, OptState.STEPPED
+        for gradients in self.groups:
+            gradients.note_step(self.number)
+            gradients.updates_at_last_use = self._shared.scales.updates_requested
+        self._open()
+        return result

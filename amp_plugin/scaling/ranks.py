@@ -1,0 +1,143 @@
+"""One decision and one norm for all ranks.
+
+Norm (to its power) and overflow flag travel together, packed by one op and read by another.
+Along a mesh dimension that shards a gradient the powers add up; along one that replicates it
+they are the same on every rank and are divided by its size first. The flag is added up too and
+cut back to exactly 0 or 1 at the end: the CPU's fused AdamW steps on a found_inf of 2.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from amp_plugin.kernels import ops  # noqa: F401 -- defines torch.ops.amp_plugin
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.scaling.gradients import Measurement, ShardLayout
+from amp_plugin.scaling.loss_scale import moved
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+_CORES = ("native core", "CUDA kernels")
+_OPS = torch.ops.amp_plugin
+
+
+class Groups(NamedTuple):
+    """Process groups a scaler was given."""
+
+    agree: tuple[ProcessGroup, ...] = ()  # all their ranks take the same decision
+    sharded: tuple[ProcessGroup, ...] = ()  # theirs hold parts of the plain gradients too: norms are added up
+
+    def __bool__(self) -> bool:
+        """Whether there is any group."""
+        return bool(self.agree or self.sharded)
+
+
+class Ranks:
+    """The processes that decide together."""
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+        self._core_agreed = not groups
+
+    def combine(
+        self,
+        measurements: Sequence[Measurement],
+        norm_type: float,
+        device: torch.device,
+        layouts: Sequence[ShardLayout],
+        earlier: Sequence[Tensor] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Combine the measurements of all devices and ranks."""
+        if len(measurements) == 1 and not (self.groups or layouts):
+            norm = moved(measurements[0].norm, device)
+            found = moved(measurements[0].found_inf, device)
+            for flag in earlier:
+                found = torch.maximum(found, moved(flag, device))
+            return norm, found
+        if not self._core_agreed:
+            _agree_on_core(self.groups, device)
+            self._core_agreed = True
+        flags = [moved(flag, device) for flag in (*(found.found_inf for found in measurements), *earlier)]
+        packed = []
+        for layouts_here, groups in self._places(measurements, layouts):
+            values = _pack(measurements, layouts_here, flags, norm_type, device)
+            _all_reduce(values, groups, norm_type)
+            flags = [values[-1]]  # goes through every collective: all learn of it
+            packed.append(values)
+        norm, found = _OPS.unpack_measurements(packed, norm_type)
+        return norm, found
+
+    def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
+        """Return the layouts with the ranks that combine them: those of each mesh, then the given groups."""
+        seen = [found.layout for found in measurements]
+        by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
+        for layout in (*layouts, *seen):
+            if layout is not None:
+                by_mesh.setdefault(layout.mesh, {})[layout] = None
+        places: list[_Place] = []
+        for mesh, spread in by_mesh.items():
+            groups = Groups(sharded=tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
+            places.append((tuple(spread), groups))
+        return [*places, ((None,), self.groups)] if self.groups or None in seen or not places else places
+
+
+_Place = tuple[tuple[ShardLayout | None, ...], Groups]
+
+
+def _pack(
+    measurements: Sequence[Measurement],
+    layouts: tuple[ShardLayout | None, ...],
+    flags: list[Tensor],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Return what some ranks add up: the power of each layout, and the flag; one op."""
+    members = [found for found in measurements if found.layout in layouts]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    packed = torch.empty(len(layouts) + 1, dtype=wide, device=device)
+    norms = [moved(found.norm, device) for found in members]
+    slots = [layouts.index(found.layout) for found in members]
+    replicas = [1 if layout is None else layout.replicas() for layout in layouts]
+    _OPS.pack_measurements_(packed, norms, flags, slots, replicas, norm_type)
+    return packed
+
+
+def _all_reduce(packed: Tensor, groups: Groups, norm_type: float) -> None:
+    """Join the measurements of all ranks, in place: one collective for each group."""
+    reduce_op = torch.distributed.ReduceOp
+    for group in groups.sharded:
+        op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
+        torch.distributed.all_reduce(packed, op, group=group)
+    for group in groups.agree:
+        torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
+
+
+def _agree_on_core(groups: Groups, device: torch.device) -> None:
+    """Check that all ranks have the native core, or none, and so with the CUDA kernels.
+
+    With and without they compute the same to the last few bits only; replicated parameters would drift apart.
+    """
+    cuda = device.type == "cuda" and cuda_core(device.index).loaded
+    loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
+    most, least = loaded, -loaded
+    for group in (*groups.agree, *groups.sharded):
+        votes = torch.stack([most, least])
+        torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=group)
+        most, least = votes.unbind()
+    for name, any_has, all_have in zip(_CORES, most.tolist(), (-least).tolist(), strict=True):
+        if any_has != all_have:
+            msg = (
+                f"some ranks have amp_plugin's {name} and others do not, and both differ in the last bits; "
+                "run `amp-plugin doctor` on every machine, which says what is missing, or set "
+                "AMP_PLUGIN_NATIVE=0 on all"
+            )
+            raise RuntimeError(msg)

@@ -1,0 +1,287 @@
+"""The optimizer step, with a loss scale and without: a scale of None divides by nothing.
+
+::
+
+    measure      norm and found_inf of the gradients, one read
+    combine      both, over all ranks
+    clip factor  of a clip that was left to the step
+    take         one pass | fused | plain, unless found_inf; the host waits for it in a plain step only
+    close        .grad is unscaled and clipped, the step taken or skipped; its result goes to the log
+
+A step in one pass and torch's fused kernels divide the gradients as they read them. Before any other step
+the gradients are unscaled and clipped in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import SGD, Optimizer
+
+from amp_plugin.scaling import closures, one_pass
+from amp_plugin.scaling.gradients import match_memory_order
+from amp_plugin.scaling.loss_scale import capturing
+from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep
+from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
+from amp_plugin.scaling.registry import Registry
+from amp_plugin.scaling.step_log import StepLog
+from amp_plugin.scaling.step_result import HostFlag, StepResult
+from amp_plugin.user_warnings import warn_user
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Steps:
+    """Takes the steps of a scaler's optimizers."""
+
+    shared: Shared
+    registry: Registry
+    log: StepLog  # where each step goes
+
+    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
+        """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
+        scales = self.shared.scales
+        if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
+            value = optimizer.step(*args, **kwargs)
+            why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
+            self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
+            return value
+        closure, args, kwargs = closures.take_closure(args, kwargs)
+        if closure is None:
+            self._require_scale()
+        state = self.registry.state(optimizer)
+        state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
+        if closure is None:
+            _refuse_repeated(state, scaled=scales.enabled)
+            value, result = self._once(state, optimizer, args, kwargs, scaler)
+        elif state.obstacle:
+            value, result = closures.step(state, optimizer, closure, args, kwargs, scaled=scales.enabled)
+        else:  # torch's own steps of these optimizers begin with the closure
+            value = closures.run(state, closure, scaled=scales.enabled)
+            self._require_scale()
+            _, result = self._once(state, optimizer, args, kwargs, scaler)
+            value = None if scales.enabled and result.skipped_if_known() else value
+        dynamic = scales.enabled and scales.default.options.dynamic
+        self.log.add(state.optimizer, result, scaled_dynamically=dynamic)
+        return value
+
+    def _require_scale(self) -> None:
+        if self.shared.scales.enabled:
+            self.shared.scales.require("step")
+
+    def why_not_one_pass(self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
+        """Return why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
+        if has_arguments:
+            return "step() was given arguments"
+        if not self.shared.one_pass:
+            return "one_pass=False"
+        scale_is_on = self.shared.scales.device
+        if scale_is_on is not None and any(param.device != scale_is_on for param in state.params[:1]):
+            return f"the loss scale is on {scale_is_on}"
+        return one_pass.why_not(optimizer)
+
+    def note(self, state: PerOptimizerState, obstacle: str) -> StepResult:
+        """Record a step that was taken without a look at its gradients, and return its result."""
+        state.obstacle = obstacle
+        result = state.close(StepResult.unscaled(state.norm, obstacle=obstacle))
+        if not torch.compiler.is_compiling():
+            self.log.add(state.optimizer, result, scaled_dynamically=False)
+        return result
+
+    def _once(
+        self,
+        state: PerOptimizerState,
+        optimizer: Optimizer,
+        args: Any,
+        kwargs: dict[str, Any],
+        scaler: object,
+    ) -> tuple[Any, StepResult]:
+        """Step by the gradients that are there."""
+        state.begin_call()
+        state.refuse_taken_away()
+        scaled, left = self.shared.scales.enabled, may_be_left_to_kernel(state)
+        tensors = self._collected(state, optimizer, left=left)
+        if tensors is None and scaled and _takes_scaler(state, optimizer):
+            return _step_with_scaler(state, optimizer, args, {**kwargs, "grad_scaler": scaler})
+        left = left and (tensors is not None or is_fused(optimizer))
+        state.refuse_changed_after_clip()
+        norm_type = 2.0 if state.clip is None else state.clip.norm_type
+        if not left:
+            state.clip_again()  # which is written now
+        norm, found = state.check(write=not left, norm_type=norm_type)
+        divisor = _divisor(state, norm, found) if left else None
+        value: Any = None
+        known = HostFlag.at_once(found)
+        kernel_skips = is_fused(optimizer) and not _takes_scaler(state, optimizer)
+        if tensors is not None:
+            tensors.take(_times_given(divisor, optimizer), found, skipped=known)
+        elif kernel_skips and (divisor is not None or known is None):
+            with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
+                value, known = _take_fused(state, optimizer, found, args, kwargs)
+            if divisor is not None and known is not False:
+                state.multiply_(_where_skipped(found, divisor))
+        else:
+            value, known = _take_plain(optimizer, found, args, kwargs)
+        for gradients in state.groups:
+            gradients.carries = None
+        return value, state.close(state.result_of_step(norm, found, known=known))
+
+    def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
+        """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""
+        state.obstacle = state.obstacle or self._obstacle_in_gradients(state, optimizer, left=left)
+        if state.obstacle:
+            return None
+        try:
+            tensors = one_pass.collect(optimizer)
+        except NotInOnePassError as error:
+            state.obstacle = str(error)
+            return None
+        state.obstacle = "" if tensors else "it has no gradients"
+        return tensors or None
+
+    def _obstacle_in_gradients(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> str:
+        on_host = all(param.is_cpu for param in state.params[:1])
+        if left and state.scales_carried() != {None}:
+            return ""
+        if not self.shared.scales.enabled:
+            written = state.clip is None and is_fused(optimizer) and not on_host
+            return "on a GPU torch's fused step reads and writes as little" if written else ""
+        # After unscale_ torch's own step runs, whose bits users may compare.
+        if state.is_clipped and on_host and not state.is_shared and state.scales_carried() == {None}:
+            return ""
+        return "its gradients are unscaled already, shared, or of several scales"
+
+
+def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
+    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
+        msg = "step() has already been called since the last update(). Run backward() or update() first."
+        raise RuntimeError(msg)
+
+
+def is_fused(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's own step divides by a scale and skips by itself."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def may_be_left_to_kernel(state: PerOptimizerState) -> bool:
+    """Whether the step's kernel may divide the gradients: all by one number, and nobody looks before.
+
+    Not if another optimizer steps some of the parameters too. Not if a hook runs before the step, unless it
+    says that it leaves gradients alone.
+    """
+    if state.is_shared or len(state.scales_carried()) > 1:
+        return False
+    hooks = one_pass.pre_hooks(state.optimizer)
+    return all(getattr(hook, "leaves_gradients", False) for hook in hooks)
+
+
+def _divisor(state: PerOptimizerState, norm: Tensor, found: Tensor) -> Tensor | None:
+    """Return what the kernel divides by: scale and clipping; None for 1."""
+    loss_scale = next(iter(state.scales_carried()), None)
+    scale = None if loss_scale is None else loss_scale.require()
+    clip = None if state.clip is None else state.clip_again((norm, found))
+    return scale if clip is None else clip.divisor(scale)
+
+
+def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:
+    """Return a divisor times the one that the optimizer's user has set, which fused optimizers read."""
+    given: Tensor | None = getattr(optimizer, "grad_scale", None) if is_fused(optimizer) else None
+    return divisor if given is None else given if divisor is None else divisor * given
+
+
+def _take_fused(
+    state: PerOptimizerState, optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, bool | None]:
+    """Let torch's kernel divide and skip."""
+    known = HostFlag.at_once(found)
+    if not state.has_momentum:
+        without = _without_momentum(optimizer)
+        state.has_momentum = not without
+        if any(param.grad is not None for param in without) and found.item() > 0:
+            return None, True
+    match_memory_order(optimizer)
+    return optimizer.step(*args, **kwargs), known
+
+
+def _take_plain(
+    optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, bool | None]:
+    """Step unless the host finds that it is to be skipped."""
+    captured = capturing(found.device)
+    if captured:
+        warn_user(
+            f"a step of {type(optimizer).__name__} is captured in a CUDA graph: its replays do not skip "
+            "gradients that are not finite. Use fused=True, or capturable=True with Adam or AdamW."
+        )
+    skipped = not captured and bool(found.item() > 0)
+    match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
+    return (None if skipped else optimizer.step(*args, **kwargs)), skipped
+
+
+def _step_with_scaler(
+    state: PerOptimizerState, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, StepResult]:
+    """Step an optimizer of the older contract: ``step(grad_scaler=...)`` divides and skips by itself."""
+    warn_user(
+        f"{type(optimizer).__name__}.step takes grad_scaler, which is deprecated; let it read "
+        "self.grad_scale and self.found_inf instead.",
+        FutureWarning,
+    )
+    norm, found = state.check(write=False)
+    value = optimizer.step(*args, **kwargs)
+    for gradients in state.groups:
+        loss_scale = gradients.scaled_by
+        if loss_scale is not None:
+            gradients.multiply_(_where_skipped(found, loss_scale.require()))
+        gradients.carries = None
+    return value, state.close(state.result_of_step(norm, found, known=None))
+
+
+def _where_skipped(found: Tensor, divisor: Tensor) -> Tensor:
+    """Return what divides gradients where ``found`` is 1: a kernel that has skipped has not divided them."""
+    return torch.where(found > 0, divisor.reciprocal(), 1.0)
+
+
+def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
+    """Whether the optimizer's ``step`` follows the older contract."""
+    if state.takes_scaler is None:
+        parameters = inspect.signature(optimizer.step).parameters if is_fused(optimizer) else ()
+        state.takes_scaler = "grad_scaler" in parameters
+    return state.takes_scaler
+
+
+@contextmanager
+def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keeps: bool) -> Iterator[None]:
+    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there.
+
+    For parameters on the host it must have arrived there; torch itself would copy it without waiting.
+    """
+    own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
+    if "found_inf" in own:
+        found = torch.maximum(found, own["found_inf"].to(found.device))
+    if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
+        divisor, found = None if divisor is None else divisor.cpu(), found.cpu()
+    optimizer.grad_scale, optimizer.found_inf = divisor, found
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+        for name, value in own.items() if keeps else ():
+            setattr(optimizer, name, value)
+
+
+def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips."""
+    return [
+        param
+        for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())
+        for param in group["params"]
+        if group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
+    ]

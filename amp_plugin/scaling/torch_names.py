@@ -1,0 +1,124 @@
+"""The names of torch.amp.GradScaler that other code reads: getters, setters, private attributes.
+
+Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)`` and touch
+``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``.
+Nothing of torch's state machine runs: every method is overridden.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from amp_plugin.options import checked_backoff_factor, checked_growth_factor, whole
+from amp_plugin.scaling.loss_scale import LossScale, LossScales
+from amp_plugin.scaling.registry import Registry
+
+
+class TorchNames(torch.amp.GradScaler):
+    """torch's getters, setters and private names over our loss scales and states."""
+
+    _scales: LossScales
+    _registry: Registry
+
+    _growth_factor = property(lambda self: self.get_growth_factor())
+    _backoff_factor = property(lambda self: self.get_backoff_factor())
+    _growth_interval = property(lambda self: self.get_growth_interval())
+    _init_scale = property(lambda self: self.loss_scale.init_scale)
+    _init_growth_tracker = property(lambda self: self.loss_scale.init_growth_tracker)
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The default loss scale."""
+        return self._scales.default
+
+    def is_enabled(self) -> bool:
+        """Return whether the scaler does anything."""
+        return self._enabled
+
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the scale as a number, 1.0 if disabled: a host sync.
+
+        Args:
+            name: One of the constructor's ``losses``; None for the default scale.
+        """
+        return self._scales.of(name).item() if self._enabled else 1.0
+
+    def get_growth_factor(self) -> float:
+        """Return the growth factor; 1.0 for a constant scale."""
+        return self.loss_scale.growth_factor if self.loss_scale.options.dynamic else 1.0
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set the growth factor, more than 1."""
+        self._dynamic("set_growth_factor").growth_factor = checked_growth_factor(new_factor)
+
+    def get_backoff_factor(self) -> float:
+        """Return the backoff factor; 1.0 for a constant scale."""
+        return self.loss_scale.backoff_factor if self.loss_scale.options.dynamic else 1.0
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set the backoff factor, between 0 and 1."""
+        self._dynamic("set_backoff_factor").backoff_factor = checked_backoff_factor(new_factor)
+
+    def get_growth_interval(self) -> int:
+        """Return the growth interval in optimizer steps; 0 for a constant scale."""
+        return self.loss_scale.growth_interval if self.loss_scale.options.dynamic else 0
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the growth interval; one that has already passed takes effect at the next good step."""
+        self._dynamic("set_growth_interval").growth_interval = whole("growth_interval", new_interval)
+
+    def _dynamic(self, method: str) -> LossScale:
+        if not self.loss_scale.options.dynamic:
+            msg = f"{method}() needs a dynamic loss scale; this one is constant (dynamic=False)"
+            raise TypeError(msg)
+        return self.loss_scale
+
+    @property
+    def _scale(self) -> Tensor | None:
+        return self.loss_scale.value
+
+    @_scale.setter
+    def _scale(self, value: Tensor | None) -> None:
+        self.loss_scale.replace(value)
+
+    @property
+    def _growth_tracker(self) -> Tensor | None:
+        return self.loss_scale.growth_tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: Tensor | None) -> None:
+        self.loss_scale.growth_tracker = value
+
+    @property
+    def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
+        never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return defaultdict(lambda: never_met, {id(state.optimizer): state for state in self._registry})
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
+        self.loss_scale.materialize(dev)
+
+    def _get_scale_async(self) -> Tensor | None:
+        return self.loss_scale.value
+
+    def _get_growth_tracker(self) -> int:
+        return self.loss_scale.tracker() if self._enabled else 0
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        loss_scale = self._scales.require(funcname)
+        return loss_scale.require(), loss_scale.require_growth_tracker()
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        state = self._registry.state(optimizer)
+        state.begin_call()
+        state.check(write=False)
+        return state.found_inf_per_device
+
+    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
+        found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return found

@@ -1,0 +1,13 @@
+"""The ops that run inside ``with``, by name: what is read and written, and how often."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class OpsSeen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))

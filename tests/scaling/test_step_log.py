@@ -1,0 +1,157 @@
+"""The log of steps, against every order in which a device may let the host know of its skips."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from amp_plugin import GradScaler
+from amp_plugin.scaling.step_log import RUN, StepLog
+from amp_plugin.scaling.step_result import StepResult
+
+
+class Result:
+    """A StepResult that the host knows from a given step on, without waiting."""
+
+    is_scaled, scale_after, scale_before = False, 1.0, 1.0
+
+    def __init__(self, clock, *, skipped, delay):
+        self.skipped, self.found_inf = skipped, torch.tensor(float(skipped))
+        self._clock = clock
+        self._known_at = clock[0] + delay
+
+    def skipped_if_known(self):
+        return self.skipped if self._clock[0] >= self._known_at else None
+
+    def overflow_report(self):
+        return StepResult.unscaled().overflow_report()
+
+
+def sgd():
+    return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+
+def add(log, optimizer, result):
+    log.add(optimizer, result, scaled_dynamically=False)
+
+
+def held(skips, delays, *, exact=False, of_one=False):
+    """Return after each step of one optimizer whether its schedulers sit it out."""
+    log, clock, told, optimizer = StepLog(), [0], [], sgd()
+    log.exact = exact
+    if of_one:
+        log.wait_for(optimizer)
+    for skipped, delay in zip(skips, delays, strict=True):
+        add(log, optimizer, Result(clock, skipped=skipped, delay=delay))
+        told.append(log.holds_schedulers(optimizer))
+        assert log.holds_schedulers(optimizer) is told[-1], "asking changes nothing"
+        clock[0] += 1
+    assert log.skipped_steps() == log.skipped_steps(optimizer) == sum(skips)
+    return told
+
+
+@given(st.lists(st.booleans(), max_size=12))
+def test_a_skip_known_at_once_holds_schedulers_at_once(skips):
+    assert held(skips, [0] * len(skips)) == skips
+
+
+@pytest.mark.parametrize("options", [{"exact": True}, {"of_one": True}])
+@given(st.lists(st.booleans(), max_size=12), st.data())
+def test_an_exact_log_waits(options, skips, data):
+    delays = data.draw(st.lists(st.integers(0, 3), min_size=len(skips), max_size=len(skips)))
+    assert held(skips, delays, **options) == skips
+
+
+def test_a_skip_known_one_step_later_holds_schedulers_one_step_later():
+    assert held([True, False, False, True, False], [1] * 5) == [False, True, False, False, True]
+
+
+@given(st.lists(st.booleans(), max_size=10), st.integers(0, 3))
+def test_schedulers_are_held_once_for_each_skip(skips, delay):
+    calm = [False] * (len(skips) * (delay + 2) + delay)  # good steps, in which what is owed can be paid
+    told = held([*skips, *calm], [delay] * (len(skips) + len(calm)))
+    assert sum(told) == sum(skips)
+
+
+def test_steps_are_read_in_order_even_if_a_later_one_is_known_first():
+    assert held([True, True, False, False, False], [2, 0, 0, 0, 0]) == [False, False, True, True, False]
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations([0, 1, 2])])
+def test_each_optimizer_has_its_own_skips(order):
+    log, optimizers, seen = StepLog(), [sgd() for _ in range(3)], []
+    log.subscribe(lambda step: seen.append((step.optimizer(), step.in_a_row)))
+    for number in order:
+        add(log, optimizers[number], Result([0], skipped=number == 1, delay=0))
+    assert [log.holds_schedulers(optimizer) for optimizer in optimizers] == [False, True, False]
+    assert seen == [(optimizers[number], int(number == 1)) for number in order]
+    assert not log.holds_schedulers(sgd())
+
+
+def test_every_subscriber_learns_of_each_step_once_and_in_order():
+    log, clock, optimizer, seen = StepLog(), [0], sgd(), {"a": [], "b": []}
+    for steps in seen.values():
+        log.subscribe(lambda step, steps=steps: steps.append(step.in_a_row))
+    for skipped, delay in ((True, 3), (True, 0), (False, 2), (True, 0)):
+        add(log, optimizer, Result(clock, skipped=skipped, delay=delay))
+        clock[0] += 1
+    assert log.unread() == 2
+    log.read(wait=True)
+    assert seen == {"a": [1, 2, 0, 1], "b": [1, 2, 0, 1]}
+    assert (log.skips_read, log.unread(), log.is_skipping()) == (3, 0, True)
+
+
+def test_what_a_subscriber_raises_ends_the_step_and_loses_no_other():
+    log, optimizer, seen = StepLog(), sgd(), []
+
+    def refuse(step):
+        seen.append(step.in_a_row)
+        if step.in_a_row == 2:
+            raise FloatingPointError
+
+    log.subscribe(refuse)
+    add(log, optimizer, Result([0], skipped=True, delay=0))
+    with pytest.raises(FloatingPointError):
+        add(log, optimizer, Result([0], skipped=True, delay=0))
+    assert log.holds_schedulers(optimizer)
+    add(log, optimizer, Result([0], skipped=False, delay=0))
+    log.unsubscribe(refuse)
+    add(log, optimizer, Result([0], skipped=True, delay=0))
+    assert seen == [1, 2, 0]
+
+
+def test_an_optimizer_that_is_gone_stays_counted():
+    log = StepLog(skipped_before=5)
+    for _ in range(40):  # some take the place of those before in memory
+        add(log, sgd(), Result([0], skipped=True, delay=0))
+    assert log.skipped_steps() == 45
+
+
+def test_a_run_of_skips_is_warned_of_once(recwarn):
+    log, optimizer = StepLog(), sgd()
+    for _ in range(2 * RUN + 1):
+        add(log, optimizer, Result([0], skipped=True, delay=0))
+    assert len(recwarn) == 1
+    assert str(recwarn[0].message).startswith(f"{RUN} steps of SGD in a row were skipped: its gradients")
+
+
+def test_a_captured_step_is_not_waited_for(monkeypatch):
+    """Its flag belongs to the graph, which writes it at each replay."""
+    log, optimizer = StepLog(), sgd()
+    monkeypatch.setattr("amp_plugin.scaling.step_log.capturing", lambda device: True)
+    add(log, optimizer, Result([0], skipped=True, delay=9))
+    assert log.unread() == 0
+    assert log.skipped_steps(optimizer) == 1
+
+
+def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
+    scaler, seen = GradScaler("cpu"), []
+    scaler.step_log.subscribe(seen.append)
+    log = scaler.step_log
+    scaler.place("cpu")
+    assert scaler.step_log is log
+    import copy
+
+    assert copy.deepcopy(scaler).step_log is not log
