@@ -443,6 +443,7 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.native
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer asks for it
 def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     script.write_text(
         "import torch\nfrom torch import nn\n"
