@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
+from tests.scaling.runs import SCALES, scaler_of
 
 NORM_TYPES = [2.0, 2, 1.0, math.inf, "inf", -math.inf, 3.0, 0.5, -1.0, 0]
 
@@ -13,13 +14,15 @@ NORM_TYPES = [2.0, 2, 1.0, math.inf, "inf", -math.inf, 3.0, 0.5, -1.0, 0]
 class Model:
     """Parameters with random gradients, and float64 copies of them."""
 
-    def __init__(self, optimizer=torch.optim.SGD, dtype=torch.float32, *, one_pass=True, **options):
+    def __init__(
+        self, optimizer=torch.optim.SGD, dtype=torch.float32, *, scale=2.0**16, one_pass=True, **options
+    ):
         torch.manual_seed(0)
         shapes = [(5, 7), (1000,), (), (0,), (33, 65)]
         self.params = [torch.nn.Parameter(torch.zeros(s, dtype=dtype)) for s in shapes]
         self.grads = [torch.randn(s).to(dtype) for s in shapes]
         self.optimizer = optimizer(self.params, lr=1.0, **options)
-        self.scaler = GradScaler("cpu", one_pass=one_pass)
+        self.scaler = scaler_of(scale, one_pass=one_pass)
         self.scaler.register(self.optimizer)
 
     def backward(self):
@@ -40,11 +43,12 @@ def assert_close(ours, right, rtol=1e-6):
         torch.testing.assert_close(clipped.double(), other, rtol=rtol, atol=0)
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("max_norm", [1.0, 1e9])
 @pytest.mark.parametrize("target", ["optimizer", "params", "generator"])
-def test_equal_to_float64(norm_type, max_norm, target):
-    model = Model()
+def test_equal_to_float64(norm_type, max_norm, target, scale):
+    model = Model(scale=scale)
     model.backward()
     what = {"optimizer": model.optimizer, "params": model.params, "generator": iter(model.params)}[target]
     norm = model.scaler.clip_grad_norm_(what, max_norm, norm_type)
@@ -130,9 +134,10 @@ def test_a_backward_after_a_folded_clip_adds_to_the_clipped_gradients(times):
     assert_close([-p.detach() for p in model.params], expected, rtol=2e-6)
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_any_number_of_times_and_mixed(fused):
-    model = Model(fused=fused)
+def test_any_number_of_times_and_mixed(fused, scale):
+    model = Model(scale=scale, fused=fused)
     model.backward()
     first = model.scaler.clip_grad_norm_(model.optimizer, 10.0)
     second = model.scaler.clip_grad_norm_(model.params, 5.0)
@@ -145,9 +150,10 @@ def test_any_number_of_times_and_mixed(fused):
     assert_close([-p.detach() for p in model.params], model.clipped(1.0), rtol=1e-5)
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("fused", [False, True])
-def test_by_value(fused):
-    model = Model(fused=fused)
+def test_by_value(fused, scale):
+    model = Model(scale=scale, fused=fused)
     model.backward()
     for target in (model.optimizer, model.params, iter(model.params)):
         model.scaler.clip_grad_value_(target, 0.5)
@@ -178,8 +184,9 @@ def test_overflow_survives_clipping(fused, how):
     assert model.scaler.last_step(model.optimizer).skipped
 
 
-def test_gradients_that_overflow_after_unscaling_are_found():
-    model = Model()
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_that_overflow_after_unscaling_are_found(scale):
+    model = Model(scale=scale)
     model.backward()
     model.scaler.unscale_(model.optimizer)
     model.params[1].grad[3] = math.nan
@@ -187,8 +194,9 @@ def test_gradients_that_overflow_after_unscaling_are_found():
     assert all((p == 0).all() for p in model.params)
 
 
-def test_error_if_nonfinite():
-    model = Model()
+@pytest.mark.parametrize("scale", SCALES)
+def test_error_if_nonfinite(scale):
+    model = Model(scale=scale)
     model.backward()
     model.params[1].grad[3] = math.nan
     with pytest.raises(
@@ -266,17 +274,19 @@ def test_wrong_arguments_are_named(call, error, message, enabled):
         call(scaler, model, optimizer)
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_dtypes_keep_a_float32_norm(dtype):
-    model = Model(dtype=dtype)
+def test_other_dtypes_keep_a_float32_norm(dtype, scale):
+    model = Model(scale=scale, dtype=dtype)
     model.backward()
     norm = model.scaler.clip_grad_norm_(model.optimizer, 1e9)
     assert norm.dtype is torch.float32
     assert norm.item() == pytest.approx(model.norm(), rel=1e-6)
 
 
-def test_no_clipping_changes_nothing():
-    model = Model()
+@pytest.mark.parametrize("scale", SCALES)
+def test_no_clipping_changes_nothing(scale):
+    model = Model(scale=scale)
     model.backward()
     model.scaler.unscale_(model.optimizer)
     before = [p.grad.clone() for p in model.params]
@@ -294,10 +304,11 @@ def test_no_clipping_writes_nothing():
     assert [p.grad._version for p in model.params] == versions
 
 
-def test_sparse_gradients():
+@pytest.mark.parametrize("scale", SCALES)
+def test_sparse_gradients(scale):
     embedding = torch.nn.Embedding(10, 4, sparse=True)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=1.0)
-    scaler = GradScaler("cpu")
+    scaler = scaler_of(scale)
     start = embedding.weight.detach().clone()
     scaler.scale(embedding(torch.tensor([1, 1, 2])).sum()).backward()
     norm = scaler.clip_grad_norm_(optimizer, 1.0)
@@ -308,10 +319,11 @@ def test_sparse_gradients():
     assert torch.equal(moved[3], torch.zeros(4))
 
 
-def test_complex_parameters():
+@pytest.mark.parametrize("scale", SCALES)
+def test_complex_parameters(scale):
     param = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
     optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = GradScaler("cpu")
+    scaler = scaler_of(scale)
     scaler.scale((param * (3.0 - 4.0j)).real.sum()).backward()
     assert scaler.clip_grad_norm_(optimizer, 1e9).item() == pytest.approx(5 * math.sqrt(3), rel=1e-6)
     scaler.step(optimizer)

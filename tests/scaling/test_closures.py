@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
+from amp_plugin.scaling import closures
+from tests.scaling.runs import SCALES, Run, build, everything, scaler_of
 
 FORMS = ["positional", "keyword"]
 
@@ -94,12 +96,13 @@ def test_torch_steps_with_scaled_gradients_or_raises(form):
         assert param[0] == -8.0
 
 
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_closure_for_an_ordinary_optimizer(form, fused):
+def test_a_closure_for_an_ordinary_optimizer(form, fused, scale):
     param = torch.nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler = scaler_of(scale)
 
     def closure():
         optimizer.zero_grad()
@@ -246,3 +249,133 @@ def test_the_scaled_loss_as_the_closures_value_is_refused():
     assert param.tolist() == [1.0, 1.0]
     assert scaler.step(optimizer, lambda: closure(scale_first=False)).item() == 2.0
     assert param.tolist() == [0.0, 0.0]
+
+
+class TwoCalls(torch.optim.SGD):
+    """Climbs first, then steps from where it was: changes weights before the second call."""
+
+    __module__ = "elsewhere"
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        before = [param.clone() for param in self.param_groups[0]["params"]]
+        for param in self.param_groups[0]["params"]:
+            param.add_(param.grad)
+        with torch.enable_grad():
+            loss = closure()
+        for param, old in zip(self.param_groups[0]["params"], before, strict=True):
+            param.copy_(old)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.LBFGS, TwoCalls])
+@pytest.mark.parametrize("bad_call", [1, 2])
+def test_a_closure_that_is_not_finite_changes_nothing(cls, bad_call, scale):
+    model, optimizer = build(cls, {})
+    scaler, calls = scaler_of(scale), []
+    x = torch.randn(4, 4)
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = model(x * (math.nan if len(calls) == bad else 1.0)).square().mean()
+        scaler.scale(loss).backward()
+        return loss
+
+    bad = 0
+    assert isinstance(scaler.step(optimizer, closure), torch.Tensor)
+    assert not scaler.last_step(optimizer).skipped
+    scaler.update()
+    before = everything(model, optimizer)
+    calls.clear()
+    bad = bad_call
+    value = scaler.step(optimizer, closure=closure)
+    if bad_call == 2 and cls in {torch.optim.SGD, torch.optim.Adam}:
+        assert not scaler.last_step(optimizer).skipped
+        return
+    assert value is None if scale is not None else not value.isfinite()
+    assert scaler.last_step(optimizer).skipped
+    after = everything(model, optimizer)
+    assert all(map(torch.equal, before[0] + before[1], [*after[0], *after[1]]))
+
+
+@pytest.mark.parametrize(("scale", "counts"), [(None, (1, 3, 0)), (8.0, (3, 3, 0))])
+def test_an_optimizer_that_calls_its_closure_first_is_copied_once(monkeypatch, scale, counts):
+    """Where nothing is scaled a step shows whether the next needs a copy; overflows are no routine there."""
+
+    class Foreign(torch.optim.SGD):
+        __module__ = "elsewhere"
+
+    copies, snapshot = [], closures.Snapshot
+    monkeypatch.setattr(closures, "Snapshot", lambda o: copies.append(1) or snapshot(o))
+    for cls, expected in zip((Foreign, TwoCalls, torch.optim.SGD), counts, strict=True):
+        copies.clear()
+        model, optimizer = build(cls, {})
+        scaler = scaler_of(scale)
+
+        def closure(model=model, optimizer=optimizer, scaler=scaler):
+            optimizer.zero_grad()
+            loss = model(torch.ones(1, 4)).sum()
+            scaler.scale(loss).backward()
+            return loss
+
+        for _ in range(3):
+            scaler.step(optimizer, closure)
+            scaler.update()
+        assert len(copies) == expected
+
+
+def test_a_step_that_cannot_be_put_back_says_so():
+    class Late(TwoCalls):
+        """As TwoCalls from its second step on."""
+
+        __module__ = "elsewhere"
+        steps = 0
+
+        def step(self, closure):
+            self.steps += 1
+            return TwoCalls.step(self, closure) if self.steps > 1 else torch.optim.SGD.step(self, closure)
+
+    model, optimizer = build(Late, {})
+    scaler, calls = scaler_of(None), []
+
+    def closure():
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = model(torch.full((1, 4), math.nan if len(calls) == 3 else 1.0)).sum()
+        loss.backward()
+        return loss
+
+    scaler.step(optimizer, closure)
+    with pytest.raises(
+        RuntimeError, match="Late: a closure's gradients are not finite after the step has changed"
+    ):
+        scaler.step(optimizer, closure)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("poison", [1.0, math.nan])
+def test_closures_of_known_optimizers_run_before_the_step(poison, scale):
+    run = Run(scaler=scaler_of(scale))
+    run.step()
+    before = run.values()
+
+    def closure():
+        run.optimizer.zero_grad()
+        loss = sum(param.sum() for param in run.params) * poison
+        assert torch.is_grad_enabled()
+        run.scaler.scale(loss).backward()
+        run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
+        return loss
+
+    with torch.no_grad():
+        loss = run.scaler.step(run.optimizer, closure)
+    result = run.scaler.last_step(run.optimizer)
+    assert (result.one_pass, result.skipped) == (True, math.isnan(poison))
+    assert loss is None if scale and math.isnan(poison) else loss.isnan().item() is math.isnan(poison)
+    assert all(map(torch.equal, before, run.values())) is math.isnan(poison)

@@ -243,22 +243,25 @@ def test_sparse_and_complex_gradients_and_the_fallback(without_native, scale):
         assert scaler.last_step(optimizer).skipped is skipped
 
 
-def test_a_run_that_only_skips_says_so_once(weights):
-    one, scaler = weights(), scaler_of(None)
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
+    one, scaler = weights(fused=fused), scaler_of(scale)
 
-    def step():
-        one.optimizer.zero_grad()
-        one.loss(math.nan).backward()
-        scaler.step(one.optimizer)
+    def train(gradient, steps):
+        for _ in range(steps):
+            one.optimizer.zero_grad()
+            scaler.scale(one.loss(gradient)).backward()
+            scaler.step(one.optimizer)
+            scaler.update()
 
-    for _ in range(49):
-        step()
-    with pytest.warns(
-        UserWarning, match=r"50 steps of SGD in a row were skipped.*although nothing is scaled"
-    ):
-        step()
-    for _ in range(60):
-        step()
+    train(math.inf, 49)
+    train(1.0, 1)
+    train(math.inf, 49)
+    text = r"50 steps of SGD in a row were skipped.*inf in 3 gradients: group 0"
+    with pytest.warns(UserWarning, match=text + (".*although nothing is scaled" if scale is None else "")):
+        train(math.inf, 1)
+    train(math.inf, 100)  # once is enough
 
 
 @pytest.mark.gpu

@@ -134,6 +134,8 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
     layouts = [ShardLayout(mesh, (True,)) for mesh in meshes]
 
     def all_reduce(tensor, op, group):
+        if tensor.shape == (2, 2):
+            return  # who has the native core
         if group == (meshes[0], 0):
             tensor[-1] += 1.0  # another rank has seen one
         else:
@@ -141,7 +143,6 @@ def test_an_overflow_goes_through_the_collectives_of_every_mesh(monkeypatch):
 
     sent = []
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    monkeypatch.setattr(collectives, "_agree_on_core", lambda groups, device: None)
     ranks = Ranks(Groups(agree=("a",)))
     measured = [measurement(3.0, layouts[0]), measurement(4.0, layouts[1])]
     (norm, found), launches = launches_of(lambda: ranks.combine(measured, 2.0, CPU, layouts))
