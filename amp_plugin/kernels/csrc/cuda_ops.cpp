@@ -175,8 +175,8 @@ at::Tensor clip_factor(
   const void* carried = scale ? scale->const_data_ptr() : nullptr;
   const void* found = found_inf ? found_inf->const_data_ptr() : nullptr;
   device->launch(
-      kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried,
-      found, factor.mutable_data_ptr());
+      kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried, found,
+      factor.mutable_data_ptr());
   return factor;
 }
 
