@@ -13,7 +13,7 @@ PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 NameWithWeights = Literal["16-true", "bf16-true"]
-WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic"]
+WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
 ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
@@ -39,6 +39,15 @@ WEIGHTS_IN_16_BITS: Final[dict[str, Literal["fp16", "bf16"]]] = {
     "fp16-true": "fp16",
     "bf16-true": "bf16",
     "O3": "fp16",
+}
+_WEIGHTS: Final = get_args(WeightsName)
+_STORED_AS: Final = {
+    **dict.fromkeys(("bfloat16", "torch.bfloat16"), "bf16"),
+    **dict.fromkeys(("float16", "half", "torch.float16"), "fp16"),
+    **dict.fromkeys(("float32", "float", "torch.float32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("stochastic", "bf16_stochastic", "stochastic-bf16"), "bf16-stochastic"),
+    **dict.fromkeys(("bf16_true",), "bf16-true"),
+    **dict.fromkeys(("16-true", "fp16_true"), "fp16-true"),
 }
 _DOUBLE: Final = ("64", "64-true", "float64", "double", "fp64")
 
@@ -83,7 +92,7 @@ def checked_precision(
         msg = (
             f"{place} keeps the weights themselves in 16 bits, which is not mixed precision: small updates "
             f"are lost. Use {option}={mine!r}: it computes in the same dtype and keeps the weights in fp32. "
-            f"With {weights_in.format(mine)} too they stay in 16 bits, and are trained as exactly"
+            f"With {weights_in.format(f'{mine}-true')} they all stay in 16 bits, and are trained as exactly"
         )
     elif name in _DOUBLE:
         msg = (
@@ -115,16 +124,17 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
     """Return how weights are stored: as the option says, or as the name of the precision implies.
 
     Args:
-        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep weights in 16 bits.
+        precision: as given: Lightning's ``"bf16-true"`` and ``"16-true"`` keep all weights in 16 bits.
         weights: as given; ``"fp32"``, the default, leaves it to the precision.
 
     Example:
         >>> weights_meant("bf16-true", "fp32"), weights_meant("bf16-true", "bf16-stochastic")
-        ('bf16', 'bf16-stochastic')
+        ('bf16-true', 'bf16-stochastic')
         >>> weights_meant("bf16-mixed", "fp32")
         'fp32'
     """
-    return WEIGHTS_IN_16_BITS.get(str(precision), weights) if weights == "fp32" else weights
+    name = WEIGHTS_IN_16_BITS.get(str(precision))
+    return cast("WeightsName", f"{name}-true") if name is not None and weights == "fp32" else weights
 
 
 def checked_dtype(option: str, given: Any, allowed: Sequence[str] = get_args(PrecisionName)) -> Any:
@@ -160,3 +170,43 @@ def checked_reduce(given: Any) -> ReduceName:
 
 def _allowed() -> str:
     return ", ".join(map(repr, DTYPES))
+
+
+def checked_weights(given: Any) -> WeightsName:
+    """Return how weights are to be stored.
+
+    Raises:
+        ValueError: It is none of the ways.
+    """
+    if given in _WEIGHTS:
+        return given  # type: ignore[no-any-return]
+    hint = did_you_mean(str(given), _WEIGHTS, aliases=_STORED_AS, written=lambda near: f"weights={near!r}")
+    msg = f"weights={given!r} is unknown; allowed are {', '.join(map(repr, _WEIGHTS))}{hint}"
+    raise ValueError(msg)
+
+
+def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
+    """Raise if a model would compute in another dtype than its weights are stored in.
+
+    Args:
+        weights: How weights are stored.
+        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
+        named: The option that gives it.
+
+    Raises:
+        ValueError: It would.
+    """
+    wanted = weights.partition("-")[0]
+    if weights == "fp32" or wanted == precision:
+        return
+    fits = f" or weights={precision!r}" if precision in _WEIGHTS and precision != "fp32" else ""
+    msg = (
+        f"weights={weights!r} needs {named}={wanted!r}, not {precision!r}: the model computes with its "
+        f"weights as they are stored. Use {named}={wanted!r}, weights='fp32'{fits}"
+    )
+    raise ValueError(msg)
+
+
+def stores_all(weights: str) -> bool:
+    """Whether all weights are stored, not only what autocast would cast, and activations are in 16 bits."""
+    return weights.endswith("-true")

@@ -6,7 +6,6 @@ compiles and loads the native core, as its first use would.
 
 from __future__ import annotations
 
-import inspect
 import os
 import platform
 import warnings
@@ -23,10 +22,10 @@ from amp_plugin.environment_variables import KNOWN, read_variables, unknown_vari
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.precision import DTYPES
 from amp_plugin.scaling import one_pass
-from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.weights.forms import FORMS
+from amp_plugin.weights.formats import FORMATS
 
 DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
@@ -188,11 +187,11 @@ def plan(precision: str, device_type: str) -> Part:
 
 
 def _bytes_per_parameter(precision: str) -> Part:
-    """Return ``weights=...`` -> bytes a parameter with AdamW and gradients in fp32, between two steps."""
+    """Return ``weights=...`` -> bytes per parameter with AdamW and gradients in fp32, between two steps."""
     gradient_and_moments = 3 * torch.float32.itemsize
     stored = {
-        name: form.dtype.itemsize + form.rest_bytes + gradient_and_moments
-        for name, form in FORMS.items()
+        name: form.dtype.itemsize + form.kept_bytes + gradient_and_moments
+        for name, form in FORMATS.items()
         if form.dtype is DTYPES[precision]
     }
     return {"fp32": torch.float32.itemsize + gradient_and_moments, **stored}
@@ -205,8 +204,7 @@ def _one_pass_steps(device_type: str) -> str:
 
 def _loss_scale() -> Part:
     names = ("init_scale", "growth_factor", "backoff_factor", "growth_interval")
-    parameters = inspect.signature(GradScaler).parameters
-    return {name: parameters[name].default for name in names}
+    return {name: getattr(LossScaleOptions(), name) for name in names}
 
 
 def _problem(device_type: str) -> str:

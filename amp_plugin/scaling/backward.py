@@ -7,7 +7,6 @@ a hook on the scaled output can. It runs before any gradient of that backward ex
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -58,17 +57,18 @@ class Backwards:
         # In this order: which states unscale again is known only before units change; clips are written
         # before gradients are added to; marks are set after converting.
         states = list(self._registry)
-        again = [state for state in states if _holds_unscaled(state)]
-        several_ranks = False
+        carry_none = [state for state in states if any(g.carries is None for g in state.groups)]
+        again = [state for state in carry_none if state.stage is OptState.UNSCALED]
         for state in states:
-            several_ranks |= state.spans_ranks
             state.write_clip()
+        several_ranks = any(state.spans_ranks for state in states)
         for gradients in self._registry.groups():
             gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
         for state in states:
             state.note_backward()
-        if again:
-            _after_backward(partial(_unscale_again, again))
+        if again:  # after the callbacks that DDP and FSDP queue in the backward, hence queued twice
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
 
 
 def is_watched(output: object) -> bool:
@@ -86,23 +86,8 @@ def _begin(backwards: weakref.ref[Backwards], reading: PendingScale, grad: Tenso
     return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
 
 
-def _holds_unscaled(state: PerOptimizerState) -> bool:
-    unscaled = any(gradients.carries is None for gradients in state.groups)
-    return state.stage is OptState.UNSCALED and unscaled
-
-
 def _unscale_again(states: list[PerOptimizerState]) -> None:
     """After a backward in mid-window: what was unscaled before it is unscaled again."""
     for state in states:
         if state.stage is OptState.UNSCALED:
             state.check(write=True)
-
-
-def _after_backward(call: Callable[[], None]) -> None:
-    """Run ``call`` when the present backward is over, after the reducers' own callbacks.
-
-    DDP and FSDP queue theirs while the backward runs, so a callback that queues the call once more
-    comes behind them.
-    """
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: engine.queue_callback(call))

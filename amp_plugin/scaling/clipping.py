@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +20,13 @@ from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
 Target = Optimizer | Tensor | Iterable[Tensor]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormClip:
-    """A clip by norm that is asked for, its arguments checked.
-
-    Attributes:
-        max_norm: Largest norm.
-        norm_type: The p of the norm.
-        error_if_nonfinite: Raise if the norm is not finite.
-        fold: Leave it to the step, where that can clip.
-    """
+class NormClip(NamedTuple):
+    """A clip by norm that is asked for, its arguments checked."""
 
     max_norm: float
     norm_type: float
     error_if_nonfinite: bool
-    fold: bool
+    fold: bool  # leave it to the step, where that can clip
 
     def refuse_nonfinite(self, norm: Tensor) -> None:
         """Raise if that is asked for and the norm is not finite: a host sync."""
@@ -47,31 +38,28 @@ class NormClip:
             )
             raise RuntimeError(msg)
 
-    def factor(self, norm: Tensor, found_inf: Tensor) -> Tensor:
-        """Return what gradients are multiplied by, float32, 0-dim."""
-        return clip_factor(norm, found_inf, self.max_norm)
-
 
 def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip) -> Tensor:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` tells."""
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
     if shared.scales.enabled:
         shared.scales.require("clip_grad_norm_")
     state, params = _state_and_params(registry, target)
-    if not (shared.scales.enabled or (shared.checks and shared.one_pass)):
-        return _clip_by_torch(state, params, clip)
+    if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
+        norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
+        if state is not None:
+            state.norm = norm
+        return norm
     if state is not None:
         return _clip_state(state, shared, clip, fold=clip.fold and isinstance(target, Optimizer))
-    states = _states_of(registry, params, shared)
-    for known in states:
-        _write_pending(known, shared)
+    states = _states_written(registry, shared, params)
     own = GradientGroup(params, frozenset(), remembers=False)
     device = shared.scales.device or next((param.device for param in params), torch.device("cpu"))
     measured = own.measure(clip.norm_type)
     norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    own.clip_(clip.factor(norm, found), clip.norm_type)
+    own.clip_(clip_factor(norm, found, clip.max_norm), clip.norm_type)
     for known in states:
-        known.note_clipped()
+        known.is_clipped = True
     return norm
 
 
@@ -90,18 +78,10 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
         return norm
     norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
-    factor = clip.factor(norm, found)
+    factor = clip_factor(norm, found, clip.max_norm)
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
-    state.note_clipped()
-    return norm
-
-
-def _clip_by_torch(state: PerOptimizerState | None, params: list[Tensor], clip: NormClip) -> Tensor:
-    """Clip with torch's last bits, where nothing is scaled and torch's own steps are asked for."""
-    norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
-    if state is not None:
-        state.norm = norm
+    state.is_clipped = True
     return norm
 
 
@@ -115,45 +95,40 @@ def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
 
 
 def clip_value(registry: Registry, shared: Shared, target: Target, limit: float) -> None:
-    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` tells; ``limit`` is checked."""
+    """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
     state, params = _state_and_params(registry, target)
-    for known in [state] if state is not None else _states_of(registry, params, shared):
-        _write_pending(known, shared)
-    clip_value_of(params, limit)
+    _states_written(registry, shared, params, state)
+    if any(param.grad is not None for param in params):  # torch's fails if there is none
+        torch.nn.utils.clip_grad_value_(params, limit)
 
 
 def _state_and_params(registry: Registry, target: Target) -> tuple[PerOptimizerState | None, list[Tensor]]:
     """Return the parameters to clip, and the optimizer that has these and no others."""
     if isinstance(target, Optimizer):
         return registry.state(target), list(params_of(target))
-    params = params_in(target)
+    params = _params_in(target)
     owners = registry.optimizers_of_exactly(params)
     return (registry.state(owners[0]) if len(owners) == 1 else None), params
 
 
-def _write_pending(state: PerOptimizerState, shared: Shared) -> None:
-    """Unscale gradients, and write a clip that was left to the step."""
-    if shared.scales.enabled:
-        state.begin_call()
-        state.unscale_()
-    else:
-        state.write_clip()
-
-
-def clip_value_of(params: list[Tensor], limit: float) -> None:
-    """Clip every element of gradients as they are."""
-    if any(param.grad is not None for param in params):  # torch's fails if there is none
-        torch.nn.utils.clip_grad_value_(params, limit)
-
-
-def _states_of(registry: Registry, params: list[Tensor], shared: Shared) -> list[PerOptimizerState]:
-    states, unknown = registry.states_of(params)
-    if unknown and shared.scales.enabled:
+def _states_written(
+    registry: Registry, shared: Shared, params: list[Tensor], owner: PerOptimizerState | None = None
+) -> list[PerOptimizerState]:
+    """Return whose parameters are clipped, once their gradients are unscaled and folded clips written."""
+    enabled = shared.scales.enabled
+    states, unknown = registry.states_of(params) if owner is None else ([owner], 0)
+    if unknown and enabled:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
             "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
         )
         raise RuntimeError(msg)
+    for state in states:
+        if enabled:
+            state.begin_call()
+            state.unscale_()
+        else:
+            state.write_clip()
     return states
 
 
@@ -176,14 +151,11 @@ def number(name: str, given: Any) -> float:
         raise TypeError(msg) from None
 
 
-def params_in(target: Target) -> list[Tensor]:
-    """Return the parameters that are to be clipped."""
-    if isinstance(target, Optimizer):
-        return list(params_of(target))
-    if isinstance(target, Tensor):
-        return [target]
+def _params_in(target: Tensor | Iterable[Tensor]) -> list[Tensor]:
     given: object = target
     advice = ""
+    if isinstance(target, Tensor):
+        return [target]
     if isinstance(target, torch.nn.Module):
         advice = ": give its parameters()"
     elif isinstance(target, Iterable):
@@ -191,7 +163,7 @@ def params_in(target: Target) -> list[Tensor]:
         given = next((item for item in params if not isinstance(item, Tensor)), None)
         if given is None:
             return params
-        advice = ": give parameters() instead of named_parameters()" if isinstance(given, tuple) else ""
+        advice = ": give parameters() instead of named_parameters()" * isinstance(given, tuple)
     msg = f"clip: an optimizer or parameters are wanted, got {_short(given)}{advice}"
     raise TypeError(msg)
 

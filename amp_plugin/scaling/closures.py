@@ -30,9 +30,15 @@ from amp_plugin.scaling.gradients import match_memory_order
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.step_result import StepResult
-from amp_plugin.weights.optimizer_view import stored_weights
+from amp_plugin.weights.weight import fp32_shown
 
 Closure = Callable[[], Any]
+
+_NOT_PUT_BACK = (
+    "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
+    "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
+    "last checkpoint; a {0} made anew keeps copies if its first step is such a one."
+)
 
 
 class _NonfiniteError(Exception):
@@ -55,8 +61,13 @@ def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:
     state.norm = None  # of an earlier call
     with torch.enable_grad():
         loss = closure()
-    if scaled and state.backwards == before:
-        _refuse_unscaled(state)
+    unseen = scaled and state.backwards == before
+    if unseen and any(gradients.is_changed_unscaled() for gradients in state.groups):
+        msg = (
+            "the closure ran backward() on a loss that was not scaled: call "
+            "scaler.scale(loss).backward() in it, and return the unscaled loss"
+        )
+        raise RuntimeError(msg)
     if scaled and is_watched(loss):  # a line search would compare scaled losses along unscaled gradients
         msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
         raise RuntimeError(msg)
@@ -74,31 +85,28 @@ def step(
 ) -> tuple[Any, StepResult]:
     """Step an optimizer that calls a closure; waits for the device in each call."""
     calls = _CheckedCalls(state, optimizer, closure, scaled=scaled)
-    if scaled and overflowed_before(state, optimizer):
-        return None, calls.close(skipped=True)
-    saved = Snapshot(optimizer) if calls.may_change_early() else None
-    skipped = False
-    value: Any = None
-    try:
-        value = optimizer.step(calls.run, *args, **kwargs)
-    except _NonfiniteError:
-        skipped, value = True, None if scaled else calls.loss
-        if saved is not None:
-            saved.restore()
-        elif calls.changed_early:
-            raise RuntimeError(_not_put_back_text(optimizer)) from None
-    finally:
-        calls.remember_changes()
-    return value, calls.close(skipped=skipped)
+    saved = value = None
+    skipped = scaled and overflowed_before(state, optimizer)
+    if not skipped:
+        saved = Snapshot(optimizer) if calls.may_change_early() else None
+        try:
+            value = optimizer.step(calls.run, *args, **kwargs)
+        except _NonfiniteError:
+            skipped, value = True, None if scaled else calls.loss
+            if saved is not None:
+                saved.restore()
+            elif calls.changed_early:
+                msg = _NOT_PUT_BACK.format(type(optimizer).__name__)
+                raise RuntimeError(msg) from None
+        finally:
+            if calls.called:  # for the next step
+                state.changes_early = bool(state.changes_early or calls.changed_early)
+    norm, found = calls.found or state.check(write=False)
+    return value, state.close(state.result_of_step(norm, found, known=skipped))
 
 
 class _CheckedCalls:
-    """The calls of one step's closure, and what was found in their gradients.
-
-    Attributes:
-        changed_early: Whether the optimizer has changed a weight before a call.
-        loss: What the last call returned.
-    """
+    """The calls of one step's closure, and what was found in their gradients."""
 
     def __init__(
         self, state: PerOptimizerState, optimizer: Optimizer, closure: Closure, *, scaled: bool
@@ -106,33 +114,27 @@ class _CheckedCalls:
         self._state, self._optimizer, self._closure, self._scaled = state, optimizer, closure, scaled
         self._foreign = uses_gradients_before_closure(optimizer)
         self._versions = self._versions_now()
-        self._called = False
-        self._found: tuple[Tensor, Tensor] | None = None
-        self.changed_early = False
-        self.loss: Any = None
+        self.called = False
+        self.found: tuple[Tensor, Tensor] | None = None
+        self.changed_early = False  # the optimizer has changed a weight before a call
+        self.loss: Any = None  # what the last call returned
 
     def may_change_early(self) -> bool:
         """Whether the optimizer may change anything before the last call of its closure.
 
-        torch's own, LBFGS apart, call it once and first. Others show it in their first step, which is
-        believed where overflows are no routine.
+        torch's own, LBFGS apart, call it once and first. Others show it in their first step.
         """
         known = None if self._scaled else self._state.changes_early
         return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
 
-    def remember_changes(self) -> None:
-        """Record for the next step what this one has shown."""
-        if self._called:
-            self._state.changes_early = bool(self._state.changes_early or self.changed_early)
-
     def run(self) -> Any:
         """Run the closure, unscale its gradients, and leave the step if they are not finite."""
-        self.changed_early |= self._called or self._versions != self._versions_now()
-        self._called = True
+        self.changed_early |= self.called or self._versions != self._versions_now()
+        self.called = True
         self.loss = run(self._state, self._closure, scaled=self._scaled)
         with torch.no_grad():
-            self._found = _unscaled(self._state)
-            found = self._found[1]
+            self.found = _unscaled(self._state)
+            found = self.found[1]
             if not capturing(found.device) and found.item() > 0:
                 raise _NonfiniteError
         match_memory_order(self._optimizer)
@@ -140,11 +142,6 @@ class _CheckedCalls:
 
     def _versions_now(self) -> list[int]:
         return [param._version for param in self._state.params] if self._foreign else []
-
-    def close(self, *, skipped: bool) -> StepResult:
-        """End the step with what the last call has shown, or what there was before the first."""
-        norm, found = self._found or self._state.check(write=False)
-        return self._state.close(norm, found, known=skipped)
 
 
 def overflowed_before(state: PerOptimizerState, optimizer: Optimizer) -> bool:
@@ -160,49 +157,26 @@ def uses_gradients_before_closure(optimizer: Optimizer) -> bool:
 
 def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
     state.begin_call()
-    measured = state.unscale_()
-    state.note_unscaled()
-    return measured
-
-
-def _refuse_unscaled(state: PerOptimizerState) -> None:
-    """Raise if gradients are new: no scaled backward has made them."""
-    if any(gradients.is_changed_unscaled() for gradients in state.groups):
-        msg = (
-            "the closure ran backward() on a loss that was not scaled: call "
-            "scaler.scale(loss).backward() in it, and return the unscaled loss"
-        )
-        raise RuntimeError(msg)
-
-
-def _not_put_back_text(optimizer: Optimizer) -> str:
-    kind = type(optimizer).__name__
-    return (
-        f"{kind}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
-        "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
-        f"last checkpoint; a {kind} made anew keeps copies if its first step is such a one."
-    )
+    return state.unscale_(on_request=True)
 
 
 class Snapshot:
-    """Copies of an optimizer's parameters and state."""
+    """Copies of an optimizer's parameters, exact where they are stored in 16 bits, and of its state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        stored = stored_weights(optimizer, [param for param, _ in self._params])
-        self._rests = [(weight, weight.rest.clone()) for weight in stored]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with fp32_shown(params):
+            self._params = [(param, param.detach().clone()) for param in params]
         self._state = {param: _copied(value) for param, value in optimizer.state.items()}
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for param, value in self._params:
-            param.copy_(value)
-        for weight, rest in self._rests:
-            weight.rest.copy_(rest)
-            weight.note_written()
+        with fp32_shown(param for param, _ in self._params):
+            for param, value in self._params:
+                param.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):

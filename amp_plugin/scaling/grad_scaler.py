@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,17 +16,12 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.backward import Backwards
 from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
 from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
-from amp_plugin.scaling.loss_scale_options import (
-    HysteresisMode,
-    LossScaleOptions,
-    OnNonfinite,
-    checked_on_nonfinite,
-)
 from amp_plugin.scaling.parameter_names import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
@@ -44,6 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@lists_options(GradScalerOptions)
 class GradScaler(TorchNames):
     """Scale losses, unscale gradients, skip steps that overflow.
 
@@ -58,34 +54,11 @@ class GradScaler(TorchNames):
                           at the latest by end_iteration() or the next scale(), which rescale them
 
     Args:
-        device: Device type of the losses.
-        init_scale: The first scale.
-        growth_factor: Factor of a growth, more than 1.
-        backoff_factor: Factor of a backoff, between 0 and 1.
-        growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False makes the scale None, for bfloat16 and float32: gradients are divided by nothing;
-            :meth:`step` skips and :meth:`last_step` reports as ever.
-        min_scale: Floor of the scale; None only keeps it above 0.
-        max_scale: Ceiling of the scale; None means float32's largest number.
-        hysteresis: Overflows tolerated before a backoff, the last included.
-        hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
-            ``"deepspeed"`` (a whole growth interval).
-        on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
-        losses: Names of losses with a scale of their own, for ``scale(loss, name=...)``; a loss scaled
-            without a name has the scaler's.
-        process_groups: Groups whose ranks take the same decision.
-        sharded_groups: Groups whose ranks hold different parts of the plain gradients (FSDP1):
-            as ``process_groups``, and norms are added up over them.
-        fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
-        on_nonfinite: A step with a gradient that is not finite changes nothing: ``"skip"``. ``"raise"``: it
-            also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
-            ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
-            skipped all the same.
-        one_pass: False lets torch's own code step Adam, AdamW and SGD too.
+        {options}
 
     Raises:
-        ValueError: A number is out of range, or an option unknown.
+        TypeError: An option is unknown, or of another type.
+        ValueError: A number is out of range, or a word unknown.
 
     Example:
         >>> import torch
@@ -102,36 +75,19 @@ class GradScaler(TorchNames):
     """
 
     _one_pass = True  # of scalers pickled without it
+    _collaborators = frozenset({"step_log", "_shared", "_registry", "_updates", "_backwards", "_steps"})
 
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_mode: HysteresisMode = "apex",
-        on_min_scale: Literal["hold", "raise"] = "hold",
-        dynamic: bool = True,
-        losses: Sequence[str] = (),
-        process_groups: Sequence[ProcessGroup] = (),
-        sharded_groups: Sequence[ProcessGroup] = (),
-        fp16_gradients: bool = False,
-        on_nonfinite: OnNonfinite = "skip",
-        one_pass: bool = True,
-    ) -> None:
-        self._device = str(device)
-        self._enabled = enabled and _usable(self._device)
-        self._scales = LossScales(LossScaleOptions.among(locals()), losses, enabled=self._enabled)
-        self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
-        self._fp16_gradients = fp16_gradients
-        self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
-        self._one_pass = one_pass
+    @takes(GradScalerOptions)
+    def __init__(self, **given: Any) -> None:
+        options = GradScalerOptions(**given)
+        self._device = str(options.device)
+        self._enabled = options.enabled and _usable(self._device)
+        rule = LossScaleOptions.among(vars(options))
+        self._scales = LossScales(rule, options.losses, enabled=self._enabled)
+        self._groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
+        self._fp16_gradients = options.fp16_gradients
+        self._on_nonfinite = options.on_nonfinite
+        self._one_pass = options.one_pass
         self._start(self._new_log())
 
     @classmethod
@@ -148,7 +104,6 @@ class GradScaler(TorchNames):
 
     def _start(self, log: StepLog) -> None:
         """Make the collaborators, which are neither copied nor pickled."""
-        kept = vars(self).keys() - {"_groups"} - vars(self).get("_made_anew", set())
         shared = Shared(
             scales=self._scales,
             ranks=Ranks(self._groups),
@@ -156,13 +111,11 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log = log
-        self._shared = shared
+        self.step_log, self._shared = log, shared
         self._registry = registry = Registry(shared)
         self._updates = Updates(self._scales, registry, log)
         self._backwards = Backwards(registry)
         self._steps = Steps(shared=shared, registry=registry, log=log)
-        self._made_anew = vars(self).keys() - kept
         if self._enabled:
             native_core()
 
@@ -184,8 +137,6 @@ class GradScaler(TorchNames):
             self._groups = groups
             self.step_log.begin_anew(self.skipped_steps())
             self._start(self.step_log)
-
-    # -- the loss -----------------------------------------------------------------------------
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
         """Multiply a loss, or every tensor of a container of losses, by the loss scale.
@@ -255,12 +206,11 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self.step_log.explain_once(explainer, after, self._all_params)
 
-    def _all_params(self) -> list[Tensor]:
-        return [param for state in self._registry for param in state.params]
+        def params() -> list[Tensor]:
+            return [param for state in self._registry for param in state.params]
 
-    # -- its gradients ------------------------------------------------------------------------
+        self.step_log.explain_once(explainer, after, params)
 
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
@@ -280,7 +230,7 @@ class GradScaler(TorchNames):
         named = checked_names(names)
         own = {id(param) for param in named.values()}
         for state in self._registry.add(optimizers):
-            if named and state.params and not any(id(param) in own for param in state.params):
+            if named and state.params and own.isdisjoint(map(id, state.params)):
                 msg = (
                     f"register(names=...): none of the {len(named)} names is of a parameter of this "
                     f"{type(state.optimizer).__name__}; give the module that it optimizes"
@@ -301,17 +251,17 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return
         state = self._state_for("unscale_", optimizer)
-        if state.stage is OptState.UNSCALED and not state.is_awaited():
+        stage = OptState.READY if state.is_awaited() else state.stage
+        if stage is OptState.UNSCALED:
             msg = (
                 "unscale_() has already been called on this optimizer since the last update(). "
                 "Call it once, or use ensure_unscaled(), which may be repeated."
             )
             raise RuntimeError(msg)
-        if state.stage is OptState.STEPPED and not state.is_awaited():
+        if stage is OptState.STEPPED:
             msg = "unscale_() is being called after step(). Call it between backward() and step()."
             raise RuntimeError(msg)
-        state.unscale_()
-        state.note_unscaled()
+        state.unscale_(on_request=True)
 
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
@@ -323,9 +273,7 @@ class GradScaler(TorchNames):
             ValueError: A gradient is float16.
         """
         if self._enabled:
-            state = self._state_for("ensure_unscaled", optimizer)
-            state.unscale_()
-            state.note_unscaled()
+            self._state_for("ensure_unscaled", optimizer).unscale_(on_request=True)
         else:
             self._registry.state(optimizer).write_clip()
 
@@ -371,12 +319,7 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(
-            max_norm=limit("max_norm", max_norm),
-            norm_type=number("norm_type", norm_type),
-            error_if_nonfinite=error_if_nonfinite,
-            fold=fold,
-        )
+        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
@@ -394,8 +337,6 @@ class GradScaler(TorchNames):
         """
         largest = limit("clip_value", clip_value)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
-
-    # -- the step -----------------------------------------------------------------------------
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
@@ -444,12 +385,10 @@ class GradScaler(TorchNames):
 
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
-        state = None if optimizer is None else self._registry.find(optimizer)
-        if optimizer is not None and state is None:
-            return 0
-        return self.step_log.skipped_steps(None if state is None else state.optimizer)
-
-    # -- the update ---------------------------------------------------------------------------
+        if optimizer is None:
+            return self.step_log.skipped_steps()
+        state = self._registry.find(optimizer)
+        return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
@@ -482,16 +421,10 @@ class GradScaler(TorchNames):
         if self._enabled:
             self._updates.settle(force=True)
 
-    # -- what adapters ask, of a disabled scaler too ------------------------------------------
-
     @property
     def has_scaled(self) -> bool:
         """Whether a loss has been scaled yet."""
         return self._enabled and bool(self._scales.materialized())
-
-    def current_scale(self) -> Tensor | None:
-        """Return the scale on its device, float32, 0-dim, without a host sync; None before the first loss."""
-        return self.loss_scale.value if self._enabled else None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -519,34 +452,30 @@ class GradScaler(TorchNames):
 
         The next call then does not read them again. For callers that know that no user code has run since.
         """
-        self._registry.state(optimizer).assume_unchanged()
+        self._registry.state(optimizer).is_unchanged = True
 
-    def measure(self, optimizer: Optimizer) -> Tensor | None:
+    def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
         Args:
             optimizer: DTensors' gradients are added up over their mesh, others over ``sharded_groups``.
+            norm: Their norm (0-dim), where it is known already: nothing is read then.
 
         Returns:
             Their norm, float32, 0-dim; None if there are no gradients.
         """
         state = self._registry.state(optimizer)
-        state.begin_call()
-        state.norm = None
-        state.check(write=False)
+        state.norm = norm
+        if norm is None:
+            state.begin_call()
+            state.check(write=False)
         return state.norm
-
-    def note_norm(self, optimizer: Optimizer, norm: Tensor) -> None:
-        """Keep a norm that is known already (0-dim) for the optimizer's next result."""
-        self._registry.state(optimizer).norm = norm
 
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
         return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
-
-    # -- saving and copying -------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
@@ -585,10 +514,7 @@ class GradScaler(TorchNames):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""
         twin = type(self).__new__(type(self))
-        state = self._between_iterations()
-        skipped_before = state.pop("_skipped_before")
-        twin.__dict__.update(copy.deepcopy(state, memo), _groups=self._groups)
-        twin._start(twin._new_log(skipped_before))
+        twin.__setstate__({**copy.deepcopy(self._between_iterations(), memo), "_groups": self._groups})
         return twin
 
     def __copy__(self) -> Self:
@@ -607,10 +533,8 @@ class GradScaler(TorchNames):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Start with the pickled numbers and no optimizers and no process groups."""
-        state = dict(state)
-        skipped_before = state.pop("_skipped_before", 0)
-        self.__dict__.update(state, _groups=Groups())
-        self._start(self._new_log(skipped_before))
+        self.__dict__.update({"_groups": Groups(), **state})
+        self._start(self._new_log(self.__dict__.pop("_skipped_before", 0)))
 
     def _between_iterations(self) -> dict[str, Any]:
         """Return what is copied and pickled: all but process groups and what :meth:`_start` makes."""
@@ -622,7 +546,8 @@ class GradScaler(TorchNames):
             )
             raise RuntimeError(msg)
         self.end_iteration()
-        kept = {name: value for name, value in vars(self).items() if name not in self._made_anew}
+        left = {*self._collaborators, "_groups"}
+        kept = {name: value for name, value in vars(self).items() if name not in left}
         return {**kept, "_skipped_before": self.skipped_steps()}
 
 

@@ -34,14 +34,7 @@ _CONVERTED = -2  # what was there when a loss scale was left for another: was an
 
 
 class GradientGroup:
-    """The gradients of some parameters, and what they are multiplied by.
-
-    Attributes:
-        carries: As given; changed by the methods below only.
-        awaited_owners: Owners for whom the gradients are awaited.
-        taken_away: Gradients that hooks have taken away.
-        updates_at_last_use: How many updates had been requested when an owner last unscaled or stepped.
-    """
+    """The gradients of some parameters, and what they are multiplied by."""
 
     def __init__(
         self,
@@ -51,24 +44,20 @@ class GradientGroup:
         *,
         remembers: bool = True,
     ) -> None:
-        self.params = params
-        self.owners = owners
-        self.carries = carries
+        self.params, self.owners, self.carries = params, owners, carries
+        self.awaited_owners: frozenset[int] = frozenset()
+        self.updates_at_last_use = -1  # requested when an owner last unscaled or stepped
+        self._ledger = make_ledger()
+        self.taken_away = TakenGradients(params, self._ledger)
         self._remembers = remembers
         self._contributions: list[tuple[LossScale, Tensor]] = []
         # For each owner: what one of them has used may wait for another.
         self._histories = {owner: OverflowHistory() for owner in owners} if remembers else {}
-        self.awaited_owners: frozenset[int] = frozenset()
-        self.updates_at_last_use = -1
         self._stepped: set[int] = set()  # owners that have stepped since the gradients were last unscaled
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
         self._ones: dict[tuple[torch.device, int], Tensor] = {}
-        self._ledger = make_ledger()
-        self.taken_away = TakenGradients(params, self._ledger)
-
-    # -- looking ------------------------------------------------------------------------------
 
     @property
     def scaled_by(self) -> LossScale | None:
@@ -121,38 +110,31 @@ class GradientGroup:
         """Return the present gradients, ready for the kernels."""
         return batches_of(self._ledger, self.params)
 
-    def earlier_overflow(self, owner: int) -> Tensor | None:
+    def found_before(self, owner: int) -> OverflowHistory:
         """Return what was found since the last step of ``owner`` and before the last measurement."""
-        history = self._histories.get(owner)
-        return None if history is None else history.found_inf
+        return self._histories.get(owner) or OverflowHistory()
 
     def all_measurements(self, owner: int) -> list[Measurement]:
         """Return those since the last step of ``owner``, for their flags."""
-        earlier = self._histories[owner].measurements() if owner in self._histories else []
-        return [*earlier, *(self._measurements or ())]
-
-    # -- measuring ----------------------------------------------------------------------------
+        return [*self.found_before(owner).measurements, *(self._measurements or ())]
 
     def measure(self, norm_type: float = 2.0) -> list[Measurement]:
         """Measure the gradients; what one call of the scaler has measured already is not read again."""
         if self._measurements is None or norm_type != self._norm_type or self.is_changed():
             self.invalidate_measurement()
-            self._remember([self._measured(batch, norm_type) for batch in self.batches()], norm_type)
+            self._remember(self._measured(norm_type), norm_type)
         return self._measurements or []
 
     def invalidate_measurement(self) -> None:
-        """Read the gradients again when they are next measured: user code may have written to them.
-
-        Version counters miss writes through ``.grad.data``, NumPy and collectives.
-        """
+        """Read the gradients again when next measured: ``.grad.data`` and NumPy write without a version."""
         if self._measurements is not None:
             for history in self._histories.values():
                 history.add(self._measurements)
             self._measurements = None
 
-    def _measured(self, batch: GradientBatch, norm_type: float, *, write: bool = False) -> Measurement:
-        kernel = batch.unscale_ if write else batch.norm_check
-        return kernel(*self._inverse(batch.device, norm_type))
+    def _measured(self, norm_type: float, *, write: bool = False) -> list[Measurement]:
+        batches = [(batch, self._inverse(batch.device, norm_type)) for batch in self.batches()]
+        return [(batch.unscale_ if write else batch.norm_check)(*by) for batch, by in batches]
 
     def _inverse(self, device: torch.device, norm_type: float) -> tuple[Tensor, float, bool]:
         """Return what kernels multiply by, the norm's order, and whether the first is to be inverted."""
@@ -173,15 +155,13 @@ class GradientGroup:
                 history.forget_if_zero(measurements)
         self._ledger.remember(self.params, _MEASURED)
 
-    # -- changes of what they carry -----------------------------------------------------------
-
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
         """Divide the gradients by the scale they carry, once, and measure them."""
-        self._stepped.clear()
         if self.carries is None:
             return self.measure(norm_type)
+        self._stepped.clear()
         self.invalidate_measurement()
-        measurements = [self._measured(batch, norm_type, write=True) for batch in self.batches()]
+        measurements = self._measured(norm_type, write=True)
         self.carries = None
         self._remember(measurements, norm_type)
         return measurements
@@ -189,16 +169,8 @@ class GradientGroup:
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
         """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale."""
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
-        present = self.has_gradients()
-        if not present:
-            self.invalidate_measurement()
-            for history in self._histories.values():
-                history.clear()
-            self.taken_away.watch()
-            if not several_ranks:
-                self._contributions.clear()
-        else:
-            self._forget_dropped_overflow()
+        self._stepped.clear()
+        present = self._forget_dropped(several_ranks=several_ranks)
         before = self.scaled_by
         if before is loss_scale:
             return
@@ -206,7 +178,10 @@ class GradientGroup:
         added = present and self._changed_since(_CONVERTED)
         if present:
             factor = loss_scale.require()
-            overflows = self._convert_(factor if before is None else factor / before.require())
+            factor = factor if before is None else factor / before.require()
+            overflows = [
+                batch.unscale_(moved(factor, batch.device), math.inf).found_inf for batch in self.batches()
+            ]
         if before is not None:
             if several_ranks and waited:
                 self._contributions.append((before, torch.zeros_like(before.require())))
@@ -215,38 +190,26 @@ class GradientGroup:
         self._ledger.remember(self.params, _CONVERTED)
         self.invalidate_measurement()
         self.carries = loss_scale
-        self._stepped.clear()
 
-    def _convert_(self, factor: Tensor) -> list[Tensor]:
-        """Multiply by new/old; returns for each device whether a gradient is not finite, float32, 0-dim."""
-        return [batch.unscale_(moved(factor, batch.device), math.inf).found_inf for batch in self.batches()]
+    def _forget_dropped(self, *, several_ranks: bool) -> bool:
+        """Forget what was found in a batch that was dropped; return whether there are gradients."""
+        self.invalidate_measurement()
+        histories, present = self._histories.values(), self.has_gradients()
+        if present and any(history.found_inf is not None for history in histories):
+            measured = self._measured(math.inf)  # setting gradients to zero drops a batch too
+            for history in histories:
+                history.forget_if_zero(measured)
+        if not present:
+            for history in histories:
+                history.clear()
+            self.taken_away.watch()
+            self._contributions = self._contributions if several_ranks else []
+        return present
 
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
         contributions, self._contributions = self._contributions, []
         return contributions
-
-    def _forget_dropped_overflow(self) -> None:
-        """Forget an overflow whose batch was dropped by setting its gradients to zero.
-
-        Reads the gradients, where they were measured and not stepped with.
-        """
-        self.invalidate_measurement()
-        histories = [history for history in self._histories.values() if history.found_inf is not None]
-        if histories:
-            measured = [self._measured(batch, math.inf) for batch in self.batches()]
-            for history in histories:
-                history.forget_if_zero(measured)
-
-    def assume_scaled(self, loss_scale: LossScale) -> None:
-        """Take the gradients for scaled ones, although no backward was seen to make them."""
-        self.carries = loss_scale
-
-    def note_divided(self) -> None:
-        """Record that a step has divided the gradients by the scale in its own pass."""
-        self.carries = None
-
-    # -- other changes ------------------------------------------------------------------------
 
     def clip_(self, factor: Tensor, norm_type: float) -> None:
         """Multiply unscaled gradients by a factor of at most 1; their measurement follows."""
@@ -254,10 +217,7 @@ class GradientGroup:
         for batch in self.batches():
             batch.multiply_(moved(factor, batch.device))
         if norm_type != 0:
-            measurements = [
-                measured._replace(norm=measured.norm * moved(factor, measured.norm.device))
-                for measured in measurements
-            ]
+            measurements = [m._replace(norm=m.norm * moved(factor, m.norm.device)) for m in measurements]
         self._remember(measurements, norm_type)
 
     def multiply_(self, factor: Tensor) -> None:
@@ -270,7 +230,7 @@ class GradientGroup:
             self._ledger.remember(self.params, slot)
 
     def mark_backward(self) -> None:
-        """Note the gradients at the beginning of a backward, for :meth:`grew`."""
+        """Record the gradients at the beginning of a backward, for :meth:`grew`."""
         self._ledger.remember(self.params, _BACKWARD)
         self._marked = True
 
@@ -280,7 +240,7 @@ class GradientGroup:
         return marked and self._changed_since(_BACKWARD)
 
     def note_step(self, owner: int) -> None:
-        """Note that ``owner`` has used the gradients."""
+        """Record that ``owner`` has used the gradients."""
         self._ledger.remember(self.params, owner)
         self.note_unscaled(owner)
         self._stepped.add(owner)
@@ -293,7 +253,7 @@ class GradientGroup:
             self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
-        """Note that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
+        """Record that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
         self.awaited_owners = self.awaited_owners - {owner}
 
     def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientGroup:
@@ -321,16 +281,12 @@ class TakenGradients:
     """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do.
 
     Only parameters that have such hooks are watched.
-
-    Attributes:
-        seen: Parameters that a scaled backward has reached, and that had no gradient at its end.
     """
 
     def __init__(self, params: list[Tensor], ledger: Any) -> None:
-        self._params = params
-        self._ledger = ledger
+        self._params, self._ledger = params, ledger
         self._hooks: list[RemovableHandle] = []
-        self.seen: list[Tensor] = []
+        self.seen: list[Tensor] = []  # reached by a scaled backward, and without a gradient at its end
 
     def watch(self) -> None:
         """Learn which of the parameters the coming backward passes reach."""
@@ -365,11 +321,6 @@ class TakenGradients:
 
 
 def _note_reached(seen: list[Tensor], param: Tensor, _: Tensor) -> None:
-    """At the end of the backward that has reached it, note a parameter that has no gradient then."""
-
-    def look() -> None:
-        if param.grad is None:
-            seen.append(param)
-
+    """Record, at the end of the backward that has reached it, a parameter that has no gradient then."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(look)
+    engine.queue_callback(lambda: seen.append(param) if param.grad is None else None)

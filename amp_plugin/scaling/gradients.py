@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,15 +27,10 @@ _COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 class ShardLayout(NamedTuple):
-    """Which ranks hold which parts of a gradient.
-
-    Attributes:
-        mesh: The device mesh.
-        sharded: For each mesh dimension, whether ranks along it hold different elements.
-    """
+    """Which ranks hold which parts of a gradient."""
 
     mesh: DeviceMesh
-    sharded: tuple[bool, ...]
+    sharded: tuple[bool, ...]  # for each mesh dimension, whether ranks along it hold different elements
 
     @classmethod
     def of(cls, mesh: DeviceMesh, placements: Sequence[Any]) -> ShardLayout:
@@ -49,57 +44,35 @@ class ShardLayout(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """What one kernel call found in a batch.
+    """What one kernel call found in a batch; the norm is that of the unscaled gradients."""
 
-    Attributes:
-        norm: Norm of the unscaled gradients, float32, 0-dim.
-        found_inf: 1.0 if an element is not finite, else 0.0; float32, 0-dim.
-        flags: For each gradient whether it holds inf (bit 0) or nan (bit 1), uint8, 1-dim.
-        positions: Which of the set's parameters they belong to; None if all of them, in order.
-        layout: How they are sharded over ranks; None if every rank holds all of them.
-        kept: False if the overflow was forgotten since, bool, 0-dim, one for each time that was looked at.
-    """
-
-    norm: Tensor
+    norm: Tensor  # float32, 0-dim, as the next
     found_inf: Tensor
-    flags: Tensor
-    positions: Sequence[int] | None = None
-    layout: ShardLayout | None = None
-    kept: tuple[Tensor, ...] = ()
+    flags: Tensor  # for each gradient whether it holds inf (bit 0) or nan (bit 1), uint8, 1-dim
+    positions: Sequence[int] | None = None  # of its parameters in the group; None for all, in order
+    layout: ShardLayout | None = None  # None if every rank holds all of them
+    kept: Tensor | None = None  # False if the overflow was forgotten since, bool, 0-dim
 
     def flagged(self) -> Tensor:
         """Return the flags of overflows that count."""
-        flags = self.flags
-        for kept in self.kept:
-            flags = flags * kept.to(flags.device)
-        return flags
+        return self.flags if self.kept is None else self.flags * self.kept.to(self.flags.device)
 
 
 class GradientBatch(NamedTuple):
-    """Gradients that one kernel call takes.
-
-    Attributes:
-        device: Their device.
-        layout: As a measurement's.
-        positions: As a measurement's.
-        run: Calls one of the package's ops, by name and with its other arguments, on the gradients.
-    """
+    """Gradients that one kernel call takes; ``run`` calls one of the package's ops on them, by name."""
 
     device: torch.device
-    layout: ShardLayout | None
+    layout: ShardLayout | None  # as a measurement's, and so the next
     positions: Sequence[int] | None
     run: Callable[..., Any]
 
     def norm_check(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
-        """Measure the gradients times ``inv_scale``.
-
-        With ``is_scale`` the number is the scale itself, which saves the launch that inverts it.
-        """
+        """Measure the gradients times ``inv_scale``; with ``is_scale`` divide, which saves a launch."""
         found: tuple[Tensor, Tensor, Tensor] = self.run("norm_check", inv_scale, norm_type, is_scale)
         return Measurement(*found, self.positions, self.layout)
 
     def unscale_(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
-        """Multiply in place by ``inv_scale``, or divide by it with ``is_scale``, and measure."""
+        """Multiply or divide in place, and measure."""
         found: tuple[Tensor, Tensor, Tensor] = self.run("unscale_", inv_scale, norm_type, is_scale)
         return Measurement(*found, self.positions, self.layout)
 
@@ -119,7 +92,7 @@ class GradientLedger:
     GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
 
     def __init__(self) -> None:
-        self._marks: dict[int, list[_Mark | None]] = {}
+        self._marks: dict[int, list[_Mark]] = {}
 
     def count(self, params: list[Tensor]) -> int:
         """Return how many parameters have a gradient."""
@@ -127,7 +100,7 @@ class GradientLedger:
 
     def remember(self, params: list[Tensor], slot: int) -> None:
         """Note the present gradients under ``slot``."""
-        self._marks[slot] = [None if param.grad is None else _Mark(param.grad) for param in params]
+        self._marks[slot] = [_mark(param.grad) for param in params]
 
     def compare(self, params: list[Tensor], slot: int) -> int:
         """Compare the present gradients with those noted under ``slot``."""
@@ -151,37 +124,27 @@ class GradientLedger:
         return [i for i, param in enumerate(params) if getattr(param, "_post_accumulate_grad_hooks", None)]
 
 
-class _Mark:
-    """A gradient as it was seen."""
-
-    def __init__(self, grad: Tensor) -> None:
-        dense = grad.layout is torch.strided
-        reference: Any = StorageWeakRef if dense else torch._C._WeakTensorRef  # type: ignore[attr-defined]
-        self._owner = reference(grad.untyped_storage() if dense else grad)
-        self._place = _place(grad)
-        self.version = _version(grad)
-
-    def is_of(self, grad: Tensor) -> bool:
-        """Whether the gradient is in the same memory."""
-        return not self._owner.expired() and self._place == _place(grad)
+_Mark = tuple[Any, Any, int] | None  # a gradient's memory, held weakly, its place there, its version
 
 
-def _change(grad: Tensor | None, mark: _Mark | None) -> int:
+def _mark(grad: Tensor | None) -> _Mark:
     if grad is None:
+        return None
+    version = 0 if grad.is_inference() else grad._version
+    if grad.layout is not torch.strided:
+        return torch._C._WeakTensorRef(grad), id(grad), version  # type: ignore[attr-defined]
+    storage: Any = grad.untyped_storage()
+    reference: Any = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+    return reference, (storage._cdata, grad.storage_offset()), version
+
+
+def _change(grad: Tensor | None, mark: _Mark) -> int:
+    now = _mark(grad)
+    if now is None:
         return GradientLedger.SAME if mark is None else GradientLedger.GONE
-    if mark is None or not mark.is_of(grad):
+    if mark is None or mark[0].expired() or mark[1] != now[1]:
         return GradientLedger.NEW
-    return GradientLedger.CHANGED if mark.version != _version(grad) else GradientLedger.SAME
-
-
-def _place(grad: Tensor) -> tuple[Any, ...]:
-    if grad.layout is torch.strided:
-        return grad.untyped_storage()._cdata, grad.storage_offset()
-    return (id(grad),)
-
-
-def _version(grad: Tensor) -> int:
-    return 0 if grad.is_inference() else grad._version
+    return GradientLedger.CHANGED if mark[2] != now[2] else GradientLedger.SAME
 
 
 def make_ledger() -> Any:
@@ -208,12 +171,11 @@ def _native_batches(ledger: Any, params: list[Tensor]) -> list[GradientBatch] | 
     for spec, on, members in groups:
         layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)
         found.setdefault((on, layout), []).extend(members)
-    batches = []
-    for (on, layout), members in found.items():
-        positions = sorted(members)
-        run = partial(_run_by_ledger, ledger, [params[position] for position in positions])
-        batches.append(GradientBatch(on, layout, positions, run))
-    return batches
+    return [
+        GradientBatch(on, layout, places, partial(_run_by_ledger, ledger, [params[i] for i in places]))
+        for (on, layout), members in found.items()
+        for places in [sorted(members)]
+    ]
 
 
 def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) -> Any:
@@ -221,18 +183,15 @@ def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) 
 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
-    """Look up the gradients of ``params``, whatever their kind.
-
-    Uncoalesced sparse gradients, Partial DTensors and lazily conjugated ones are replaced by
-    their plain equal, in ``.grad`` too.
-    """
+    """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
     found: dict[tuple[torch.device, ShardLayout | None, bool], tuple[list[Tensor], list[int]]] = {}
     for position, param in enumerate(params):
         if param.grad is None:
             continue
         values, layout = local_gradient(param)
         values = _dense_values(param, values)
-        tensors, positions = found.setdefault((values.device, layout, _is_narrow(values)), ([], []))
+        narrow = values.is_floating_point() and values.dtype.itemsize == 1
+        tensors, positions = found.setdefault((values.device, layout, narrow), ([], []))
         tensors.append(values)
         positions.append(position)
     return [
@@ -242,10 +201,7 @@ def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
 
 
 def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
-    """The tensor to work on: duplicates of a sparse gradient are added up first.
-
-    torch coalesces float16 only; the norm needs the sums whatever the dtype.
-    """
+    """Return the tensor to work on: the norm needs the sums of a sparse gradient's duplicates."""
     if grad.layout is torch.sparse_coo:
         if not grad.is_coalesced():
             grad = param.grad = grad.coalesce()
@@ -255,10 +211,6 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
     if grad.is_conj() or grad.is_neg():
         grad = param.grad = grad.resolve_conj().resolve_neg()
     return grad
-
-
-def _is_narrow(grad: Tensor) -> bool:
-    return grad.is_floating_point() and grad.dtype.itemsize == 1
 
 
 def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
@@ -276,11 +228,7 @@ def _run_widened(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:
-    """Return this rank's part of ``param.grad``, and the layout of the whole.
-
-    A Partial gradient is summed up first and replaced: neither its norm nor its overflow
-    can be told from the summands.
-    """
+    """Return this rank's part of ``param.grad``, and the layout of the whole; Partial ones are summed up."""
     grad: Any = param.grad
     if not _is_dtensor(grad):
         return grad, None
@@ -303,64 +251,46 @@ def is_partial(placements: Sequence[Any]) -> bool:
 def _is_dtensor(grad: Tensor) -> bool:
     if type(grad) in {Tensor, torch.nn.Parameter} or not torch.distributed.is_available():
         return False
-    return isinstance(grad, _dtensor())
-
-
-@cache
-def _dtensor() -> type[Tensor]:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
 
-    return DTensor
+    return isinstance(grad, DTensor)
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:
-    """Return every layout that the gradients of ``params`` may have, in a fixed order.
-
-    Every rank finds the same list, whatever gradients it has.
-    """
-    found: dict[ShardLayout, None] = {}
-    for param in params:
-        if _is_dtensor(param):
-            tensor: Any = param
-            found[ShardLayout.of(tensor.device_mesh, tensor.placements)] = None
-    return tuple(found)
+    """Return every layout that the gradients of ``params`` may have, in the same order on every rank."""
+    sharded: list[Any] = [param for param in params if _is_dtensor(param)]
+    return tuple(dict.fromkeys(ShardLayout.of(param.device_mesh, param.placements) for param in sharded))
 
 
 def match_memory_order(optimizer: Optimizer) -> None:
     """Copy gradients and states whose strides differ from their parameter's, for a fused step on the CPU.
 
     torch's fused optimizers on the CPU walk through memory, not through indices: they would step with the
-    wrong elements. Autograd lays gradients out like their parameters, so this copies only what hooks,
-    ``autograd.grad`` or a later ``model.to(memory_format=...)`` have left. On GPUs torch looks itself.
+    wrong elements. Hooks, ``autograd.grad`` or a later ``model.to(memory_format=...)`` leave such gradients.
     """
     for group in optimizer.param_groups:
-        if group.get("fused"):
-            params = [param for param in group["params"] if param.is_cpu]
-            _match_gradients(params, optimizer)
-            _match_states(params, optimizer.state)
+        params = [param for param in group["params"] if param.is_cpu] if group.get("fused") else []
+        for param in params:
+            grad = param.grad
+            if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
+                param.grad = _laid_out_as(param, grad, optimizer)
+        _match_states(params, optimizer)
 
 
-def _match_gradients(params: list[Tensor], optimizer: Optimizer) -> None:
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):
-            _refuse_gaps(param, optimizer)
-            param.grad = _laid_out_as(param, grad)
-
-
-def _match_states(params: list[Tensor], states: Any) -> None:
-    """All states of a parameter are made in its order: the first of them tells whether it was converted."""
-    example = next(((param, states[param]) for param in params if param in states), None)
+def _match_states(params: list[Tensor], optimizer: Optimizer) -> None:
+    """Match the states too: all of a parameter are made in its order, so its first one shows a conversion."""
+    states: Any = optimizer.state
+    example = next((param for param in params if param in states), None)
     if example is None:
         return
-    shape = example[0].shape
-    names = [name for name, value in example[1].items() if getattr(value, "shape", None) == shape]
+    names = [
+        name for name, value in states[example].items() if getattr(value, "shape", None) == example.shape
+    ]
     for param in params if names else []:
         state = states.get(param, {})
         first = state.get(names[0])
         if first is not None and not _has_strides_of(first, param):
-            for name in names:
-                state[name] = _laid_out_as(param, state[name])
+            state.update({name: _laid_out_as(param, state[name], optimizer) for name in names})
 
 
 def _has_strides_of(tensor: Tensor, param: Tensor) -> bool:
@@ -371,16 +301,13 @@ def _has_strides_of(tensor: Tensor, param: Tensor) -> bool:
     return all(stride == other for stride, other, size in pairs if size != 1)
 
 
-def _laid_out_as(param: Tensor, tensor: Tensor) -> Tensor:
-    return torch.empty_like(param, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
-
-
-def _refuse_gaps(param: Tensor, optimizer: Optimizer) -> None:
-    """Raise if a copy cannot lie as the parameter does, since that has gaps."""
-    if not _has_strides_of(torch.empty_like(param), param):
+def _laid_out_as(param: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
+    copy = torch.empty_like(param, dtype=tensor.dtype, requires_grad=False)
+    if not _has_strides_of(copy, param):
         msg = (
             f"{type(optimizer).__name__}: a parameter of shape {tuple(param.shape)} and strides "
             f"{param.stride()} has gaps between its elements, which torch's fused step on the CPU would "
             "write to: make it contiguous (param.data = param.data.contiguous()), or pass fused=False."
         )
         raise ValueError(msg)
+    return copy.copy_(tensor)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.user_warnings import warn_user
 
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
@@ -22,17 +22,11 @@ _OUR_KEY = "amp_plugin"
 
 
 class PendingScale(NamedTuple):
-    """A loss scale as it was when a loss was multiplied by it; the backward is yet to come.
-
-    Attributes:
-        loss_scale: The loss scale.
-        generation: Its generation then.
-        value: Its value then, float32, 0-dim.
-    """
+    """A loss scale as it was when a loss was multiplied by it; the backward is yet to come."""
 
     loss_scale: LossScale
     generation: int
-    value: Tensor
+    value: Tensor  # float32, 0-dim
 
     def on(self, device: torch.device) -> Tensor:
         """Return the value on ``device``, without a host sync."""
@@ -44,50 +38,25 @@ class PendingScale(NamedTuple):
         return None if unchanged else self.loss_scale.require() / self.value
 
 
-class LaterScale:
-    """The value that a loss scale gets by its next update, for results that show it later.
-
-    Attributes:
-        value: float32, 0-dim; None before the update.
-    """
-
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
-
-
 class LossScale:
     """One loss scale: its tensors, and the rule by which it changes.
 
-    The tensors are made by the first :meth:`materialize`, on the device of the first
-    loss; until then :attr:`value` is None.
-
-    Attributes:
-        options: What it was made with.
-        growth_factor: Factor of a growth; may be changed while training, as the next two.
-        backoff_factor: Factor of a backoff.
-        growth_interval: Good optimizer steps in a row before a growth.
-        value: The scale, float32, 0-dim; None before the first use.
-        growth_tracker: Good steps since the last change, int32, 0-dim.
-        hysteresis_tracker: Overflows still tolerated, int32, 0-dim.
-        generation: Increases whenever the value may have changed.
-        later: Its value after the next update.
-        floor: The smallest value.
-        found_inf: Overflow seen since the last update, float32, 0-dim; None if nothing was checked.
+    The tensors are made by the first :meth:`materialize`, on the device of the first loss.
     """
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
-        self.growth_factor = float(options.growth_factor)
+        self.growth_factor = float(options.growth_factor)  # may be changed while training, as the next two
         self.backoff_factor = float(options.backoff_factor)
         self.growth_interval = int(options.growth_interval)
         self.init_scale = float(options.init_scale)
         self.init_growth_tracker = 0
         self.init_hysteresis_tracker = options.hysteresis if options.dynamic else 1
-        self.value: Tensor | None = None
-        self.growth_tracker: Tensor | None = None
-        self.hysteresis_tracker: Tensor | None = None
-        self.generation = 0
-        self.later = LaterScale()
+        self.value: Tensor | None = None  # float32, 0-dim
+        self.growth_tracker: Tensor | None = None  # good steps since the last change, int32, 0-dim
+        self.hysteresis_tracker: Tensor | None = None  # overflows still tolerated, int32, 0-dim
+        self.generation = 0  # increases whenever the value may have changed
+        self.later: list[Tensor] = []  # will hold its value after the next update, for results
         self.floor, self._ceiling = options.floor, options.ceiling
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
@@ -129,42 +98,26 @@ class LossScale:
             self.growth_tracker = self._counter(0, self.require().device)
         return self.growth_tracker
 
-    def _derive(self, value: Tensor, key: Any) -> Tensor | None:
-        """Look up what was computed from the present value; forget it if the value has changed.
+    def _kept(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
+        """Return what was computed from the present value, computed again if that has changed.
 
         A replayed graph reads the live scale and changes it unseen: from the first capture on
         nothing is kept. The key names the stream too: another one may run before the number is there.
         """
+        value = self.require()
         state = (self.generation, value._version if self._has_version else 0)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
-        return self._derived.get(key)
+        key = (name, device, stream_number(value.device), stream_number(device))
+        kept = self._derived.get(key)
+        if kept is None:
+            kept = self._derived[key] = compute()
+        return kept
 
     def snapshot(self) -> Tensor:
         """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
-        value = self.require()
-        key = ("snapshot", value.device, stream_number(value.device))
-        kept = self._derive(value, key)
-        if kept is None:
-            kept = self._derived[key] = value.clone()
-        return kept
-
-    def read(self) -> PendingScale:
-        """Return what the scale is now, to tell later whether it has changed; no host sync."""
-        return PendingScale(self, self.generation, self.snapshot())
-
-    def inverse(self, device: torch.device) -> Tensor:
-        """Return 1/scale on ``device`` (float32, 0-dim).
-
-        One division in float32: the bits of torch's detour over float64, in one launch for three.
-        """
-        value = self.require()
-        key = ("inverse", device, stream_number(value.device))
-        kept = self._derive(value, key)
-        if kept is None:
-            kept = self._derived[key] = moved(value.reciprocal(), device)
-        return kept
+        return self._kept("snapshot", self.require().device, self.require().clone)
 
     def snapshot_on(self, device: torch.device) -> Tensor:
         """Return :meth:`snapshot` on ``device``, without a host sync.
@@ -172,16 +125,22 @@ class LossScale:
         Autograd keeps what a loss is multiplied by: that must not change before its backward.
         """
         snapshot = self.snapshot()
-        if snapshot.device == device:
-            return snapshot
-        key = ("snapshot", device, stream_number(snapshot.device))
-        kept = self._derive(self.require(), key)
-        if kept is None:
-            kept = self._derived[key] = moved(snapshot, device)
-        return kept
+        here = snapshot.device == device
+        return snapshot if here else self._kept("snapshot", device, lambda: moved(snapshot, device))
+
+    def inverse(self, device: torch.device) -> Tensor:
+        """Return 1/scale on ``device`` (float32, 0-dim).
+
+        One division in float32: the bits of torch's detour over float64, in one launch for three.
+        """
+        return self._kept("inverse", device, lambda: moved(self.require().reciprocal(), device))
+
+    def read(self) -> PendingScale:
+        """Return what the scale is now, to tell later whether it has changed; no host sync."""
+        return PendingScale(self, self.generation, self.snapshot())
 
     def record(self, found_inf: Tensor) -> None:
-        """Take note of one optimizer's check, for the next update."""
+        """Record one optimizer's check, for the next update."""
         found_inf = moved(found_inf, self.require().device)
         if self.found_inf is None:
             self.found_inf = found_inf
@@ -215,8 +174,8 @@ class LossScale:
 
     def publish(self) -> None:
         """Give the present value to results of earlier steps: an update was applied."""
-        self.later.value = self.snapshot()
-        self.later = LaterScale()
+        self.later.append(self.snapshot())
+        self.later = []
 
     def fill_(self, value: float | Tensor) -> None:
         """Set the scale by hand."""
@@ -257,9 +216,8 @@ class LossScale:
         if hysteresis_tracker is not None:
             self.init_hysteresis_tracker = int(hysteresis_tracker)
         if self.options.dynamic:
-            self.growth_factor = float(saved.get("growth_factor", self.growth_factor))
-            self.backoff_factor = float(saved.get("backoff_factor", self.backoff_factor))
-            self.growth_interval = int(saved.get("growth_interval", self.growth_interval))
+            for name, kind in (("growth_factor", float), ("backoff_factor", float), ("growth_interval", int)):
+                setattr(self, name, kind(saved.get(name, getattr(self, name))))
         self.found_inf = None
         if self.value is not None and self.growth_tracker is not None:
             self.value.fill_(self.init_scale)
@@ -270,24 +228,20 @@ class LossScale:
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep numbers instead of tensors, which may live on a device the reader lacks."""
-        state = dict(self.__dict__)
-        state["init_scale"], state["init_growth_tracker"] = self.item(), self.tracker()
-        state["init_hysteresis_tracker"] = self.tolerance()
-        for name in ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from"):
-            state[name] = None
-        state["_derived"], state["later"] = {}, LaterScale()
-        return state
+        gone = ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from")
+        return {
+            **self.__dict__,
+            "init_scale": self.item(),
+            "init_growth_tracker": self.tracker(),
+            "init_hysteresis_tracker": self.tolerance(),
+            **dict.fromkeys(gone),
+            "_derived": {},
+            "later": [],
+        }
 
 
 class LossScales:
-    """The loss scales of a scaler: the default one, and one for each named loss.
-
-    Attributes:
-        enabled: As given.
-        default: The scale of losses without a name.
-        named: The scales of the others.
-        updates_requested: How often ``update()`` was called; torch forgets what it knows of optimizers there.
-    """
+    """The loss scales of a scaler: the default one, and one for each named loss."""
 
     def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
         if isinstance(names, str) or len(set(names)) < len(names):
@@ -298,7 +252,7 @@ class LossScales:
         self.enabled = enabled
         self.default = LossScale(options)
         self.named = {name: LossScale(options) for name in names}
-        self.updates_requested = 0
+        self.updates_requested = 0  # torch forgets there what it knows of optimizers
 
     def of(self, name: str | None) -> LossScale:
         """Return the scale of a loss; None is the default."""
@@ -310,43 +264,37 @@ class LossScales:
             raise ValueError(msg)
         return self.named[name]
 
-    def all(self) -> list[LossScale]:
-        """Return all scales, the default first."""
-        return [self.default, *self.named.values()]
-
     def materialized(self) -> list[LossScale]:
         """Return those that have been used."""
-        return [loss_scale for loss_scale in self.all() if loss_scale.value is not None]
+        return [used for used in (self.default, *self.named.values()) if used.value is not None]
 
     @property
     def device(self) -> torch.device | None:
         """Where the scales are; None if none has been used."""
-        used = (loss_scale.value for loss_scale in self.all())
-        return next((value.device for value in used if value is not None), None)
+        value = self.default.value
+        if value is None and self.named:
+            value = next((used.value for used in self.materialized()), None)
+        return None if value is None else value.device
 
     def require(self, call: str) -> LossScale:
         """Return the first scale that has been used."""
-        if self.default.value is not None:
-            return self.default
-        used = self.materialized()
-        if not used:
+        used = self.default if self.default.value is not None else next(iter(self.materialized()), None)
+        if used is None:
             msg = (
                 f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
                 "earlier in the iteration."
             )
             raise RuntimeError(msg)
-        return used[0]
+        return used
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the state of a scaler, torch's keys and ours: a host sync."""
-        ours = {
-            "hysteresis_tracker": self.default.tolerance(),
-            "skipped_steps": skipped_steps,
-            "losses": {
-                name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
-                for name, loss_scale in self.named.items()
-            },
+        losses = {
+            name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
+            for name, loss_scale in self.named.items()
         }
+        tolerance = self.default.tolerance()
+        ours = {"hysteresis_tracker": tolerance, "skipped_steps": skipped_steps, "losses": losses}
         return {**self.default.state_dict(), _OUR_KEY: ours}
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
@@ -381,8 +329,7 @@ def is_state(given: Any) -> bool:
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device``, ready for whatever is put on that device next.
 
-    A copy to an accelerator is not waited for: what reads the tensor there comes later in the same stream.
-    The host has no stream and reads at once, so a copy to the host waits until it has arrived.
+    A copy to an accelerator is not waited for, its stream keeps the order; the host waits for its copies.
     """
     if tensor.device == device:
         return tensor
@@ -391,10 +338,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def stream_number(device: torch.device) -> int:
-    """Return a number that stands for the current stream of a device; 0 where a device has none.
-
-    What is made on one stream must not be handed out on another, which may be ahead of it.
-    """
+    """Return a number for a device's current stream: what is made on one may not be ready on another."""
     return torch.cuda.current_stream(device).stream_id if device.type == "cuda" else 0
 
 
@@ -408,20 +352,15 @@ def scale_outputs(outputs: Any, apply: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(outputs, Tensor):
         return apply(outputs)
     if isinstance(outputs, Mapping):
-        return _rebuild_mapping(outputs, {key: scale_outputs(value, apply) for key, value in outputs.items()})
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
-        return type(outputs)(*(scale_outputs(value, apply) for value in outputs))
+        content = {key: scale_outputs(value, apply) for key, value in outputs.items()}
+        try:
+            return type(outputs)(content)  # type: ignore[call-arg]
+        except TypeError:  # its constructor takes something else
+            return content
     if isinstance(outputs, list | tuple):
-        return type(outputs)(scale_outputs(value, apply) for value in outputs)
+        items = (scale_outputs(value, apply) for value in outputs)
+        return type(outputs)(*items) if hasattr(outputs, "_fields") else type(outputs)(items)
     if isinstance(outputs, Iterable) and not isinstance(outputs, str | bytes):
         return (scale_outputs(value, apply) for value in outputs)
     msg = f"outputs must be a Tensor or an iterable of Tensors, got {type(outputs).__name__}; pass the loss"
     raise ValueError(msg)
-
-
-def _rebuild_mapping(like: Mapping[Any, Any], content: dict[Any, Any]) -> Any:
-    """A mapping of the same type; those whose constructor takes something else become a dict."""
-    try:
-        return type(like)(content)  # type: ignore[call-arg]
-    except TypeError:
-        return content

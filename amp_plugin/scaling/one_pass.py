@@ -8,7 +8,8 @@ step at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,8 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.weights.optimizer_view import OptimizerView, view_of
-from amp_plugin.weights.stored_weight import StoredWeight
+from amp_plugin.weights.weight import remainder_of
 
 _Group = dict[str, Any]
 
@@ -44,7 +44,7 @@ def why_not(optimizer: Optimizer) -> str:
 
 
 def unavailable(device_type: str) -> str:
-    """Say why no step is taken in one pass on devices of a type; empty if there the ops run."""
+    """Return why no step is taken in one pass on a type of device; empty if the ops run there."""
     if native_core().region is None:
         return f"the native core is not loaded: {native_core().reason}"
     if device_type == "cuda":
@@ -55,33 +55,27 @@ def unavailable(device_type: str) -> str:
 
 def collect(optimizer: Optimizer) -> OnePassStep:
     """Look up all that a step needs."""
-    rule, view = _RULES[type(optimizer)], view_of(optimizer)
-    if view is not None:
-        view.give_up(optimizer)
+    rule = _RULES[type(optimizer)]
     parts: list[_Part] = []
-    stored: list[StoredWeight] = []
     for group in optimizer.param_groups:
-        for params, weights in _by_storage(group["params"], view):
-            rests = [weight.rest for weight in weights]
-            try:
+        try:
+            for params, remainders in _by_storage(group["params"]):
                 tensors = native_core().region.StepTensors(  # type: ignore[union-attr]
-                    params, rests, optimizer.state, rule.states(group), rule.counts
+                    params, remainders, optimizer.state, rule.states(group), rule.counts
                 )
-            except ValueError as error:
-                raise NotInOnePassError(str(error)) from None
-            if len(tensors) > 0:
-                parts.append(_Part(getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
-            stored += weights
-    return OnePassStep(optimizer, parts, stored, view)
+                if len(tensors) > 0:
+                    parts.append(_Part(getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
+        except ValueError as error:
+            raise NotInOnePassError(str(error)) from None
+    return OnePassStep(optimizer, parts)
 
 
+@dataclass
 class OnePassStep:
     """The tensors of one step of an optimizer; to be taken before anything of it changes."""
 
-    def __init__(
-        self, optimizer: Optimizer, parts: list[_Part], stored: list[StoredWeight], view: OptimizerView | None
-    ) -> None:
-        self._optimizer, self._parts, self._stored, self._view = optimizer, parts, stored, view
+    _optimizer: Optimizer
+    _parts: list[_Part]
 
     def __bool__(self) -> bool:
         """Whether there is a gradient."""
@@ -95,14 +89,9 @@ class OnePassStep:
                 call(*options, lr, divisor, found_inf)
             if skipped:
                 return
-            for weight in self._stored:
-                weight.note_written()
-            if self._view is not None:
-                self._view.steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             for hook in _post_hooks(optimizer):
-                if not _is_of(self._view, hook):
-                    hook(optimizer, (optimizer,), {})
+                hook(optimizer, (optimizer,), {})
 
 
 class _Part(NamedTuple):
@@ -115,22 +104,20 @@ class _Rule(NamedTuple):
     """What an op needs of a group: the op's name, its states, whether steps are counted, its options."""
 
     op: str
-    states: Callable[[_Group], tuple[str, ...]]
+    always: tuple[str, ...]  # names of its states
+    with_option: tuple[str, str]  # an option, and the state that it asks for
     counts: bool
     options: Callable[[_Group], tuple[Any, ...]]
 
-
-def _adam_states(group: _Group) -> tuple[str, ...]:
-    return ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    def states(self, group: _Group) -> tuple[str, ...]:
+        """Return the names of the group's states."""
+        option, state = self.with_option
+        return (*self.always, state) if group[option] else self.always
 
 
 def _adam_options(group: _Group) -> tuple[Any, ...]:
     numbers = (_lr_on_host(group), *group["betas"], group["eps"], group["weight_decay"])
     return (*map(float, numbers), group["decoupled_weight_decay"], group["maximize"])
-
-
-def _sgd_states(group: _Group) -> tuple[str, ...]:
-    return ("momentum_buffer",) if group["momentum"] else ()
 
 
 def _sgd_options(group: _Group) -> tuple[Any, ...]:
@@ -157,28 +144,23 @@ def _device_type_of(optimizer: Optimizer) -> str:
     return next((param.device.type for param in params), "cpu")
 
 
-_ADAM = _Rule("adam_", _adam_states, True, _adam_options)
-_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _Rule("sgd_", _sgd_states, False, _sgd_options)}
+_ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)
+_SGD = _Rule("sgd_", (), ("momentum", "momentum_buffer"), False, _sgd_options)
+_RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
 OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
 
 
-def _by_storage(
-    params: list[Tensor], view: OptimizerView | None
-) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Yield parameters that are stored as they are, then those in 16 bits with their weights."""
-    if view is None:
-        yield params if isinstance(params, list) else list(params), []  # a tuple, where a program has put one
-        return
-    weights = view.weights(params)
-    yield [param for param, weight in zip(params, weights, strict=True) if weight is None], []
-    stored = [weight for weight in weights if weight is not None]
-    if stored:
-        yield [weight.param for weight in stored], stored
+def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield parameters that are stored as they are, then pairs with their low halves."""
+    remainders = {param: remainder for param in params if (remainder := remainder_of(param)) is not None}
+    yield [param for param in params if param not in remainders], []
+    if remainders:
+        yield list(remainders), list(remainders.values())
 
 
 def _replaced_step(optimizer: Optimizer) -> str:
-    """Say if ``optimizer.step`` is not torch's; a learning rate scheduler may have wrapped it to count."""
+    """Return a text if ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):
@@ -189,9 +171,9 @@ def _replaced_step(optimizer: Optimizer) -> str:
 
 
 def _hooks_in_the_way(optimizer: Optimizer) -> str:
-    view = view_of(optimizer)
-    hooks = (hook for hook in pre_hooks(optimizer) if not getattr(hook, "leaves_steps", False))
-    return "a hook runs before its step" if any(not _is_of(view, hook) for hook in hooks) else ""
+    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
+        return "a hook runs before its step"
+    return ""
 
 
 def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
@@ -201,8 +183,3 @@ def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
 
 def _post_hooks(optimizer: Optimizer) -> Iterator[Any]:
     return chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
-
-
-def _is_of(view: OptimizerView | None, hook: Any) -> bool:
-    """Whether a hook shows or hides masters, which a step in one pass does without."""
-    return view is not None and getattr(hook, "__self__", None) is view

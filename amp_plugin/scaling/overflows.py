@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +14,6 @@ from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import moved
 from amp_plugin.scaling.parameter_names import ParameterNames
-
-_MOST_KEPT = 8  # measurements, before those of the same gradients are joined
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,28 +71,21 @@ class OverflowReport:
             return [
                 "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
             ]
-        overflowed = {*self.inf, *self.nan}
-        if not overflowed:
+        if not self:
             return []
-        found = [self._place(len(overflowed))]
-        if not self.named:
-            found.append("The parameters have no names yet: call scaler.register(optimizer, names=model).")
-        return found
+        unnamed = "The parameters have no names yet: call scaler.register(optimizer, names=model)."
+        return [self._place(), *([] if self.named else [unnamed])]
 
-    def _place(self, overflowed: int) -> str:
-        """Say where in the step to look: all at once means that the loss or its first gradient was bad."""
-        if overflowed < self.checked:
+    def _place(self) -> str:
+        """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
+        if len({*self.inf, *self.nan}) < self.checked:
             return (
                 "Others are finite: look at the backward pass near the first one named, "
                 "or compute its module in fp32."
             )
-        if self.scaled:
-            return (
-                "All gradients at once: the loss scale is still too high, which a few more skips mend; "
-                "or else the loss or the forward pass is not finite: amp_plugin.diagnose() finds the op."
-            )
+        too_high = "the loss scale is still too high, which a few more skips mend; or else " * self.scaled
         return (
-            "All gradients at once: the loss or the forward pass is not finite: "
+            f"All gradients at once: {too_high}the loss or the forward pass is not finite: "
             "amp_plugin.diagnose() finds the op."
         )
 
@@ -109,105 +99,81 @@ def _first(names: Sequence[str], count: int = 5) -> str:
 class OverflowHistory:
     """Measurements that no longer describe the gradients, kept for what they found.
 
-    A step with a gradient that was not finite is skipped, also if user code has written over it since:
-    clipping by value turns an infinity into a number, and the step would be as wrong.
-
-    Attributes:
-        found_inf: 1.0 if one of them found an overflow, float32, 0-dim; None if there are none.
+    User code may have written over an overflow: clipping by value turns an infinity into a number.
     """
 
     def __init__(self) -> None:
-        self.found_inf: Tensor | None = None
-        self._measurements: list[Measurement] = []
+        self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
+        self.measurements: list[Measurement] = []  # one for the same gradients
 
     def add(self, measurements: Iterable[Measurement]) -> None:
         """Keep measurements that are about to be replaced."""
-        for measurement in measurements:
-            found = measurement.found_inf
-            kept = self.found_inf
-            self.found_inf = found if kept is None else torch.maximum(kept, moved(found, kept.device))
-            self._measurements.append(measurement)
-        if len(self._measurements) > _MOST_KEPT:
-            self._join()
-
-    def _join(self) -> None:
-        """Make one measurement of those of the same gradients."""
-        joined: list[Measurement] = []
-        for kept in self._measurements:
-            alike = (i for i, other in enumerate(joined) if other.positions == kept.positions)
-            i = next((i for i in alike if joined[i].flags.device == kept.flags.device), None)
-            if i is None:
-                joined.append(kept._replace(flags=kept.flagged(), kept=()))
+        for new in measurements:
+            found = self.found_inf
+            self.found_inf = (
+                new.found_inf if found is None else torch.maximum(found, moved(new.found_inf, found.device))
+            )
+            for i, old in enumerate(self.measurements):
+                if old.positions == new.positions and old.flags.device == new.flags.device:
+                    self.measurements[i] = new._replace(flags=old.flagged() | new.flags)
+                    break
             else:
-                joined[i] = joined[i]._replace(flags=joined[i].flags | kept.flagged())
-        self._measurements = joined
-
-    def measurements(self) -> list[Measurement]:
-        """Return what was kept, for the flags of each gradient."""
-        return list(self._measurements)
+                self.measurements.append(new)
 
     def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
         """Forget all if the gradients are zero now: setting them to zero drops the batch."""
         if self.found_inf is None:
             return
-        kept = None
+        kept: Tensor | None = None
         for measurement in measurements:
             nonzero = moved(measurement.norm.ne(0), self.found_inf.device)
             kept = nonzero if kept is None else kept | nonzero
         if kept is None:
             self.clear()
-        else:
-            self.found_inf = self.found_inf * kept
-            self._measurements = [seen._replace(kept=(*seen.kept, kept)) for seen in self._measurements]
+            return
+        self.found_inf = self.found_inf * kept
+        self.measurements = [
+            seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements
+        ]
 
     def split(self, positions: Sequence[int]) -> OverflowHistory:
         """Return what was found in the gradients of the parameters at ``positions``."""
         part = OverflowHistory()
-        for kept in self._measurements:
+        for kept in self.measurements:
             places = range(len(kept.flags)) if kept.positions is None else kept.positions
             row = {place: i for i, place in enumerate(places)}
             present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
             if present:
                 flags = kept.flagged()[[i for _, i in present]]
                 found, places = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
-                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=())])
+                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=None)])
         return part
 
     def clear(self) -> None:
         """Forget all: the optimizer has stepped, or its gradients are gone."""
         self.found_inf = None
-        self._measurements.clear()
+        self.measurements.clear()
 
 
-class Attribution(NamedTuple):
-    """What is needed to say which gradients of a step were not finite.
-
-    Attributes:
-        params: All parameters the optimizer had.
-        measured: Parameters, and a measurement of their gradients.
-        names: The names given to parameters.
-        optimizer: The optimizer, which may no longer exist when the names are asked for.
-    """
-
-    params: list[Tensor]
-    measured: Sequence[tuple[list[Tensor], Measurement]]
-    names: ParameterNames
-    optimizer: weakref.ref[Optimizer]
-
-    def report(self) -> OverflowReport:
-        """Read the flags: a host sync."""
-        index = {id(param): i for i, param in enumerate(self.params)}
-        flags: dict[int, int] = {}
-        for params, measurement in self.measured:
-            positions = range(len(params)) if measurement.positions is None else measurement.positions
-            for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
-                place = index[id(params[position])]
-                flags[place] = flags.get(place, 0) | flag
-        names = self.names.of(self.params, self.optimizer())
-        overflowed = [place for place in sorted(flags) if flags[place]]
-        return OverflowReport(
-            inf=tuple(names[place] for place in overflowed if flags[place] & INF_FLAG),
-            nan=tuple(names[place] for place in overflowed if flags[place] & NAN_FLAG),
-            checked=len(flags),
-            named=all(self.names.has(self.params[place], self.optimizer()) for place in overflowed),
-        )
+def report_of(
+    params: list[Tensor],
+    measured: Sequence[tuple[list[Tensor], Measurement]],
+    names: ParameterNames,
+    optimizer: weakref.ref[Optimizer],
+) -> OverflowReport:
+    """Return which of an optimizer's parameters had gradients that were not finite: a host sync."""
+    index = {id(param): i for i, param in enumerate(params)}
+    flags: dict[int, int] = {}
+    for some, measurement in measured:
+        positions = range(len(some)) if measurement.positions is None else measurement.positions
+        for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
+            place = index[id(some[position])]
+            flags[place] = flags.get(place, 0) | flag
+    known = names.of(params, optimizer())
+    overflowed = [place for place in sorted(flags) if flags[place]]
+    return OverflowReport(
+        inf=tuple(known[place] for place in overflowed if flags[place] & INF_FLAG),
+        nan=tuple(known[place] for place in overflowed if flags[place] & NAN_FLAG),
+        checked=len(flags),
+        named=all(names.has(params[place], optimizer()) for place in overflowed),
+    )

@@ -11,13 +11,10 @@ from torch.optim import Optimizer
 
 
 class ParameterNames:
-    """Names given to parameters, also to those that may join an optimizer later.
-
-    Plain references: ``torch.utils.swap_tensors`` forbids weak ones.
-    """
+    """Names given to parameters, also to those that may join an optimizer later."""
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[Tensor, str]] = {}
+        self._given: dict[int, tuple[Tensor, str]] = {}  # swap_tensors forbids weak references
 
     def add(self, named: Mapping[str, Tensor]) -> None:
         """Take over names."""
@@ -28,9 +25,8 @@ class ParameterNames:
         params = list(params)
         known = [] if optimizer is None else default_names(optimizer)
         known += [f"parameter {i}" for i in range(len(known), len(params))]
-        return [
-            self._given.get(id(param), (param, name))[1] for param, name in zip(params, known, strict=False)
-        ]
+        pairs = zip(params, known, strict=False)
+        return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
 
     def has(self, param: Tensor, optimizer: Optimizer | None) -> bool:
         """Whether a parameter has a name of its own, given here or by the optimizer."""

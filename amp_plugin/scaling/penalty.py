@@ -11,14 +11,17 @@ skipped; it is noted for the scale's next update at once. Nothing here waits for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.loss_scale import LossScale
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def grad(
@@ -56,12 +59,12 @@ def grad(
     targets = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
     sources = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     vectors = (grad_outputs,) if isinstance(grad_outputs, Tensor) else grad_outputs
-    scaling = scaler is not None and scaler.is_enabled()
-    with _outside_autocast(targets[0].device.type), ExitStack() as surroundings:
+    loss_scale = scaler.loss_scale if scaler is not None and scaler.is_enabled() else None
+    with torch.autocast(targets[0].device.type, enabled=False), ExitStack() as surroundings:
         for context in _surroundings:
             surroundings.enter_context(context())
-        if scaling and scaler is not None:
-            targets = tuple(_scaled(target, scaler) for target in targets)
+        if loss_scale is not None:
+            targets = tuple(_scaled(target, loss_scale) for target in targets)
         grads = torch.autograd.grad(
             targets,
             sources,
@@ -70,9 +73,8 @@ def grad(
             retain_graph=retain_graph,
             allow_unused=allow_unused,
         )
-        if scaling and scaler is not None:
-            return _unscaled(grads, scaler)
-        return tuple(None if g is None else _wide(g) for g in grads)
+        wide = tuple(g.float() if g is not None and g.dtype in _HALF else g for g in grads)
+        return wide if loss_scale is None else _unscaled(grads, wide, loss_scale)
 
 
 def gradient_penalty(
@@ -116,32 +118,23 @@ def gradient_penalty(
         return penalty
 
 
-def _scaled(target: Tensor, scaler: GradScaler) -> Tensor:
+def _scaled(target: Tensor, loss_scale: LossScale) -> Tensor:
     """Multiply by the scale, unseen by the scaler: this backward adds to no ``.grad``."""
-    loss_scale = scaler.loss_scale
     loss_scale.materialize(target.device)
     wide = target.float() if target.dtype is torch.float16 else target
     scaled: Tensor = wide * loss_scale.snapshot_on(target.device)
     return scaled
 
 
-def _unscaled(grads: Sequence[Tensor | None], scaler: GradScaler) -> tuple[Tensor | None, ...]:
+def _unscaled(
+    grads: Sequence[Tensor | None], wide: Sequence[Tensor | None], loss_scale: LossScale
+) -> tuple[Tensor | None, ...]:
+    """Divide by the scale, and record an overflow for its next update."""
     present = [g.detach() for g in grads if g is not None]
-    loss_scale = scaler.loss_scale
     for device in {g.device for g in present}:
         own = [g for g in present if g.device == device]
         loss_scale.record(torch.ops.amp_plugin.norm_check(own, loss_scale.inverse(device), 2.0)[1])
-    return tuple(None if g is None else _wide(g) * loss_scale.inverse(g.device) for g in grads)
-
-
-def _wide(grad: Tensor) -> Tensor:
-    return grad.float() if grad.dtype in {torch.float16, torch.bfloat16} else grad
-
-
-@contextmanager
-def _outside_autocast(device_type: str) -> Iterator[None]:
-    with torch.autocast(device_type, enabled=False):
-        yield
+    return tuple(None if g is None else g * loss_scale.inverse(g.device) for g in wide)
 
 
 _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,47 +15,31 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
-from amp_plugin.scaling.overflows import Attribution
-from amp_plugin.scaling.parameter_names import ParameterNames, params_of
+from amp_plugin.scaling.overflows import report_of
+from amp_plugin.scaling.parameter_names import ParameterNames
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_result import StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """What all optimizers of a scaler use.
-
-    Attributes:
-        scales: The loss scales.
-        ranks: The processes that decide together.
-        fp16_gradients: Whether float16 gradients may be unscaled.
-        one_pass: Whether steps may be taken in one pass.
-        checks: Whether gradients are looked at where nothing is scaled.
-    """
+    """What all optimizers of a scaler use."""
 
     scales: LossScales
     ranks: Ranks
-    fp16_gradients: bool = False
-    one_pass: bool = True
-    checks: bool = True
+    fp16_gradients: bool = False  # whether they may be unscaled
+    one_pass: bool = True  # whether steps may be taken in one pass
+    checks: bool = True  # whether gradients are looked at where nothing is scaled
 
 
 class FoldedClip(NamedTuple):
-    """A clip by norm that is left to the step: part of the number that its kernel divides by.
+    """A clip by norm that is left to the step: part of the number that its kernel divides by."""
 
-    Attributes:
-        norm: Norm of the unscaled gradients, after ``earlier``; float32, 0-dim.
-        found_inf: 1.0 if one is not finite, else 0.0; float32, 0-dim.
-        max_norm: Largest norm.
-        norm_type: The p of the norm.
-        earlier: The clip before this one; None if there was none.
-    """
-
-    norm: Tensor
+    norm: Tensor  # of the unscaled gradients, after ``earlier``; float32, 0-dim, as the next
     found_inf: Tensor
     max_norm: float
     norm_type: float
-    earlier: FoldedClip | None = None
+    earlier: FoldedClip | None = None  # the clip before this one
 
     def factor(self) -> Tensor:
         """Return what clipping multiplies the unscaled gradients by."""
@@ -68,13 +52,6 @@ class FoldedClip(NamedTuple):
         divisor = clip_factor(self.norm, self.found_inf, self.max_norm, scale)
         return divisor if self.earlier is None else divisor / self.earlier.factor()
 
-    def measured_again(self, measure: Callable[[float], tuple[Tensor, Tensor]]) -> FoldedClip:
-        """Return the same clip of what the gradients are now."""
-        earlier = None if self.earlier is None else self.earlier.measured_again(measure)
-        norm, found = measure(self.norm_type)
-        norm = norm if earlier is None else norm * earlier.factor()
-        return self._replace(norm=norm, found_inf=found, earlier=earlier)
-
 
 def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
     """Return what clipping multiplies gradients by, or what divides scaled ones; float32, 0-dim."""
@@ -83,60 +60,38 @@ def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor 
 
 
 class PerOptimizerState:
-    """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used.
-
-    Attributes:
-        number: Its number among the scaler's optimizers, from 1 on.
-        names: The names given to parameters.
-        params: Its parameters, in the order of its groups.
-        groups: The gradient groups they fall into.
-        layouts: The shard layouts of its parameters.
-        is_shared: Whether another optimizer steps some of the parameters too.
-        spans_ranks: Whether several ranks decide together.
-        norm: Norm of the gradients before clipping, 0-dim; None if it was not taken.
-        clip: A clip left to the step; None if there is none.
-        is_clipped: Whether a clip by norm was written since the last backward.
-        takes_scaler: Whether ``optimizer.step`` has a ``grad_scaler`` parameter; None if not looked up.
-        has_momentum: Whether all momentum buffers of a fused SGD are known to exist.
-        changes_early: Whether the optimizer changes weights before the last call of its closure; None if no
-            step has shown it yet.
-        backwards: How many scaled backward passes have begun since it was met.
-        obstacle: Why the last step was not taken in one pass; empty if it was.
-        result: The last step's; None before the first.
-        found_inf_per_device: As torch's scaler keeps it.
-    """
+    """An optimizer's gradients from one step to the next: measured, unscaled, clipped, used."""
 
     def __init__(self, optimizer: weakref.ref[Optimizer], number: int, shared: Shared) -> None:
-        self._optimizer = optimizer
-        self.number = number
-        self._shared = shared
+        self._optimizer, self._shared = optimizer, shared
+        self.number = number  # among the scaler's optimizers, from 1 on
         self.names = ParameterNames()
         self.params: list[Tensor] = []
         self.groups: list[GradientGroup] = []
         self.layouts: tuple[ShardLayout, ...] = ()
-        self.is_shared = False
+        self.is_shared = False  # whether another optimizer steps some of the parameters too
         self.spans_ranks = bool(shared.ranks.groups)
-        self.takes_scaler: bool | None = None
-        self.has_momentum = False
-        self.changes_early: bool | None = None
-        self.backwards = 0
-        self.obstacle = ""
+        self.takes_scaler: bool | None = (
+            None  # in ``optimizer.step``; None if not looked up, as the next but one
+        )
+        self.has_momentum = False  # whether all momentum buffers of a fused SGD are known to exist
+        self.changes_early: bool | None = None  # whether weights change before the last call of a closure
+        self.backwards = 0  # scaled ones that have begun since it was met
+        self.obstacle = ""  # why the last step was not taken in one pass
         self.result: StepResult | None = None
+        self.is_unchanged = False  # promised: no user code has touched the gradients since the last call
         self._stage = (OptState.READY, 0)
-        self._unchanged = False
         self._trusted = False
         self._open()
 
     def _open(self) -> None:
         """Forget what was measured and clipped for the step before."""
-        self.norm: Tensor | None = None
+        self.norm: Tensor | None = None  # before clipping; None if it was not taken
         self.loss_scales: list[LossScale] = []
         self.clip: FoldedClip | None = None
-        self.is_clipped = False
+        self.is_clipped = False  # a clip by norm was written since the last backward
         self.found_inf_per_device: dict[Any, Tensor] = {}
         self._measured: list[tuple[list[Tensor], Measurement]] = []
-
-    # -- what it is ---------------------------------------------------------------------------
 
     @property
     def optimizer(self) -> Optimizer:
@@ -157,10 +112,6 @@ class PerOptimizerState:
         """Record into which gradient groups the parameters fall."""
         self.groups = groups
         self.is_shared = any(len(gradients.owners) > 1 for gradients in groups)
-
-    def has_other_count(self) -> bool:
-        """Whether the optimizer has more or fewer parameters than were last seen."""
-        return len(params_of(self.optimizer)) != len(self.params)
 
     @property
     def stage(self) -> OptState:
@@ -217,35 +168,22 @@ class PerOptimizerState:
             return getattr(self, key)
         raise KeyError(key)
 
-    # -- measuring ----------------------------------------------------------------------------
-
-    def assume_unchanged(self) -> None:
-        """Trust what was measured for one more call: no user code has run since the last one."""
-        self._unchanged = True
-
     def begin_call(self) -> None:
         """Read gradients again in this call of the scaler, since user code may have written to them."""
-        self._trusted, self._unchanged = self._unchanged, False
+        self._trusted, self.is_unchanged = self.is_unchanged, False
         if not self._trusted:
             for gradients in self.groups:
                 gradients.invalidate_measurement()
-        self._assume_scaled()
-
-    def _assume_scaled(self) -> None:
-        """Take gradients for scaled ones where torch would: see GradientGroup.counts_as_scaled.
-
-        This happens under torch.compile, when a graph of the backward is replayed, or when a loss was
-        multiplied by get_scale() by hand.
-        """
         scales = self._shared.scales
         if scales.default.value is None:
             return
+        # A compiled backward, a replayed graph and a loss times get_scale() bring scaled gradients unseen.
         for gradients in self.groups:
             if gradients.counts_as_scaled(self.number, scales.updates_requested):
-                gradients.assume_scaled(scales.default)
+                gradients.carries = scales.default
 
     def check(self, *, write: bool, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
-        """Measure the gradients, over all ranks; note an overflow for the next update."""
+        """Measure the gradients, over all ranks; record an overflow for the next update."""
         if write:
             self.write_clip()
         for gradients in self.groups:
@@ -270,8 +208,7 @@ class PerOptimizerState:
 
     def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
         """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
-        measurements: list[Measurement] = []
-        earlier: list[Tensor] = []
+        measurements, earlier = list[Measurement](), list[Tensor]()
         for gradients in self.groups:
             loss_scale = gradients.scaled_by
             if loss_scale is not None:
@@ -280,7 +217,7 @@ class PerOptimizerState:
                 if loss_scale not in self.loss_scales:
                     self.loss_scales.append(loss_scale)
             measurements += gradients.unscale_(norm_type) if write else gradients.measure(norm_type)
-            overflow = gradients.earlier_overflow(self.number)
+            overflow = gradients.found_before(self.number).found_inf
             if overflow is not None:
                 earlier.append(overflow)
         ranks, device = self._shared.ranks, self.device()
@@ -297,17 +234,15 @@ class PerOptimizerState:
             )
             raise ValueError(msg)
 
-    def unscale_(self, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
+    def unscale_(self, norm_type: float = 2.0, *, on_request: bool = False) -> tuple[Tensor, Tensor]:
         """Unscale the gradients if they are not; returns norm and found_inf as :meth:`check`."""
         measured = self.check(write=True, norm_type=norm_type)
         self.stage = OptState.UNSCALED
         for gradients in self.groups:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
+            if on_request:
+                gradients.note_unscaled(self.number)
         return measured
-
-    def note_clipped(self) -> None:
-        """Record that a clip by norm of ours has written the gradients."""
-        self.is_clipped = True
 
     def note_backward(self) -> None:
         """Record that a scaled backward begins, once the gradients are in its unit."""
@@ -316,11 +251,6 @@ class PerOptimizerState:
         if self.norm is not None:
             for gradients in self.groups:
                 gradients.mark_backward()
-
-    def note_unscaled(self) -> None:
-        """Record that the gradients of the last backward were unscaled on request."""
-        for gradients in self.groups:
-            gradients.note_unscaled(self.number)
 
     def refuse_taken_away(self) -> None:
         """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
@@ -334,24 +264,26 @@ class PerOptimizerState:
             )
             raise RuntimeError(msg)
 
-    # -- clipping -----------------------------------------------------------------------------
-
     def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
-        clip = self.clip
-        if clip is not None and not self._trusted:
+        last = self.clip
 
-            def measure(order: float) -> tuple[Tensor, Tensor]:
-                if known is not None and order == clip.norm_type:
-                    return known
-                return self._measure(write=False, norm_type=order)[1:]
+        def again(clip: FoldedClip) -> FoldedClip:
+            earlier = None if clip.earlier is None else again(clip.earlier)
+            measured = known if last is not None and clip.norm_type == last.norm_type else None
+            norm, found = measured or self._measure(write=False, norm_type=clip.norm_type)[1:]
+            norm = norm if earlier is None else norm * earlier.factor()
+            return clip._replace(norm=norm, found_inf=found, earlier=earlier)
 
-            self.clip = clip.measured_again(measure)
+        if last is not None and not self._trusted:
+            self.clip = again(last)
         return self.clip
 
     def forget_dropped_clip(self) -> None:
-        """Forget a folded clip whose gradients were dropped since: there are new ones."""
-        if self.clip is not None and any(gradients.is_new() for gradients in self.groups):
+        """Forget a folded clip whose gradients were dropped since: there are new ones, or none."""
+        if self.clip is None:
+            return
+        if any(gradients.is_new() for gradients in self.groups) or not self.has_gradients():
             self.clip = None
 
     def refuse_changed_after_clip(self) -> None:
@@ -367,41 +299,32 @@ class PerOptimizerState:
         """Write a folded clip into the gradients after all, since more will be added to them."""
         clip, self.clip = self.clip, None
         if clip is not None:
-            factor = clip.factor()
-            for gradients in self.groups:
-                gradients.multiply_(factor)
+            self.multiply_(clip.factor())
 
-    def divide_where(self, found: Tensor, divisor: Tensor) -> None:
-        """Divide the gradients where ``found`` is 1: a kernel that has skipped has not divided them."""
-        factor = torch.where(found > 0, divisor.reciprocal(), torch.ones_like(divisor))
+    def multiply_(self, factor: Tensor) -> None:
+        """Multiply the gradients by a number on the device."""
         for gradients in self.groups:
             gradients.multiply_(factor)
 
-    # -- the end ------------------------------------------------------------------------------
-
-    def close(self, norm: Tensor, found: Tensor, *, known: bool | None) -> StepResult:
-        """End with a step that was taken or skipped, and return its result."""
+    def result_of_step(self, norm: Tensor, found: Tensor, *, known: bool | None) -> StepResult:
+        """Return the result of a step that was taken or skipped."""
         loss_scale = self.loss_scales[0] if self.loss_scales else self._shared.scales.default
-        if self.norm is not None:
-            norm = self.norm
-        scaled = self._shared.scales.enabled
-        result = StepResult(
-            norm=norm if self.found_inf_per_device or not (scaled or self.norm is None) else None,
+        seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
+        return StepResult(
+            norm=(norm if self.norm is None else self.norm) if seen else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
-            report=Attribution(self.params, self._measured, self.names, self._optimizer).report,
+            report=partial(report_of, self.params, self._measured, self.names, self._optimizer),
             known=known,
             obstacle=self.obstacle,
         )
-        self.close_unchecked(result)
-        return result
 
-    def close_unchecked(self, result: StepResult) -> None:
-        """End with a step whose result is known already."""
-        self.result = result
-        self.stage = OptState.STEPPED
+    def close(self, result: StepResult) -> StepResult:
+        """End with a step, and return its result."""
+        self.result, self.stage = result, OptState.STEPPED
         for gradients in self.groups:
             gradients.note_step(self.number)
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
+        return result

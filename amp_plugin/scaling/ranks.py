@@ -31,16 +31,10 @@ _OPS = torch.ops.amp_plugin
 
 
 class Groups(NamedTuple):
-    """Process groups a scaler was given.
+    """Process groups a scaler was given."""
 
-    Attributes:
-        agree: All their ranks take the same decision.
-        sharded: Their ranks hold different parts of the plain (not DTensor) gradients,
-            as FSDP1's do: norms are added up over them.
-    """
-
-    agree: tuple[ProcessGroup, ...] = ()
-    sharded: tuple[ProcessGroup, ...] = ()
+    agree: tuple[ProcessGroup, ...] = ()  # all their ranks take the same decision
+    sharded: tuple[ProcessGroup, ...] = ()  # theirs hold parts of the plain gradients too: norms are added up
 
     def __bool__(self) -> bool:
         """Whether there is any group."""
@@ -74,56 +68,57 @@ class Ranks:
             self._core_agreed = True
         flags = [moved(flag, device) for flag in (*(found.found_inf for found in measurements), *earlier)]
         packed = []
-        for place in self._places(measurements, layouts):
-            values = place.pack(norm_type, flags, device)
-            place.all_reduce(values, norm_type)
+        for layouts_here, groups in self._places(measurements, layouts):
+            values = _pack(measurements, layouts_here, flags, norm_type, device)
+            _all_reduce(values, groups, norm_type)
             flags = [values[-1]]  # goes through every collective: all learn of it
             packed.append(values)
         norm, found = _OPS.unpack_measurements(packed, norm_type)
         return norm, found
 
     def _places(self, measurements: Sequence[Measurement], layouts: Sequence[ShardLayout]) -> list[_Place]:
-        """Sort the measurements by the ranks that combine them: those of each mesh, then the given groups."""
-        of_measurements = (found.layout for found in measurements if found.layout is not None)
+        """Return the layouts with the ranks that combine them: those of each mesh, then the given groups."""
+        seen = [found.layout for found in measurements]
         by_mesh: dict[DeviceMesh, dict[ShardLayout | None, None]] = {}
-        for layout in (*layouts, *of_measurements):
-            by_mesh.setdefault(layout.mesh, {})[layout] = None
-        places = []
+        for layout in (*layouts, *seen):
+            if layout is not None:
+                by_mesh.setdefault(layout.mesh, {})[layout] = None
+        places: list[_Place] = []
         for mesh, spread in by_mesh.items():
             groups = Groups(sharded=tuple(mesh.get_group(dim) for dim in range(mesh.ndim)))
-            places.append(_Place(tuple(spread), groups, measurements))
-        plain = _Place((None,), self.groups, measurements)
-        return [*places, plain] if self.groups or plain.members or not places else places
+            places.append((tuple(spread), groups))
+        return [*places, ((None,), self.groups)] if self.groups or None in seen or not places else places
 
 
-class _Place:
-    """The ranks that combine some of the measurements."""
+_Place = tuple[tuple[ShardLayout | None, ...], Groups]
 
-    def __init__(
-        self, layouts: tuple[ShardLayout | None, ...], groups: Groups, measurements: Sequence[Measurement]
-    ) -> None:
-        self._layouts = layouts
-        self._groups = groups
-        self.members = [found for found in measurements if found.layout in layouts]
 
-    def pack(self, norm_type: float, flags: list[Tensor], device: torch.device) -> Tensor:
-        """Return what the ranks add up: the power of each layout, and the flag; one op."""
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        packed = torch.empty(len(self._layouts) + 1, dtype=wide, device=device)
-        norms = [moved(found.norm, device) for found in self.members]
-        slots = [self._layouts.index(found.layout) for found in self.members]
-        replicas = [1 if layout is None else layout.replicas() for layout in self._layouts]
-        _OPS.pack_measurements_(packed, norms, flags, slots, replicas, norm_type)
-        return packed
+def _pack(
+    measurements: Sequence[Measurement],
+    layouts: tuple[ShardLayout | None, ...],
+    flags: list[Tensor],
+    norm_type: float,
+    device: torch.device,
+) -> Tensor:
+    """Return what some ranks add up: the power of each layout, and the flag; one op."""
+    members = [found for found in measurements if found.layout in layouts]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    packed = torch.empty(len(layouts) + 1, dtype=wide, device=device)
+    norms = [moved(found.norm, device) for found in members]
+    slots = [layouts.index(found.layout) for found in members]
+    replicas = [1 if layout is None else layout.replicas() for layout in layouts]
+    _OPS.pack_measurements_(packed, norms, flags, slots, replicas, norm_type)
+    return packed
 
-    def all_reduce(self, packed: Tensor, norm_type: float) -> None:
-        """Join the measurements of all ranks, in place: one collective for each group."""
-        reduce_op = torch.distributed.ReduceOp
+
+def _all_reduce(packed: Tensor, groups: Groups, norm_type: float) -> None:
+    """Join the measurements of all ranks, in place: one collective for each group."""
+    reduce_op = torch.distributed.ReduceOp
+    for group in groups.sharded:
         op = reduce_op.MAX if math.isinf(norm_type) else reduce_op.SUM
-        for group in self._groups.sharded:
-            torch.distributed.all_reduce(packed, op, group=group)
-        for group in self._groups.agree:
-            torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
+        torch.distributed.all_reduce(packed, op, group=group)
+    for group in groups.agree:
+        torch.distributed.all_reduce(packed[-1], reduce_op.MAX, group=group)
 
 
 def _agree_on_core(groups: Groups, device: torch.device) -> None:

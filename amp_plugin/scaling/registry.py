@@ -18,12 +18,7 @@ from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 
 
 class Registry:
-    """The states of all optimizers a scaler has met, and their gradient groups.
-
-    Attributes:
-        last_backward: The loss scale of the last scaled backward, as it was when that began; None before the
-            first.
-    """
+    """The states of all optimizers a scaler has met, and their gradient groups."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared
@@ -31,7 +26,7 @@ class Registry:
         self._numbers = itertools.count(1)
         self._may_delay_update: list[int] = []
         self._gone: list[PerOptimizerState | None] = []  # whose optimizers died since the sets were made
-        self.last_backward: PendingScale | None = None
+        self.last_backward: PendingScale | None = None  # the loss scale as it was when that began
 
     def __iter__(self) -> Iterator[PerOptimizerState]:
         """Iterate over the states of the optimizers that still exist."""
@@ -46,11 +41,7 @@ class Registry:
         states = list(self._states.values())
         if len(states) == 1:
             return states[0].groups
-        return list({id(gradients): gradients for state in states for gradients in state.groups}.values())
-
-    def by_id(self, key: int) -> PerOptimizerState | None:
-        """Return the state of the optimizer with this id."""
-        return self._states.get(key)
+        return list(dict.fromkeys(gradients for state in states for gradients in state.groups))
 
     def find(self, optimizer: Optimizer) -> PerOptimizerState | None:
         """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
@@ -106,64 +97,53 @@ class Registry:
 
     def refresh_joined(self) -> bool:
         """Look again at the parameters of optimizers that have more or fewer of them than before."""
-        joined = [state for state in self if state.has_other_count()]
-        return self.refresh(joined) if joined or self._gone else False
+        return self.refresh([state for state in self if len(params_of(state.optimizer)) != len(state.params)])
 
     def note_backward(self, reading: PendingScale) -> None:
-        """Note that a scaled backward begins: any optimizer may delay the next update after it."""
+        """Record that a scaled backward begins: any optimizer may delay the next update after it."""
         self.last_backward = reading
         self._may_delay_update = list(self._states)
 
     def delays_update(self) -> bool:
         """Whether the loss scale cannot change yet, because an optimizer has yet to step.
 
-        One that does not delay it is not asked again before the next backward, so that an ``update()``
-        after each of many optimizers stays cheap.
+        One that does not delay it is not asked again before the next backward: there may be many.
         """
-        while self._may_delay_update:
-            state = self._states.get(self._may_delay_update[-1])
-            if state is not None and state.delays_update():
-                return True
-            self._may_delay_update.pop()
-        return False
+        waiting = self._may_delay_update
+        while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
+            waiting.pop()
+        return bool(waiting)
 
     def _partition(self) -> None:
-        """Let parameters with the same owners and the same history form one set."""
+        """Let parameters with the same owners and the same history form one group."""
         before = {
             id(param): (gradients, position)
             for gradients in self.groups()
             for position, param in enumerate(gradients.params)
         }
-        owners: dict[int, set[int]] = {}
-        params: dict[int, Tensor] = {}
+        owners: dict[Tensor, set[int]] = {}
         for state in self:
             for param in state.params:
-                owners.setdefault(id(param), set()).add(state.number)
-                params[id(param)] = param
-        classes: dict[tuple[frozenset[int], GradientGroup | None], list[Tensor]] = {}
-        for key, param in params.items():
-            former = before[key][0] if key in before else None
-            classes.setdefault((frozenset(owners[key]), former), []).append(param)
-        sets: dict[int, list[GradientGroup]] = {state.number: [] for state in self}
-        for (numbers, former), members in classes.items():
-            positions = [before[id(param)][1] for param in members] if former else []
-            gradients = self._set_of(members, numbers, former, positions)
+                owners.setdefault(param, set()).add(state.number)
+        alike: dict[tuple[frozenset[int], GradientGroup | None], list[tuple[Tensor, int]]] = {}
+        for param, numbered in owners.items():
+            former, position = before.get(id(param), (None, -1))
+            alike.setdefault((frozenset(numbered), former), []).append((param, position))
+        groups: dict[int, list[GradientGroup]] = {state.number: [] for state in self}
+        for (numbers, former), members in alike.items():
+            if former is None:
+                gradients = self._new_group([param for param, _ in members], numbers)
+            elif former.owners == numbers and len(former.params) == len(members):
+                gradients = former
+            else:
+                gradients = former.split([position for _, position in members], numbers)
             for number in numbers:
-                sets[number].append(gradients)
+                groups[number].append(gradients)
         for state in self:
-            state.take_groups(sets[state.number])
+            state.take_groups(groups[state.number])
 
-    def _set_of(
-        self, params: list[Tensor], owners: frozenset[int], former: GradientGroup | None, positions: list[int]
-    ) -> GradientGroup:
-        if former is None:
-            return self._new_set(params, owners)
-        if former.owners == owners and len(former.params) == len(params):
-            return former
-        return former.split(positions, owners)
-
-    def _new_set(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
-        """A set of parameters met for the first time.
+    def _new_group(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
+        """Return a group of parameters met for the first time.
 
         Gradients that they already have are taken to come from the last scaled backward; if there was none,
         to carry the default scale, as torch does.
@@ -188,19 +168,14 @@ class Registry:
         return [state.optimizer for state in self if {id(p) for p in params_of(state.optimizer)} == wanted]
 
     def states_of(self, params: Iterable[Tensor]) -> tuple[list[PerOptimizerState], int]:
-        """Return the states of the optimizers that step the given parameters.
-
-        Also of those without gradients here: other ranks may have some, and wait for this one.
-        """
+        """Return whose parameters are given, also without gradients here, and how many are nobody's."""
         params = list(params)
         wanted = {id(param) for param in params}
         unknown = {id(param) for param in params if param.grad is not None}
-        states = list(self)
-        self.refresh(states)
+        self.refresh(self)
         found = []
-        for state in states:
+        for state in self:
             own = {id(param) for param in state.params}
-            if own & wanted:
-                found.append(state)
+            found += [state] if own & wanted else []
             unknown -= own
         return found, len(unknown)

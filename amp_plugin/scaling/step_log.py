@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_plugin.options import whole
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.loss_scale_options import whole
 from amp_plugin.scaling.step_result import HostFlag, StepResult
 from amp_plugin.user_warnings import warn_user
 
@@ -36,35 +36,25 @@ _STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
 
-class RandomState(NamedTuple):
-    """The states of torch's random number generators.
+_RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
 
-    Attributes:
-        cpu: The CPU's.
-        cuda: One for each CUDA device; empty if CUDA has not been used.
-    """
 
-    cpu: Tensor
-    cuda: Sequence[Tensor] = ()
+def _random_state() -> _RandomState:
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ()
 
-    @classmethod
-    def now(cls) -> RandomState:
-        """Copy the present states: no host sync."""
-        used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ())
 
-    def restore(self) -> None:
-        """Go on from these states."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda:
-            torch.cuda.set_rng_state_all(self.cuda)
+def _restore_random_state(state: _RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
 
 
 class RecordedCall(NamedTuple):
     """A call that runs forward and backward passes, and the random state that it began with."""
 
     call: Callable[[], Any]
-    random_state: RandomState
+    random_state: _RandomState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,15 +80,15 @@ class Replay:
 
     def run(self) -> None:
         """Run the passes again, without a step; gradients and random states are as before afterwards."""
-        grads, random_state = [param.grad for param in self.params], RandomState.now()
+        grads, random_state = [param.grad for param in self.params], _random_state()
         for param in self.params:
             param.grad = None
         try:
             for recorded in self.calls:
-                recorded.random_state.restore()
+                _restore_random_state(recorded.random_state)
                 recorded.call()
         finally:
-            random_state.restore()
+            _restore_random_state(random_state)
             for param, grad in zip(self.params, grads, strict=True):
                 param.grad = grad
 
@@ -132,30 +122,32 @@ class _Record:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
+        self.exact = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.since_update = 0
         self.in_a_row = 0
         self.owed = 0  # skips that have not held the schedulers back yet
         self.is_held = False
-        self.exact = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
         """Count a step that is skipped where ``found`` is 1; ``skipped`` if the host knows."""
         if self.skipped is None:
             self.skipped = torch.zeros_like(found)
-        if skipped is False:
-            return
-        if self.skipped.device != found.device:
+        if skipped is not False:
             self.skipped = self.skipped.to(found.device)
-        self.skipped.add_(found)  # in place: a captured step adds at each replay
+            self.skipped.add_(found)  # in place: a captured step adds at each replay
+
+    def total(self) -> int:
+        """Return how many were skipped: a host sync."""
+        return 0 if self.skipped is None else int(self.skipped.item())
 
 
-class _Late(NamedTuple):
-    """Something that the host learns later, and what is done then."""
-
-    known: Callable[[], bool | None]
-    wait: Callable[[], bool]
-    then: Callable[[bool], None]
+_Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], None]]
+# What the host learns later: the flag if it is known, the flag waited for, and what is done then.
 
 
 class StepLog:
@@ -187,8 +179,6 @@ class StepLog:
         self._window_is_over = True
         self._keeps_calls = False
 
-    # -- writing ------------------------------------------------------------------------------
-
     def add(self, optimizer: Optimizer, result: StepResult, *, scaled_dynamically: bool) -> None:
         """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.
 
@@ -214,7 +204,7 @@ class StepLog:
             )
         if not capturing(found.device):
             learn = partial(self._learn, record, result)
-            self._late.append(_Late(result.skipped_if_known, lambda: result.skipped, learn))
+            self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
         try:
             self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
         finally:
@@ -225,7 +215,7 @@ class StepLog:
         """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
         if not capturing(flag.device):
             on_its_way = HostFlag(flag)
-            self._late.append(_Late(on_its_way.known, on_its_way.wait, then))
+            self._late.append((on_its_way.known, on_its_way.wait, then))
 
     def note_update(self) -> None:
         """Record that an update was requested."""
@@ -233,12 +223,11 @@ class StepLog:
             record.since_update = 0
 
     def begin_anew(self, skipped_before: int) -> None:
-        """Go on from a count, with no optimizer known and nothing left to learn."""
+        """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
         self.skipped_before = skipped_before
         self._late.clear()
-        self._records.clear()
-
-    # -- reading ------------------------------------------------------------------------------
+        for record in self._records.values():
+            record.begin_anew()
 
     def read(self, *, wait: bool = False) -> None:
         """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync.
@@ -246,9 +235,9 @@ class StepLog:
         Raises:
             Exception: What a subscriber raises.
         """
-        while self._late and (wait or self._late[0].known() is not None):
-            late = self._late.popleft()
-            late.then(late.wait())
+        while self._late and (wait or self._late[0][0]() is not None):
+            _, flag, then = self._late.popleft()
+            then(flag())
 
     def unread(self) -> int:
         """Return how many results the host does not know yet."""
@@ -278,15 +267,12 @@ class StepLog:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is not None:
             record = self._records.get(id(optimizer))
-            return 0 if record is None or record.skipped is None else int(record.skipped.item())
-        counts = [record.skipped for record in self._records.values()]
-        return self.skipped_before + sum(int(count.item()) for count in counts if count is not None)
+            return 0 if record is None else record.total()
+        return self.skipped_before + sum(record.total() for record in self._records.values())
 
     def is_skipping(self) -> bool:
         """Whether the last step read of an optimizer was skipped."""
         return any(record.in_a_row for record in self._records.values())
-
-    # -- schedulers ---------------------------------------------------------------------------
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
         """Whether the optimizer's schedulers sit out its last step.
@@ -304,12 +290,9 @@ class StepLog:
     def _record_of(self, optimizer: Optimizer) -> _Record:
         record = self._records.get(id(optimizer))
         if record is None or record.optimizer() is not optimizer:
-            if record is not None and record.skipped is not None:  # of an optimizer that is gone
-                self.skipped_before += int(record.skipped.item())
+            self.skipped_before += 0 if record is None else record.total()  # of an optimizer that is gone
             record = self._records[id(optimizer)] = _Record(optimizer)
         return record
-
-    # -- running a skipped step again ---------------------------------------------------------
 
     def remember(self, call: Callable[[], Any]) -> None:
         """Remember a call that is about to run forward and backward passes, while steps are being skipped."""
@@ -319,19 +302,16 @@ class StepLog:
             self.calls.clear()
             self._window_is_over, self._keeps_calls = False, self.is_skipping()
         if self._keeps_calls:
-            self.calls.append(RecordedCall(call, RandomState.now()))
+            self.calls.append(RecordedCall(call, _random_state()))
 
     def replay_of(self, step: LoggedStep, params: Iterable[Tensor]) -> Replay | None:
         """Return a step that was just skipped, ready to be run once more; None if no call was remembered."""
         optimizer = step.optimizer()
         if optimizer is None or not self.calls:
             return None
+        calls, kept = tuple(self.calls), list(params)
         return Replay(
-            optimizer=optimizer,
-            result=step.result,
-            in_a_row=step.in_a_row,
-            calls=tuple(self.calls),
-            params=list(params),
+            optimizer=optimizer, result=step.result, in_a_row=step.in_a_row, calls=calls, params=kept
         )
 
     def explain(self, replay: Replay, explainer: Explainer) -> str:
@@ -390,14 +370,14 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
 
 
 def _all_skipped_text(step: LoggedStep) -> str:
-    report = step.result.overflow_report()
-    if not step.result.is_scaled:
-        return (
-            f"{RUN} steps of {step.kind} in a row were skipped: its gradients are not finite "
-            f"({report.summary()}), although nothing is scaled. {report.meaning()}"
-        )
+    result, report = step.result, step.result.overflow_report()
+    rest = (
+        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; else look "
+        "for nan in the loss or the data, or use bfloat16."
+        if result.is_scaled
+        else f"although nothing is scaled. {report.meaning()}"
+    )
     return (
         f"{RUN} steps of {step.kind} in a row were skipped: its gradients are not finite "
-        f"({report.summary()}), and the loss scale is {step.result.scale_after:g}. If it still falls, "
-        "training may recover; else look for nan in the loss or the data, or use bfloat16."
+        f"({report.summary()}), {rest}"
     )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from amp_plugin.scaling.loss_scale import LaterScale, capturing
+from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.overflows import OverflowReport
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
@@ -22,16 +22,13 @@ class HostFlag:
 
     Args:
         flag: One element; above 0 means set.
-
-    Attributes:
-        lasting: False if the flag belongs to a CUDA graph, which writes it anew at each replay.
     """
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
         self._copy: Tensor | None = None
         self._arrived: torch.Event | None = None
-        self.lasting = not capturing(flag.device)
+        self.lasting = not capturing(flag.device)  # else a CUDA graph writes it at each replay
         if flag.device.type in {"cuda", "xpu"} and self.lasting:
             self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
@@ -48,9 +45,8 @@ class HostFlag:
         """Return the flag if the host can know it without waiting, else None."""
         if self._flag.device.type == "cpu":
             return self.at_once(self._flag)
-        if self._arrived is None or self._copy is None or not self._arrived.query():
-            return None
-        return bool(self._copy.item() > 0)
+        arrived = self._arrived is not None and self._arrived.query()
+        return bool(self._copy.item() > 0) if self._copy is not None and arrived else None
 
     def wait(self) -> bool:
         """Return the flag: a host sync if it is not known yet."""
@@ -79,7 +75,7 @@ class StepResult:
         found_inf: Tensor,
         scale_before: Tensor | None,
         report: Callable[[], OverflowReport],
-        scale_after: LaterScale | None = None,
+        scale_after: Sequence[Tensor] = (),
         known: bool | None = None,
         obstacle: str = _NOTHING_TO_DO,
     ) -> None:
@@ -87,7 +83,7 @@ class StepResult:
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
-        self._scale_after = scale_after or LaterScale()
+        self._scale_after = scale_after  # filled by the update that follows
         self._report = report
         self._skipped = known
         self._flag = None if known is not None else HostFlag(found_inf)
@@ -139,8 +135,7 @@ class StepResult:
     @property
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
-        after = self._scale_after.value
-        return self.scale_before if after is None else float(after.item())
+        return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""

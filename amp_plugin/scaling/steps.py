@@ -39,27 +39,26 @@ from amp_plugin.user_warnings import warn_user
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Takes the steps of a scaler's optimizers.
-
-    Attributes:
-        shared: What the optimizers share.
-        registry: Their states.
-        log: Where each step goes.
-    """
+    """Takes the steps of a scaler's optimizers."""
 
     shared: Shared
     registry: Registry
-    log: StepLog
+    log: StepLog  # where each step goes
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
-        """Step as :meth:`amp_plugin.GradScaler.step` tells; ``scaler`` is for optimizers that take it."""
-        state, scales = self.registry.state(optimizer), self.shared.scales
+        """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
+        scales = self.shared.scales
         if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
-            return self._unchecked(state, optimizer, args, kwargs)
+            value = optimizer.step(*args, **kwargs)
+            why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
+            self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
+            return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
-        state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         if closure is None:
             self._require_scale()
+        state = self.registry.state(optimizer)
+        state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
+        if closure is None:
             _refuse_repeated(state, scaled=scales.enabled)
             value, result = self._once(state, optimizer, args, kwargs, scaler)
         elif state.obstacle:
@@ -69,21 +68,16 @@ class Steps:
             self._require_scale()
             _, result = self._once(state, optimizer, args, kwargs, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
-        self.log.add(state.optimizer, result, scaled_dynamically=self._is_dynamic)
+        dynamic = scales.enabled and scales.default.options.dynamic
+        self.log.add(state.optimizer, result, scaled_dynamically=dynamic)
         return value
-
-    @property
-    def _is_dynamic(self) -> bool:
-        return self.shared.scales.enabled and self.shared.scales.default.options.dynamic
 
     def _require_scale(self) -> None:
         if self.shared.scales.enabled:
             self.shared.scales.require("step")
 
-    def why_not_one_pass(
-        self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool = False
-    ) -> str:
-        """Say why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
+    def why_not_one_pass(self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
+        """Return why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
         if has_arguments:
             return "step() was given arguments"
         if not self.shared.one_pass:
@@ -93,20 +87,10 @@ class Steps:
             return f"the loss scale is on {scale_is_on}"
         return one_pass.why_not(optimizer)
 
-    def _unchecked(
-        self, state: PerOptimizerState, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
-        """Step whatever the gradients are."""
-        value = optimizer.step(*args, **kwargs)
-        why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
-        self.note(state, f"{why} takes torch's own step")
-        return value
-
     def note(self, state: PerOptimizerState, obstacle: str) -> StepResult:
         """Record a step that was taken without a look at its gradients, and return its result."""
         state.obstacle = obstacle
-        result = StepResult.unscaled(state.norm, obstacle=obstacle)
-        state.close_unchecked(result)
+        result = state.close(StepResult.unscaled(state.norm, obstacle=obstacle))
         if not torch.compiler.is_compiling():
             self.log.add(state.optimizer, result, scaled_dynamically=False)
         return result
@@ -142,12 +126,12 @@ class Steps:
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
                 value, known = _take_fused(state, optimizer, found, args, kwargs)
             if divisor is not None and known is not False:
-                state.divide_where(found, divisor)
+                state.multiply_(_where_skipped(found, divisor))
         else:
             value, known = _take_plain(optimizer, found, args, kwargs)
         for gradients in state.groups:
-            gradients.note_divided()
-        return value, state.close(norm, found, known=known)
+            gradients.carries = None
+        return value, state.close(state.result_of_step(norm, found, known=known))
 
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
         """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""
@@ -173,6 +157,12 @@ class Steps:
         if state.is_clipped and on_host and not state.is_shared and state.scales_carried() == {None}:
             return ""
         return "its gradients are unscaled already, shared, or of several scales"
+
+
+def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
+    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
+        msg = "step() has already been called since the last update(). Run backward() or update() first."
+        raise RuntimeError(msg)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -206,22 +196,13 @@ def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:
     return divisor if given is None else given if divisor is None else divisor * given
 
 
-def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
-    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
-        msg = "step() has already been called since the last update(). Run backward() or update() first."
-        raise RuntimeError(msg)
-
-
-# -- torch's own steps ----------------------------------------------------------------------------
-
-
 def _take_fused(
     state: PerOptimizerState, optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool | None]:
     """Let torch's kernel divide and skip."""
     known = HostFlag.at_once(found)
     if not state.has_momentum:
-        without = without_momentum(optimizer)
+        without = _without_momentum(optimizer)
         state.has_momentum = not without
         if any(param.grad is not None for param in without) and found.item() > 0:
             return None, True
@@ -233,14 +214,13 @@ def _take_plain(
     optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool | None]:
     """Step unless the host finds that it is to be skipped."""
-    if capturing(found.device):
+    captured = capturing(found.device)
+    if captured:
         warn_user(
             f"a step of {type(optimizer).__name__} is captured in a CUDA graph: its replays do not skip "
             "gradients that are not finite. Use fused=True, or capturable=True with Adam or AdamW."
         )
-        skipped = False
-    else:
-        skipped = bool(found.item() > 0)
+    skipped = not captured and bool(found.item() > 0)
     match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
     return (None if skipped else optimizer.step(*args, **kwargs)), skipped
 
@@ -259,9 +239,14 @@ def _step_with_scaler(
     for gradients in state.groups:
         loss_scale = gradients.scaled_by
         if loss_scale is not None:
-            gradients.multiply_(torch.where(found > 0, loss_scale.require().reciprocal(), 1.0))
-        gradients.note_divided()
-    return value, state.close(norm, found, known=None)
+            gradients.multiply_(_where_skipped(found, loss_scale.require()))
+        gradients.carries = None
+    return value, state.close(state.result_of_step(norm, found, known=None))
+
+
+def _where_skipped(found: Tensor, divisor: Tensor) -> Tensor:
+    """Return what divides gradients where ``found`` is 1: a kernel that has skipped has not divided them."""
+    return torch.where(found > 0, divisor.reciprocal(), 1.0)
 
 
 def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
@@ -292,16 +277,11 @@ def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keep
             setattr(optimizer, name, value)
 
 
-def without_momentum(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips.
-
-    torch allocates them with ``empty_like`` at a parameter's first step and returns before writing.
-    """
-    if not isinstance(optimizer, SGD):
-        return []
+def _without_momentum(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters whose momentum buffer SGD's kernel would leave uninitialised if it skips."""
     return [
         param
-        for group in optimizer.param_groups
+        for group in (optimizer.param_groups if isinstance(optimizer, SGD) else ())
         for param in group["params"]
         if group["momentum"] and optimizer.state.get(param, {}).get("momentum_buffer") is None
     ]

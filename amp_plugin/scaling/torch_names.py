@@ -7,7 +7,7 @@ Nothing of torch's state machine runs: every method is overridden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -15,29 +15,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.options import checked_backoff_factor, checked_growth_factor, whole
 from amp_plugin.scaling.loss_scale import LossScale, LossScales
-from amp_plugin.scaling.loss_scale_options import checked_backoff_factor, checked_growth_factor, whole
-from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
-
-
-class OptimizerStates(Mapping[int, Any]):
-    """What torch calls ``_per_optimizer_states``: a view of the registry by ``id(optimizer)``."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def __getitem__(self, key: int) -> PerOptimizerState | dict[str, Any]:
-        """Return the optimizer's state, or the state of one never met."""
-        return self._registry.by_id(key) or {"stage": OptState.READY, "found_inf_per_device": {}}
-
-    def __iter__(self) -> Iterator[int]:
-        """Iterate over the ids of the known optimizers."""
-        return iter(id(state.optimizer) for state in self._registry)
-
-    def __len__(self) -> int:
-        """Return how many optimizers are known."""
-        return len(self._registry)
 
 
 class TorchNames(torch.amp.GradScaler):
@@ -45,6 +25,12 @@ class TorchNames(torch.amp.GradScaler):
 
     _scales: LossScales
     _registry: Registry
+
+    _growth_factor = property(lambda self: self.get_growth_factor())
+    _backoff_factor = property(lambda self: self.get_backoff_factor())
+    _growth_interval = property(lambda self: self.get_growth_interval())
+    _init_scale = property(lambda self: self.loss_scale.init_scale)
+    _init_growth_tracker = property(lambda self: self.loss_scale.init_growth_tracker)
 
     @property
     def loss_scale(self) -> LossScale:
@@ -110,28 +96,9 @@ class TorchNames(torch.amp.GradScaler):
         self.loss_scale.growth_tracker = value
 
     @property
-    def _init_scale(self) -> float:  # type: ignore[override]
-        return self.loss_scale.init_scale
-
-    @property
-    def _init_growth_tracker(self) -> int:  # type: ignore[override]
-        return self.loss_scale.init_growth_tracker
-
-    @property
-    def _growth_factor(self) -> float:  # type: ignore[override]
-        return self.get_growth_factor()
-
-    @property
-    def _backoff_factor(self) -> float:  # type: ignore[override]
-        return self.get_backoff_factor()
-
-    @property
-    def _growth_interval(self) -> int:  # type: ignore[override]
-        return self.get_growth_interval()
-
-    @property
-    def _per_optimizer_states(self) -> OptimizerStates:  # type: ignore[override]
-        return OptimizerStates(self._registry)
+    def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
+        never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
+        return defaultdict(lambda: never_met, {id(state.optimizer): state for state in self._registry})
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)

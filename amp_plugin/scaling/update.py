@@ -33,14 +33,9 @@ class Updates:
         self._requested = False
         self._told_of_floor = False
 
-    def _count_update(self) -> None:
-        self._scales.updates_requested += 1
-        self._log.note_update()
-
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
-        self._log.read()
-        self._count_update()
+        self._begin()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
@@ -50,33 +45,31 @@ class Updates:
         """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._log.read()
-        self._count_update()
-        self._requested = False
-        for loss_scale in self._scales.materialized():
+        self._begin()
+        before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
+        for loss_scale, _ in before:
             loss_scale.found_inf = None
-            old = loss_scale.snapshot()
             loss_scale.fill_(value)
-            self.convert(loss_scale, old)
-            loss_scale.publish()
+        self.begin_anew(before)
+
+    def _begin(self) -> None:
+        self._log.read()
+        self._scales.updates_requested += 1
+        self._log.note_update()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
-        """Go on from loaded loss scales: no update is requested, pending gradients are converted."""
+        """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
         self._requested = False
         for loss_scale, old in before:
-            self.convert(loss_scale, old)
+            self._convert(loss_scale, old)
             loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale."""
-        if not self._requested:
-            return
-        if not force and self._registry.delays_update():
+        if not self._requested or (not force and self._registry.delays_update()):
             return
         joined = self._registry.refresh_joined()
-        if (joined and not force and self._registry.delays_update()) or (
-            force and self._half_gradients_wait()
-        ):
+        if self._half_gradients_wait() if force else joined and self._registry.delays_update():
             return
         self._requested = False
         for loss_scale in self._scales.materialized():
@@ -85,7 +78,7 @@ class Updates:
                 at_floor = loss_scale.update_()
                 if at_floor is not None:
                     self._log.when_known(at_floor, self._tell_of_floor)
-                self.convert(loss_scale, old)
+                self._convert(loss_scale, old)
             loss_scale.publish()
         self._log.read()
 
@@ -110,7 +103,7 @@ class Updates:
                     )
                     raise RuntimeError(msg)
 
-    def convert(self, loss_scale: LossScale, old: Tensor) -> None:
+    def _convert(self, loss_scale: LossScale, old: Tensor) -> None:
         """Multiply the gradients that carry the old scale by new/old."""
         carriers = [
             gradients

@@ -10,8 +10,16 @@ import torch
 from torch import nn
 
 from amp_plugin.patterns import matched_modules, require_matches
-from amp_plugin.precision import DTYPES, PrecisionName, ReduceName, WeightsName, checked_dtype, checked_reduce
-from amp_plugin.weights.refusals import checked_name, refuse_other_precision
+from amp_plugin.precision import (
+    DTYPES,
+    PrecisionName,
+    ReduceName,
+    WeightsName,
+    checked_dtype,
+    checked_reduce,
+    checked_weights,
+    refuse_other_precision,
+)
 
 REST: Final = "*"
 
@@ -66,7 +74,7 @@ class DtypePlan:
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
         object.__setattr__(self, "compute", checked_dtype("compute", self.compute))
         object.__setattr__(self, "reduce", checked_reduce(self.reduce))
-        object.__setattr__(self, "weights", checked_name(self.weights))
+        object.__setattr__(self, "weights", checked_weights(self.weights))
         refuse_other_precision(self.weights, self.compute, named="compute")
 
     @property

@@ -58,7 +58,7 @@ def clip_value(scaler: GradScaler, params: list[Tensor], largest: float) -> None
 def norm_so_far(scaler: GradScaler, params: list[Tensor], norm_type: float) -> Tensor:
     """Return the norm of the gradients within an accumulation window, unscaled (0-dim)."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in params if p.grad is not None], norm_type)
-    scale = scaler.current_scale()
+    scale = scaler.loss_scale.value
     return norm if scale is None else norm / scale
 
 
@@ -66,4 +66,4 @@ def note_norm(scaler: GradScaler, params: list[Tensor], norm: Tensor | None) -> 
     """Keep a norm that Accelerate has measured for the optimizer that has these parameters."""
     if norm is not None:
         for optimizer in scaler.optimizers_of(params):
-            scaler.note_norm(optimizer, norm)
+            scaler.measure(optimizer, norm)

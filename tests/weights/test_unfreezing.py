@@ -10,7 +10,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from amp_plugin import FabricAmpPrecision, autocast, store_weights
-from amp_plugin.weights.thawed import FrozenWeights, widen_when_thawed
+from amp_plugin.weights.store import widen_unfrozen
+from amp_plugin.weights.unfreezing import FrozenWeights, set_up_when_unfrozen
 from tests.adapters.accelerate_pair import ours, reset
 
 THAWED = "2 trainable parameters came in bfloat16 .* and are float32 now .* since 16 bits lose small updates"
@@ -129,13 +130,12 @@ def test_state_of_weights_that_had_become_float32_is_loaded_in_float32():
 
 def test_it_is_one_hook_that_goes_with_copies():
     model = network()
-    hook = widen_when_thawed(model)
-    assert widen_when_thawed(model) is hook
-    assert widen_when_thawed(nn.Linear(2, 2)) is None
+    hook = set_up_when_unfrozen(model, widen_unfrozen)
+    assert set_up_when_unfrozen(model, widen_unfrozen) is hook
+    assert set_up_when_unfrozen(nn.Linear(2, 2), widen_unfrozen) is None
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         (copied,) = twin._forward_pre_hooks.values()
         assert isinstance(copied, FrozenWeights)
-        assert copied is not hook
         twin[0].requires_grad_(True)
         with pytest.warns(UserWarning, match=THAWED), autocast("cpu", dtype=torch.bfloat16):
             twin(X)
@@ -147,7 +147,7 @@ def test_a_part_of_a_flat_tensor_is_left():
     model = network()
     flat = torch.zeros(72, dtype=torch.bfloat16)
     model[0].weight.data, model[0].bias.data = flat[:63].view(9, 7), flat[63:]
-    widen_when_thawed(model)
+    set_up_when_unfrozen(model, widen_unfrozen)
     model[0].requires_grad_(True)
     with autocast("cpu", dtype=torch.bfloat16):
         model(X)
