@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.options import AccelerateOptions, option_names
 
 PREFIX: Final = "AMP_PLUGIN_"
 OWN: Final = (
@@ -15,31 +16,7 @@ OWN: Final = (
     "AMP_PLUGIN_CONFIG",
 )
 OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
-ACCELERATE_OPTIONS: Final = (  # AMP_PLUGIN_INIT_SCALE and so on; here too, so that doctor needs no Accelerate
-    "init_scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "min_scale",
-    "max_scale",
-    "hysteresis",
-    "hysteresis_mode",
-    "on_min_scale",
-    "dynamic",
-    "fp16_gradients",
-    "one_pass",
-    "fold_clip",
-    "on_nonfinite",
-    "max_skips_in_a_row",
-    "rules",
-    "fp32_outputs",
-    "exact_schedulers",
-    "fp32_modules",
-    "eval_precision",
-    "weights",
-    "reduce",
-)
-KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in ACCELERATE_OPTIONS))
+KNOWN: Final = (*OWN, *(PREFIX + option.upper() for option in option_names(AccelerateOptions)))
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,11 +1,19 @@
-"""What a command is to run as the main program: a file or a module."""
+"""A program that a command runs unchanged, with something open around it: a file or a module."""
 
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.rules import OpRules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,3 +92,103 @@ def _place_of(module: str) -> str | None:
     finally:
         sys.path[:] = path
     return None if spec is None else spec.origin
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramRun:
+    """A program that has run.
+
+    Attributes:
+        code: its exit code.
+        failed: whether it ended in an error, which has been printed.
+    """
+
+    code: int
+    failed: bool
+
+
+def run_program(
+    program: Program,
+    arguments: Sequence[str],
+    around: AbstractContextManager[object],
+    *,
+    expected: type[BaseException] | tuple[type[BaseException], ...] = (),
+) -> ProgramRun:
+    """Run a file or a module as the main program.
+
+    While it runs, ``torch.autocast`` blocks follow this package's default rules, which equal torch's, or
+    those
+    that the environment names. An error of the script is printed as Python prints it.
+
+    Args:
+        program: a file or a module.
+        arguments: its arguments.
+        around: entered before the script, left after it.
+        expected: errors that need no printing; the exit code is 1 all the same.
+    """
+    code, failed, argv, path = 0, False, sys.argv, list(sys.path)
+    folder = program.file.resolve().parent if program.module is None else Path.cwd()
+    sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
+    try:
+        with _our_rules(), around:
+            if program.module is None:
+                runpy.run_path(str(program.file.absolute()), run_name="__main__")
+            else:
+                runpy.run_module(program.module, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as error:  # noqa: BLE001 - the script's, KeyboardInterrupt too
+        code, failed = 130 if isinstance(error, KeyboardInterrupt) else 1, True
+        if not isinstance(error, expected):
+            _print_error(error, program.file.absolute())
+    finally:
+        sys.argv, sys.path[:] = argv, path
+    return ProgramRun(code=code, failed=failed)
+
+
+def _print_error(error: BaseException, script: Path) -> None:
+    """Print an error from the script's first frame on, by the script's own excepthook if set."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        frames = frames.tb_next
+    hook = sys.excepthook if getattr(sys.excepthook, "__module__", "") != "typer.main" else sys.__excepthook__
+    hook(type(error), error.with_traceback(frames), frames)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if isinstance(stop.code, int) or stop.code is None:
+        return stop.code or 0
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+@contextmanager
+def _our_rules() -> Iterator[None]:
+    """Let torch's autocast blocks follow the environment's rules or the default ones for a while."""
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
+
+    for device_type in TABLES:
+        if torch.amp.is_autocast_available(device_type):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the rules are for another device
+                rules = environment_rules(device_type)
+            set_default_rules(rules or OpRules.default(device_type))
+    try:
+        yield
+    finally:
+        set_default_rules(None)
+
+
+@contextmanager
+def default_rules(rules: Iterable[OpRules], around: AbstractContextManager[object]) -> Iterator[None]:
+    """Open a region around a program in which torch's autocast blocks follow rules."""
+    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415 - loads torch
+
+    for chosen in rules:
+        set_default_rules(chosen)
+    with around:
+        yield

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_plugin import GradScaler
 from amp_plugin.kernels import ops  # noqa: F401 -- defines the ops
-from amp_plugin.weights.store_weights import store_weights
+from amp_plugin.weights.store import store_weights
 from benchmarks.gradient_path import PROMISED_ON_CUDA, shapes_of
 from benchmarks.harness import OURS, Comparison, Gate
 from benchmarks.models import Shapes

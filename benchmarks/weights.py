@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from amp_plugin import store_weights
-from amp_plugin.weights.weight_bytes import weight_bytes
+from amp_plugin.weights.store import weight_bytes
 from benchmarks.autocast import our_region, torch_region
 from benchmarks.forward_backward import BF16_MODEL, window
 from benchmarks.harness import OURS, Comparison, Gate
@@ -18,7 +18,7 @@ from benchmarks.memory import peak
 from benchmarks.models import compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
-IN_A_REGION = "weights='bf16', in a region"
+IN_A_REGION = "weights='bf16', in our autocast"
 # torch's own param.grad_dtype: what gradients that add up in float32 cost without anything of ours.
 FP32_GRADIENTS = "bf16 model, fp32 gradients"
 WAYS = ("fp32", "bf16", "bf16-stochastic", "fp16")
@@ -40,13 +40,15 @@ class StoredWeights(Section):
             model = make(setting)
             batches = model.batches(1, setting.device)
             half, stored, fp32 = copy.deepcopy(model).bfloat16(), copy.deepcopy(model), model
-            store_weights(stored, weights="bf16")
+            store_weights(stored, weights="bf16-true")
+            mixed = copy.deepcopy(model)
+            store_weights(mixed, weights="bf16")
             wide = copy.deepcopy(half)
             for param in wide.parameters():
                 param.grad_dtype = torch.float32
             calls = {
                 OURS: lambda m=stored, b=batches: window(m, b, nullcontext),
-                IN_A_REGION: lambda m=stored, b=batches: window(m, b, lambda: our_region(setting.device)),
+                IN_A_REGION: lambda m=mixed, b=batches: window(m, b, lambda: our_region(setting.device)),
                 "torch": lambda m=fp32, b=batches: window(m, b, lambda: torch_region(setting.device)),
                 BF16_MODEL: lambda m=half, b=batches: window(m, b, nullcontext),
                 FP32_GRADIENTS: lambda m=wide, b=batches: window(m, b, nullcontext),
@@ -54,7 +56,7 @@ class StoredWeights(Section):
             small = make is launch_bound_gpt
             yield Comparison(
                 name=name,
-                table="Forward + backward of one batch, weights stored in bf16",
+                table="Forward + backward of one batch, weights='bf16-true' without autocast",
                 samples={
                     label: setting.host_clock(call, repeat=2 if small else 1) for label, call in calls.items()
                 },
@@ -77,7 +79,7 @@ class StoredWeights(Section):
             for what in ("held between steps", "peak of a step above it"):
                 yield Comparison(
                     name=f"weights={way!r}, {what}",
-                    table="Compute-bound GPT with AdamW: bytes a parameter",
+                    table="Compute-bound GPT with AdamW: bytes per parameter",
                     samples={label: _sample(run, what, setting.device) for label, run in training.items()},
                     unit="bytes",
                     rounds=1,

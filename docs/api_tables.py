@@ -1,7 +1,7 @@
-"""Write into docs/api.md what each section describes, one line a name, for readers of the file itself.
+"""Write into docs/api.md what each section describes, and the tables of options into their pages.
 
 The signatures and the whole docstrings are put in when the site is built. Run it after a
-change of a docstring's first line: ``python -m docs.api_tables``.
+change of a docstring's first line or of an option: ``python -m docs.api_tables``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import re
 from pathlib import Path
 
 import amp_plugin
+from amp_plugin.options import AccelerateOptions, LightningOptions, option_defaults, option_docs
 
+OPTIONS = {"accelerate.md": AccelerateOptions, "lightning.md": LightningOptions}
 PAGE = Path(__file__).parent / "api.md"
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
 _ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
@@ -45,5 +47,25 @@ def _meaning(entry: str) -> str:
     return _IS_MARKUP.sub(r"`\1`", sentence)
 
 
+def with_options(page: str, options: type) -> str:
+    """Return a page with its table of options between the marks ``begin options`` and ``end options``."""
+    defaults = option_defaults(options)
+    rows = [
+        f"| `{name}` | {_default(defaults[name])} | {text.replace('``', '`').replace('|', chr(92) + '|')} |"
+        for name, text in option_docs(options).items()
+    ]
+    table = "\n".join(["| option | default | meaning |", "|---|---|---|", *rows])
+    before, rest = page.split("<!-- begin options -->")
+    after = rest.split("<!-- end options -->")[1]
+    return f"{before}<!-- begin options -->\n{table}\n<!-- end options -->{after}"
+
+
+def _default(value: object) -> str:
+    return "none" if value in (None, ()) else f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+
+
 if __name__ == "__main__":
+    for page, options in OPTIONS.items():
+        file = PAGE.with_name(page)
+        file.write_text(with_options(file.read_text(encoding="utf-8"), options), encoding="utf-8")
     PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -112,7 +112,7 @@ def _fine_tune(
     scaler = GradScaler(config.device, **asdict(config.loss_scale), enabled=config.precision.scaled)
 
     def weights() -> Tensor:
-        with nullcontext() if store is None else store.in_fp32(model):
+        with nullcontext() if store is None else store.in_fp32():
             return torch.cat([param.detach().float().flatten() for param in model.parameters()])
 
     first, losses, moved = weights(), [], []

@@ -16,13 +16,23 @@ ROOT = Path(__file__).parent.parent
 
 # Part of the project -> the other parts that it imports.
 LIGHTNING = {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning"}
-NAMES = {"amp_plugin.did_you_mean", "amp_plugin.environment_variables", "amp_plugin.user_warnings"}
+NAMES = {
+    "amp_plugin.did_you_mean",
+    "amp_plugin.environment_variables",
+    "amp_plugin.options",
+    "amp_plugin.patterns",
+    "amp_plugin.precision",
+    "amp_plugin.user_warnings",
+}
 ROOMS = {f"amp_plugin.{room}" for room in ("casting", "kernels", "scaling", "sharding", "weights")}
 CORE = {"amp_plugin", "amp_plugin.device_speed", *ROOMS, *NAMES}
 ADAPTERS = {"amp_plugin.adapters", "amp_plugin.adapters.accelerate", "amp_plugin.adapters.lightning"}
 PARTS: dict[str, set[str]] = {
     "amp_plugin.did_you_mean": set(),
-    "amp_plugin.environment_variables": {"amp_plugin.did_you_mean"},
+    "amp_plugin.environment_variables": {"amp_plugin.did_you_mean", "amp_plugin.options"},
+    "amp_plugin.options": {"amp_plugin.casting", "amp_plugin.did_you_mean", "amp_plugin.precision"},
+    "amp_plugin.patterns": {"amp_plugin.did_you_mean"},
+    "amp_plugin.precision": {"amp_plugin.did_you_mean"},
     "amp_plugin.user_warnings": set(),
     "amp_plugin.device_speed": {"amp_plugin.user_warnings"},
     "amp_plugin.kernels": NAMES,
@@ -41,43 +51,16 @@ PARTS: dict[str, set[str]] = {
         "amp_plugin.tuning",
         "amp_plugin.weights",
     },
-    "amp_plugin.terminal": set(),
-    "amp_plugin.program": set(),
-    "amp_plugin.command_arguments": {"amp_plugin.did_you_mean", "amp_plugin.program"},
-    "amp_plugin.program_run": {"amp_plugin.casting", "amp_plugin.program"},
-    "amp_plugin.numerics": {"amp_plugin.casting", "amp_plugin.scaling"},
-    "amp_plugin.numerics_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.numerics",
-        "amp_plugin.program",
-        "amp_plugin.program_run",
-        "amp_plugin.terminal",
-    },
+    "amp_plugin.program": {"amp_plugin.casting"},
+    "amp_plugin.numerics": {"amp_plugin.precision", "amp_plugin.casting", "amp_plugin.scaling"},
     "amp_plugin.tuning": {
         "amp_plugin.casting",
         "amp_plugin.did_you_mean",
         "amp_plugin.kernels",
         "amp_plugin.numerics",
         "amp_plugin.program",
-        "amp_plugin.program_run",
     },
-    "amp_plugin.tuning_commands": {
-        "amp_plugin.command_arguments",
-        "amp_plugin.doctor",
-        "amp_plugin.kernels",
-        "amp_plugin.program",
-        "amp_plugin.terminal",
-        "amp_plugin.tuning",
-    },
-    "amp_plugin.rules_commands": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor", "amp_plugin.terminal"},
-    "amp_plugin.doctor": CORE,
-    "amp_plugin.cast_rows": {"amp_plugin.casting"},
-    "amp_plugin.cli": CORE
-    | {"amp_plugin.command_arguments", "amp_plugin.doctor"}
-    | {"amp_plugin.program_run"}
-    | {"amp_plugin.numerics_commands", "amp_plugin.rules_commands", "amp_plugin.cast_rows"}
-    | {"amp_plugin.terminal", "amp_plugin.tuning_commands"},
+    "amp_plugin.cli": CORE | {"amp_plugin.numerics", "amp_plugin.program", "amp_plugin.tuning"},
     "amp_plugin.__main__": {"amp_plugin.cli"},
     "amp_plugin.adapters": CORE | {"amp_plugin.numerics"},
     "amp_plugin.adapters.accelerate": CORE | {"amp_plugin.adapters", "accelerate"},

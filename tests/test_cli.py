@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import amp_plugin
-from amp_plugin import cli, doctor, environment_variables
-from amp_plugin.cli import app
+from amp_plugin import environment_variables
+from amp_plugin.cli import app, doctor
+from amp_plugin.cli.app import _lines
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
@@ -186,7 +188,8 @@ def test_a_misspelt_variable_is_not_well(
 
 def test_the_variables_known_are_those_of_the_adapter() -> None:
     settings = pytest.importorskip("amp_plugin.adapters.accelerate.settings")
-    assert set(environment_variables.ACCELERATE_OPTIONS) == set(settings.OPTIONS)
+    known = {environment_variables.PREFIX + name.upper() for name in settings.OPTIONS}
+    assert known | set(environment_variables.OWN) == set(environment_variables.KNOWN)
     assert settings.CONFIG in environment_variables.OWN
 
 
@@ -202,9 +205,9 @@ def test_the_report_is_for_people_without_json(whole_core: None, tmp_path: Path)
 def test_lines_break_between_words_and_paths_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     path = "/home/somebody/.cache/amp_plugin/libamp_plugin-70d5e8e1acc8004a/libamp_plugin.so"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert cli._lines(f"kept in {path} now", 40) == ["kept in", path, "now"]
+    assert _lines(f"kept in {path} now", 40) == ["kept in", path, "now"]
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert cli._lines(f"kept in {path} now", 40) == [f"kept in {path} now"]
+    assert _lines(f"kept in {path} now", 40) == [f"kept in {path} now"]
 
 
 def test_json_and_text_agree(whole_core: None) -> None:
@@ -437,3 +440,24 @@ def test_casts_needs_the_native_core(script: Path, monkeypatch: pytest.MonkeyPat
     assert result.exit_code == 1
     assert "error: amp-plugin casts needs the native core" in result.stderr
     assert "Unset AMP_PLUGIN_NATIVE" in result.stderr
+
+
+@pytest.mark.native
+def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.mlp = nn.Linear(4, 4)\n    def forward(self, x):\n        return self.mlp(x)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.blocks = nn.ModuleList(Block() for _ in range(12))\n"
+        "    def forward(self, x):\n        for block in self.blocks:\n            x = block(x)\n        return x\n"
+        "net = Net()\nscale = torch.compile(lambda x: x * 2, backend='eager')\n"
+        "with torch.autocast('cpu', dtype=torch.bfloat16):\n    scale(net(torch.ones(2, 4)))\n"
+    )
+    torch._dynamo.reset()
+    answer = json.loads(amp("casts", "--json", "--by", "module", str(script)).stdout)
+    assert {row["module"] for row in answer["rows"]} == {"Net.blocks.*.mlp, x12", "Net.blocks.0.mlp"}
+    assert answer["compiled_graphs"] == 1
+    every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
+    assert len(every["rows"]) == 12
+    assert "compiled graphs: their casts are inside them" in amp("casts", str(script)).stdout

@@ -55,7 +55,7 @@ def explanation(log: StepLog, step: LoggedStep, params: Iterable[Tensor], model:
     """
 
     def diagnosed(replay: Replay) -> str:
-        from amp_plugin.numerics.replayed import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+        from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
 
         return diagnose_skip(replay, model=model)
 

@@ -10,16 +10,22 @@ from weakref import WeakKeyDictionary
 from torch import nn
 from torch.optim import Optimizer
 
+from amp_plugin.precision import WeightsName, stores_all
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.conversion import HALVES, convert_to_fp32, trainable
 from amp_plugin.weights.ddp import reduce_in_fp32
-from amp_plugin.weights.exact_loading import load_exactly
-from amp_plugin.weights.forms import WeightsName
-from amp_plugin.weights.optimizer_view import view_of
-from amp_plugin.weights.refusals import sharded_by
-from amp_plugin.weights.store_weights import store_weights
-from amp_plugin.weights.thawed import FrozenWeights, expect_thawed, widen_when_thawed
-from amp_plugin.weights.weight_store import store_of
+from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_optimizer
+from amp_plugin.weights.store import (
+    convert_to_fp32,
+    has_fp32_buffers,
+    is_stored,
+    restore_weights,
+    sharded_by,
+    store_weights,
+    trainable,
+    widen_unfrozen,
+)
+from amp_plugin.weights.unfreezing import FrozenWeights, set_up_when_unfrozen, warn_of_16_bits
 
 
 class ModelWeights:
@@ -34,6 +40,7 @@ class ModelWeights:
         self._weights = weights
         self._casts = casts
         self._known: WeakKeyDictionary[nn.Module, FrozenWeights | None] = WeakKeyDictionary()
+        self._meets_fp32 = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what was asked for; a process that is spawned knows no model yet."""
@@ -44,34 +51,56 @@ class ModelWeights:
         """Whether weights are stored in 16 bits."""
         return self._weights != "fp32"
 
-    def set_up(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> None:
-        """Store a model's weights as asked, before it is wrapped or moved; once for each model.
+    @property
+    def are_all_stored(self) -> bool:
+        """Whether all of them are, and activations are in 16 bits too."""
+        return stores_all(self._weights)
+
+    @property
+    def replace_autocast(self) -> bool:
+        """Whether models compute in 16 bits without autocast: all that they hold is in 16 bits."""
+        return self.are_all_stored and not self._meets_fp32
+
+    def set_up(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
+        """Store a model's weights as asked, before it is wrapped or moved; again once they are given back.
 
         Args:
             model: The model.
             fp32_modules: Names or classes of its modules that stay in float32.
 
+        Returns:
+            Whether weights in 16 bits became exact ones: a float32 checkpoint that was loaded before this was
+            rounded.
+
         Raises:
             TypeError: It is sharded, and weights are to be stored in 16 bits.
             ValueError: A pattern of ``fp32_modules`` matches no module.
         """
-        if model in self._known:
-            return
+        if model in self._known and (not self.are_stored or is_stored(model)):
+            return False
         self._known[model] = None
+        narrow = 0 if is_stored(model) else sum(param.dtype in HALVES for param in trainable(model))
         if self.are_stored:
             store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
-            return
-        narrow = [param for param in trainable(model) if param.dtype in HALVES]
+            self._meets_fp32 |= bool(fp32_modules) or has_fp32_buffers(model)
+            return narrow > 0
         sharded = sharded_by(model) is not None
         if narrow and (sharded or not self._casts):
-            warn_user(self._lost_updates(len(narrow), sharded=sharded))
-        elif narrow and (converted := convert_to_fp32(model)) is not None:
-            warn_user(str(converted))
+            warn_user(self._lost_updates(narrow, sharded=sharded))
+        elif narrow:
+            warn_user(convert_to_fp32(model))
         if self._casts and not sharded:
-            self._known[model] = widen_when_thawed(model)
+            self._known[model] = set_up_when_unfrozen(model, widen_unfrozen)
+            return narrow > 0
+        return False
 
-    def widen_thawed(self) -> None:
-        """Make float32 of weights that were frozen in 16 bits at set-up and are trained now.
+    def restore(self) -> None:
+        """Give the models back as ordinary float32 ones."""
+        for model in self._known:
+            restore_weights(model)
+
+    def set_up_unfrozen(self) -> None:
+        """Set up weights that were frozen in 16 bits at set-up and are trained now.
 
         A model's own forward pass does so too; this is for frameworks that do not call it.
         """
@@ -97,20 +126,26 @@ class ModelWeights:
 
         Raises:
             ValueError: DDP was asked to keep gradients in its buckets.
+            RuntimeError: The ranks store their weights in different ways.
         """
         reduce_in_fp32(model)
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step masters, and load state dicts exactly; may be called again."""
-        models, optimizers = list(models), list(optimizers)
+        """Let optimizers step in float32, and load state dicts exactly; may be called again.
+
+        Raises:
+            TypeError: An optimizer of stored weights steps in backward, or was made without
+                ``Optimizer.__init__``.
+        """
+        models = list(models)
         for model in models:
             self.wrap(model)
-        stores = [store for model in models if (store := store_of(model)) is not None]
-        for store in stores:
-            store.add(*optimizers)
+        stored = any(map(is_stored, models))
         has_frozen = any(param.dtype in HALVES for model in models for param in model.parameters())
         for optimizer in optimizers:
-            if view_of(optimizer) is None:
-                load_exactly(optimizer)
-                if has_frozen and self._casts and not self.are_stored:
-                    expect_thawed(optimizer)
+            if stored:
+                add_optimizer(optimizer)
+                continue
+            accept_entries_of_0_2(optimizer)
+            if has_frozen and self._casts:
+                warn_of_16_bits(optimizer)

@@ -4,46 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.options import refuse_misfits
 
 Init = TypeVar("Init", bound=Callable[..., None])
-
-
-def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
-    """Return the error text for a name that is no option: what is allowed, and what may be meant."""
-    allowed = list(allowed)
-    return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}"
-
-
-def refuse_misfits(
-    owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]
-) -> None:
-    """Raise if arguments do not fit a class.
-
-    Args:
-        owner: the class, as the user calls it.
-        signature: that of its ``__init__``, with ``self``.
-        args: arguments given by position.
-        kwargs: names of those given by name.
-
-    Raises:
-        TypeError: a name is unknown, or there are too many arguments without one.
-    """
-    params = list(signature.parameters.values())[1:]
-    allowed = [param.name for param in params]
-    for name in kwargs:
-        if name not in allowed:
-            raise TypeError(unknown_option(owner, name, allowed))
-    positional = sum(param.kind is not inspect.Parameter.KEYWORD_ONLY for param in params)
-    if len(args) > positional:
-        listed = ", ".join(allowed)
-        msg = f"{owner}: too many positional arguments; allowed are {listed}: give them by name"
-        raise TypeError(msg)
 
 
 def names_checked(init: Init) -> Init:
@@ -56,29 +24,6 @@ def names_checked(init: Init) -> Init:
         init(self, *args, **kwargs)
 
     return cast("Init", checked)
-
-
-def flag(name: str, value: object, *, none: bool = False) -> None:
-    """Raise if an option is neither True nor False (nor None, if that is allowed).
-
-    Raises:
-        TypeError: it is something else, ``"yes"`` for example.
-    """
-    if not (isinstance(value, bool) or (none and value is None)):
-        msg = f"{name}={value!r} is not allowed; give {'True, False or None' if none else 'True or False'}"
-        raise TypeError(msg)
-
-
-def number(name: str, value: object, *, none: bool = False) -> None:
-    """Raise if an option is no number (nor None, if that is allowed).
-
-    Raises:
-        TypeError: it is something else, a text for example.
-    """
-    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
-    if not (is_number or (none and value is None)):
-        msg = f"{name}={value!r} is not allowed; give a number{' or None' if none else ''}"
-        raise TypeError(msg)
 
 
 def rules_from(given: Any, source: str = "") -> OpRules:

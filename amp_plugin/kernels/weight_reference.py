@@ -7,7 +7,8 @@ A float32 master is kept as a pair, 16 + 16 bits::
 
 Ties away from zero, because that is reversible: of ties to even, an even bfloat16 has 65537 originals and an
 odd one 65535. Values that round beyond bfloat16's largest number have an infinite high half, and come back.
-A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign.
+A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign. Beside a
+zero a low half counts for nothing, so that a written zero is one: numbers below 4.6e-41 are lost.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequ
     _refuse_counts("unpack_weights_", len(masters), len(high), "high halves")
     _refuse_counts("unpack_weights_", len(masters), len(low), "low halves")
     for upper, lower, master in zip(high, low, masters, strict=True):
-        bits = (upper.view(torch.int16).to(torch.int32) << 16) + lower.to(torch.int32)
+        highs = upper.view(torch.int16).to(torch.int32) << 16
+        bits = highs + torch.where(upper == 0, 0, lower.to(torch.int32))
         master.copy_(bits.view(torch.float32))
 
 

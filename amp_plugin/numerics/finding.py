@@ -8,23 +8,57 @@ from typing import Any, Literal
 
 import torch
 
-from amp_plugin.casting.dtype_names import short_name
-from amp_plugin.numerics.cures import Cure
+from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
-from amp_plugin.numerics.progress import Moment
-from amp_plugin.numerics.tensor_summary import NonFinite, TensorSummary
+from amp_plugin.numerics.values import NonFinite, TensorSummary
+from amp_plugin.precision import short_name
 
-Kind = Literal["made", "weight", "input", "unwritten", "collective"]
+Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
+
+Cause = Literal[
+    "", "range", "size", "pole", "domain", "mask", "infinity", "empty", "loss scale", "divergence",
+    "data", "weight", "unwritten", "collective", "constant", "function",
+    "lost updates", "underflow", "no step",
+]  # fmt: skip
+"""Why a number is not finite, or why nothing is learnt.
+
+``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a division by zero, or
+a function or
+derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of nothing but
+masked
+positions; ``"infinity"``: arithmetic with infinities that are there on purpose; ``"empty"``: statistics of
+too few
+elements; ``"divergence"``: the weights have grown; the others are named after what brought it.
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cure:
+    """A change to a program.
+
+    Attributes:
+        place: where the lines go, in words.
+        code: the lines; they run as they are, where the model is named ``model``.
+    """
+
+    place: str
+    code: str
+
+    def __str__(self) -> str:
+        return f"# {self.place}\n{self.code}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """An origin of numbers that are not finite.
+    """An origin of numbers that are not finite, or a reason why a program does not learn.
 
     Attributes:
         kind: ``"made"`` by the op from finite inputs, or from infinities that were put there on purpose;
             ``"weight"`` or ``"input"``: it was there before the op, which read it first; ``"unwritten"``:
-            memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank.
+            memory of ``torch.empty`` that nobody wrote; ``"collective"``: it came from another rank;
+            ``"constant"``: the program wrote it; ``"function"``: an autograd function made it outside torch;
+            ``"learning"``: all numbers are finite, and weights do not move.
+        cause: why, see ``Cause``.
         op: full name of the op, ``"aten::exp.default"``.
         direction: ``"forward"`` (and everything else outside a backward pass) or ``"backward"``.
         forward_op: of an op in a backward pass: the op of the forward pass it belongs to; else empty.
@@ -48,9 +82,13 @@ class Finding:
         in_block: whether an autocast block was open; for a backward op around its forward op.
         rule_names: the ops to give the rule fp32 where 16 bits are the reason, as ``OpRules.with_rule`` takes
             them.
+        source: of data: the batch, its tensor and the row, as far as they are known; of a weight its path.
+        lesson: of ``"learning"``: what was measured.
+        count: how often it was found, of one op and line in modules alike.
     """
 
     kind: Kind
+    cause: Cause = ""
     op: str
     direction: Literal["forward", "backward"]
     forward_op: str
@@ -73,23 +111,35 @@ class Finding:
     device_type: str = "cpu"
     in_block: bool = False
     rule_names: tuple[str, ...] = ()
+    source: str = ""
+    lesson: str = ""
+    count: int = 1
 
     @property
-    def headline(self) -> str:
+    def headline(self) -> str:  # noqa: PLR0911 - one sentence per kind
         """What happened, in one sentence."""
         held = str(self.values)
+        if self.kind == "learning":
+            return self.lesson
+        if self.kind == "constant":
+            return f"{self.op} wrote {held} on purpose, and it was not masked"
+        if self.kind == "function":
+            return f"{self.op}, an autograd function of the program, made {held} outside of torch's ops"
         if self.kind == "made":
             where = (
                 f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}"
             )
             return f"{self.op} made {held} {where}, in {short_name(self.dtype)}"
         if self.kind == "weight":
-            return f"the weight {self._culprit or '(without a name)'} held {held} before {self.op} read it"
+            return (
+                f"the weight {self.source or self._culprit or '(without a name)'} held {held} before "
+                f"{self.op} read it"
+            )
         if self.kind == "unwritten":
             return f"{self.op} returned memory that nobody wrote; it holds {held}"
         if self.kind == "collective":
             return f"{self.op} brought {held}: another rank made it"
-        return f"the input {self._culprit} of {self.op} held {held} already"
+        return f"the data held {held}: {self.source or self._culprit or 'a tensor'}, read by {self.op}"
 
     @property
     def _culprit(self) -> str:
@@ -97,7 +147,7 @@ class Finding:
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
-        yield "when", str(self.moment)
+        yield "when", str(self.moment) + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
         if self.place:
@@ -109,10 +159,9 @@ class Finding:
             yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
         if self.kind == "made":
             yield "output", f"{self.output}{_first(self.output)}"
-        yield (
-            "ran in",
-            f"{short_name(self.dtype)}, largest number {self.limit:.5g}; autocast rule {self.rule}",
-        )
+        if self.kind != "learning":
+            limits = f"largest number {self.limit:.5g}; autocast rule {self.rule}"
+            yield "ran in", f"{short_name(self.dtype)}, {limits}"
         yield from _under("then", filter(None, (self.reached, *self.consequences)))
         if self.rank is not None:
             yield "rank", str(self.rank)
@@ -145,7 +194,7 @@ class NonFiniteError(FloatingPointError):
 
 
 def _under(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield texts below each other, the name beside the first."""
+    """Yield texts below each other, the name next to the first."""
     for number, text in enumerate(texts):
         yield "" if number else name, text
 

@@ -1,14 +1,16 @@
-"""The line of a program that an op was called from."""
+"""Where an op was called: the line of the program, and for a backward pass the op of the forward pass."""
 
 from __future__ import annotations
 
 import linecache
 import sys
 import sysconfig
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ _TYPED = ("<stdin", "<ipython-input-")
 _INSTALLED = ("site-packages", "dist-packages")
 
 _MACHINERY, _LIBRARY, _PROGRAM = range(3)
+_MOST = 500_000  # sites kept; a node this old has long run its backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +112,83 @@ def _kind(file: str) -> int:
     if any(part in _INSTALLED for part in Path(file).parts):
         return _LIBRARY
     return _MACHINERY if file.startswith(_STANDARD) else _PROGRAM
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where an op ran.
+
+    Attributes:
+        op: full name.
+        module: path of the module; empty outside of modules.
+        where: the line that called it.
+        in_block: whether an autocast block was open around it.
+    """
+
+    op: str
+    module: str
+    where: CalledFrom
+    in_block: bool = False
+
+
+def in_autocast_block() -> bool:
+    """Return whether this thread is in an autocast block; inside an op autocast's own flag is off."""
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1
+
+
+def runs_backward(node: Any) -> bool:
+    """Return whether a backward pass runs an op; what checkpoint computes again belongs to the forward pass.
+
+    Args:
+        node: the autograd node that runs it; None if there is none.
+    """
+    return node is not None and not torch.is_grad_enabled()
+
+
+class ForwardSites:
+    """The site of each op that autograd recorded, by the number that its node got.
+
+    Numbers are counted in each thread, so that of another thread's node may be ambiguous: then none is found.
+    """
+
+    def __init__(self) -> None:
+        self._sites: dict[tuple[int, int], Site] = {}  # (thread, number) -> site
+        self._before: dict[int, int] = {}  # thread -> the last number that is not ours to name
+
+    def open(self) -> None:
+        """Start with the nodes that this thread makes from now on."""
+        self._before[threading.get_ident()] = torch._C._autograd._get_sequence_nr() - 1
+
+    def record(self, op: str, module: str) -> None:
+        """Record the op that runs, if autograd has just made a node for it."""
+        number = torch._C._autograd._get_sequence_nr() - 1
+        key = (threading.get_ident(), number)
+        if key in self._sites or number <= self._before.setdefault(key[0], number):
+            return
+        self._sites[key] = Site(op, module, called_from(), in_autocast_block())
+        if len(self._sites) > _MOST:
+            for old in list(self._sites)[: _MOST // 2]:
+                del self._sites[old]
+
+    def latest(self, site: Site) -> Site | None:
+        """Return what was recorded of the op that runs; None if autograd has made no node for it.
+
+        Args:
+            site: where it runs.
+        """
+        noted = self._sites.get((threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1))
+        return noted if noted == site else None
+
+    def of(self, node: Any) -> Site | None:
+        """Return where the forward op of a node ran; None if that is not known.
+
+        Args:
+            node: an autograd node, or None.
+        """
+        if node is None:
+            return None
+        number = node._sequence_nr()
+        found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
+        return found[0] if len(found) == 1 else None

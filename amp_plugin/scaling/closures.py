@@ -30,7 +30,7 @@ from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.units import is_watched
-from amp_plugin.weights.optimizer_view import stored_weights
+from amp_plugin.weights.weight import fp32_shown
 
 Closure = Callable[[], Any]
 
@@ -160,24 +160,22 @@ def _unscaled(state: PerOptimizerState) -> tuple[Tensor, Tensor]:
 
 
 class Snapshot:
-    """Copies of an optimizer's parameters and state."""
+    """Copies of an optimizer's parameters, exact where they are stored in 16 bits, and of its state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        stored = stored_weights(optimizer, [param for param, _ in self._params])
-        self._rests = [(weight, weight.rest.clone()) for weight in stored]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        with fp32_shown(params):
+            self._params = [(param, param.detach().clone()) for param in params]
         self._state = {param: _copied(value) for param, value in optimizer.state.items()}
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Put everything back."""
-        for param, value in self._params:
-            param.copy_(value)
-        for weight, rest in self._rests:
-            weight.rest.copy_(rest)
-            weight.note_written()
+        with fp32_shown(param for param, _ in self._params):
+            for param, value in self._params:
+                param.copy_(value)
         self._optimizer.state.clear()
         self._optimizer.state.update(self._state)
         for group, saved in zip(self._optimizer.param_groups, self._groups, strict=True):

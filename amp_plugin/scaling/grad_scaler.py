@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,16 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
 from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
-from amp_plugin.scaling.loss_scale_options import (
-    HysteresisMode,
-    LossScaleOptions,
-    OnNonfinite,
-    checked_on_nonfinite,
-)
 from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
@@ -43,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+@lists_options(GradScalerOptions)
 class GradScaler(TorchNames):
     """Scale losses, unscale gradients, skip steps that overflow.
 
@@ -57,34 +53,11 @@ class GradScaler(TorchNames):
                           at the latest by end_iteration() or the next scale(), which rescale them
 
     Args:
-        device: Device type of the losses.
-        init_scale: The first scale.
-        growth_factor: Factor of a growth, more than 1.
-        backoff_factor: Factor of a backoff, between 0 and 1.
-        growth_interval: Good optimizer steps in a row before a growth.
-        enabled: False makes the scale None, for bfloat16 and float32: gradients are divided by nothing;
-            :meth:`step` skips and :meth:`last_step` reports as ever.
-        min_scale: Floor of the scale; None only keeps it above 0.
-        max_scale: Ceiling of the scale; None means float32's largest number.
-        hysteresis: Overflows tolerated before a backoff, the last included.
-        hysteresis_mode: When that tolerance is restored: ``"apex"`` (any good step), ``"megatron"`` or
-            ``"deepspeed"`` (a whole growth interval).
-        on_min_scale: On overflow at the floor: ``"hold"`` it, or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant; overflowing steps are skipped all the same.
-        losses: Names of losses with a scale of their own, for ``scale(loss, name=...)``; a loss scaled
-            without a name has the scaler's.
-        process_groups: Groups whose ranks take the same decision.
-        sharded_groups: Groups whose ranks hold different parts of the plain gradients (FSDP1):
-            as ``process_groups``, and norms are added up over them.
-        fp16_gradients: True allows unscaling float16 gradients, which loses small ones.
-        on_nonfinite: A step with a gradient that is not finite changes nothing: ``"skip"``. ``"raise"``: it
-            also raises FloatingPointError, at a loss scale above 1 only once that is no longer the cause.
-            ``"ignore"``: without a loss scale nothing is checked, as in torch; with one, overflows are
-            skipped all the same.
-        one_pass: False lets torch's own code step Adam, AdamW and SGD too.
+        {options}
 
     Raises:
-        ValueError: A number is out of range, or an option unknown.
+        TypeError: An option is unknown, or of another type.
+        ValueError: A number is out of range, or a word unknown.
 
     Example:
         >>> import torch
@@ -103,35 +76,17 @@ class GradScaler(TorchNames):
     _one_pass = True  # of scalers pickled without it
     _collaborators = frozenset({"step_log", "_shared", "_registry", "_units", "_steps"})
 
-    def __init__(
-        self,
-        device: str = "cuda",
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        enabled: bool = True,
-        *,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_mode: HysteresisMode = "apex",
-        on_min_scale: Literal["hold", "raise"] = "hold",
-        dynamic: bool = True,
-        losses: Sequence[str] = (),
-        process_groups: Sequence[ProcessGroup] = (),
-        sharded_groups: Sequence[ProcessGroup] = (),
-        fp16_gradients: bool = False,
-        on_nonfinite: OnNonfinite = "skip",
-        one_pass: bool = True,
-    ) -> None:
-        self._device = str(device)
-        self._enabled = enabled and _usable(self._device)
-        self._scales = LossScales(LossScaleOptions.among(locals()), losses, enabled=self._enabled)
-        self._groups = Groups(tuple(process_groups), tuple(sharded_groups))
-        self._fp16_gradients = fp16_gradients
-        self._on_nonfinite = checked_on_nonfinite(on_nonfinite)
-        self._one_pass = one_pass
+    @takes(GradScalerOptions)
+    def __init__(self, **given: Any) -> None:
+        options = GradScalerOptions(**given)
+        self._device = str(options.device)
+        self._enabled = options.enabled and _usable(self._device)
+        rule = LossScaleOptions.among(vars(options))
+        self._scales = LossScales(rule, options.losses, enabled=self._enabled)
+        self._groups = Groups(tuple(options.process_groups), tuple(options.sharded_groups))
+        self._fp16_gradients = options.fp16_gradients
+        self._on_nonfinite = options.on_nonfinite
+        self._one_pass = options.one_pass
         self._start(self._new_log())
 
     @classmethod

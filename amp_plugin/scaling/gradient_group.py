@@ -153,9 +153,9 @@ class GradientGroup:
 
     def unscale_(self, norm_type: float = 2.0) -> list[Measurement]:
         """Divide the gradients by the scale they carry, once, and measure them."""
-        self._stepped.clear()
         if self.carries is None:
             return self.measure(norm_type)
+        self._stepped.clear()
         self.invalidate_measurement()
         measurements = self._measured(norm_type, write=True)
         self.carries = None
@@ -165,6 +165,7 @@ class GradientGroup:
     def convert_for_backward_(self, loss_scale: LossScale, *, several_ranks: bool = False) -> None:
         """Get ready for gradients scaled by ``loss_scale``: bring those that are there to that scale."""
         waited, self.awaited_owners = bool(self.awaited_owners), self.owners
+        self._stepped.clear()
         present = self._forget_dropped(several_ranks=several_ranks)
         before = self.scaled_by
         if before is loss_scale:
@@ -185,7 +186,6 @@ class GradientGroup:
         self._ledger.remember(self.params, _CONVERTED)
         self.invalidate_measurement()
         self.carries = loss_scale
-        self._stepped.clear()
 
     def _forget_dropped(self, *, several_ranks: bool) -> bool:
         """Forget what was found in a batch that was dropped; return whether there are gradients."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.user_warnings import warn_user
 
 _RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}

@@ -8,7 +8,7 @@ step at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,8 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.weights.optimizer_view import OptimizerView, view_of
-from amp_plugin.weights.stored_weight import StoredWeight
+from amp_plugin.weights.weight import remainder_of
 
 _Group = dict[str, Any]
 _Part = tuple[Callable[..., None], tuple[Any, ...], Tensor | None]  # an op, its options, lr on a GPU
@@ -54,24 +53,19 @@ def unavailable(device_type: str) -> str:
 
 def collect(optimizer: Optimizer) -> OnePassStep | str:
     """Return all that a step needs, or why it cannot be taken in one pass now."""
-    rule, view = _RULES[type(optimizer)], view_of(optimizer)
-    if view is not None:
-        view.give_up(optimizer)
+    rule = _RULES[type(optimizer)]
     parts: list[_Part] = []
-    stored: list[StoredWeight] = []
     for group in optimizer.param_groups:
-        for params, weights in _by_storage(group["params"], view):
-            rests = [weight.rest for weight in weights]
-            try:
+        try:
+            for params, remainders in _by_storage(group["params"]):
                 tensors = native_core().region.StepTensors(  # type: ignore[union-attr]
-                    params, rests, optimizer.state, rule.states(group), rule.counts
+                    params, remainders, optimizer.state, rule.states(group), rule.counts
                 )
-            except ValueError as error:
-                return str(error)
-            if len(tensors) > 0:
-                parts.append((getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
-            stored += weights
-    return OnePassStep(optimizer, parts, stored, view) if parts else "it has no gradients"
+                if len(tensors) > 0:
+                    parts.append((getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
+        except ValueError as error:
+            return str(error)
+    return OnePassStep(optimizer, parts) if parts else "it has no gradients"
 
 
 @dataclass
@@ -80,8 +74,6 @@ class OnePassStep:
 
     _optimizer: Optimizer
     _parts: list[_Part]
-    _stored: list[StoredWeight]
-    _view: OptimizerView | None
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
@@ -91,14 +83,9 @@ class OnePassStep:
                 call(*options, lr, divisor, found_inf)
             if skipped:
                 return
-            for weight in self._stored:
-                weight.note_written()
-            if self._view is not None:
-                self._view.steps += 1
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             for hook in _post_hooks(optimizer):
-                if not _is_of(self._view, hook):
-                    hook(optimizer, (optimizer,), {})
+                hook(optimizer, (optimizer,), {})
 
 
 class _Rule(NamedTuple):
@@ -147,18 +134,12 @@ OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
 
 
-def _by_storage(
-    params: list[Tensor], view: OptimizerView | None
-) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
-    """Yield parameters that are stored as they are, then those in 16 bits with their weights."""
-    if view is None:
-        yield params if isinstance(params, list) else list(params), []  # a tuple, where a program has put one
-        return
-    weights = view.weights(params)
-    yield [param for param, weight in zip(params, weights, strict=True) if weight is None], []
-    stored = [weight for weight in weights if weight is not None]
-    if stored:
-        yield [weight.param for weight in stored], stored
+def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield parameters that are stored as they are, then pairs with their low halves."""
+    remainders = {param: remainder for param in params if (remainder := remainder_of(param)) is not None}
+    yield [param for param in params if param not in remainders], []
+    if remainders:
+        yield list(remainders), list(remainders.values())
 
 
 def _replaced_step(optimizer: Optimizer) -> str:
@@ -173,9 +154,9 @@ def _replaced_step(optimizer: Optimizer) -> str:
 
 
 def _hooks_in_the_way(optimizer: Optimizer) -> str:
-    view = view_of(optimizer)
-    hooks = (hook for hook in pre_hooks(optimizer) if not getattr(hook, "leaves_steps", False))
-    return "a hook runs before its step" if any(not _is_of(view, hook) for hook in hooks) else ""
+    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
+        return "a hook runs before its step"
+    return ""
 
 
 def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
@@ -185,8 +166,3 @@ def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
 
 def _post_hooks(optimizer: Optimizer) -> Iterator[Any]:
     return chain(optimizer._optimizer_step_post_hooks.values(), _global_optimizer_post_hooks.values())
-
-
-def _is_of(view: OptimizerView | None, hook: Any) -> bool:
-    """Whether a hook shows or hides masters, which a step in one pass does without."""
-    return view is not None and getattr(hook, "__self__", None) is view

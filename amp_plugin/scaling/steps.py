@@ -47,32 +47,27 @@ class Steps:
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
         """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
-        state, scales = self.registry.state(optimizer), self.shared.scales
+        scales = self.shared.scales
         if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
             value = optimizer.step(*args, **kwargs)
             why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
-            self.note(state, f"{why} takes torch's own step")
+            self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
+        if closure is None:
+            _require_scale(scales)
+        state = self.registry.state(optimizer)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         call = partial(optimizer.step, *args, **kwargs)
         if closure is None:
-            _require_scale(scales)
-            if scales.enabled and state.stage is OptState.STEPPED and not state.is_awaited():
-                msg = (
-                    "step() has already been called since the last update(). "
-                    "Run backward() or update() first."
-                )
-                raise RuntimeError(msg)
+            _refuse_repeated(state, scaled=scales.enabled)
             value, result = self._once(state, optimizer, call, scaler)
         elif state.obstacle:
-            value, result = closures.step(
-                state,
-                optimizer,
-                closure,
-                lambda run: optimizer.step(run, *args, **kwargs),
-                scaled=scales.enabled,
-            )
+
+            def checked(run: Callable[[], Any]) -> Any:
+                return optimizer.step(run, *args, **kwargs)
+
+            value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
             _require_scale(scales)
@@ -161,6 +156,12 @@ class Steps:
 def _require_scale(scales: LossScales) -> None:
     if scales.enabled:
         scales.require("step")
+
+
+def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
+    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
+        msg = "step() has already been called since the last update(). Run backward() or update() first."
+        raise RuntimeError(msg)
 
 
 def is_fused(optimizer: Optimizer) -> bool:

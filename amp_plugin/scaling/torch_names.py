@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.options import checked_backoff_factor, checked_growth_factor, whole
 from amp_plugin.scaling.loss_scale import LossScale, LossScales
-from amp_plugin.scaling.loss_scale_options import checked_backoff_factor, checked_growth_factor, whole
 from amp_plugin.scaling.registry import Registry
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 
 # Names of torch's ops -> ours. The first namespace is what torch.distributed calls, the second DTensor.
 _NAMES: Final = {

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final
 
 import torch
 from torch import nn
 
-from amp_plugin.casting.fp32_modules import matched_names, require_matches
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.weights.forms import WeightsName
-from amp_plugin.weights.refusals import checked_name, refuse_other_precision
+from amp_plugin.patterns import matched_modules, require_matches
+from amp_plugin.precision import (
+    DTYPES,
+    PrecisionName,
+    ReduceName,
+    WeightsName,
+    checked_dtype,
+    checked_reduce,
+    checked_weights,
+    refuse_other_precision,
+)
 
-ComputeName = Literal["fp16", "bf16", "fp32"]
-ReduceName = Literal["fp32", "bf16"]
 REST: Final = "*"
-_DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
-_ALIASES: Final = {
-    **dict.fromkeys(("16", "16-mixed", "float16", "half", "torch.float16"), "fp16"),
-    **dict.fromkeys(("bf16-mixed", "bfloat16", "torch.bfloat16"), "bf16"),
-    **dict.fromkeys(("32", "32-true", "float", "float32", "no", "torch.float32"), "fp32"),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +62,7 @@ class DtypePlan:
         {'LayerNorm': 'torch.float32', '*': 'torch.bfloat16'}
     """
 
-    compute: ComputeName = "bf16"
+    compute: PrecisionName = "bf16"
     fp32_modules: Sequence[str] = ()
     reduce: ReduceName = "fp32"
     weights: WeightsName = "fp32"
@@ -73,24 +72,24 @@ class DtypePlan:
             msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
             raise TypeError(msg)
         object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
-        object.__setattr__(self, "compute", _checked("compute", self.compute, tuple(_DTYPES)))
+        object.__setattr__(self, "compute", checked_dtype("compute", self.compute))
         object.__setattr__(self, "reduce", checked_reduce(self.reduce))
-        object.__setattr__(self, "weights", checked_name(self.weights))
+        object.__setattr__(self, "weights", checked_weights(self.weights))
         refuse_other_precision(self.weights, self.compute, named="compute")
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """The dtype of everything but ``fp32_modules``."""
-        return _DTYPES[self.compute]
+        return DTYPES[self.compute]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype gradients are reduced in."""
-        return _DTYPES[self.reduce]
+        return DTYPES[self.reduce]
 
     def patterns(self) -> dict[str, PlannedDtypes]:
         """Return pattern -> dtypes; the first that matches a module counts, ``"*"`` is all the rest."""
-        stored = _DTYPES[self.weights.partition("-")[0]]
+        stored = DTYPES[self.weights.partition("-")[0]]
         rest = self._dtypes(self.compute_dtype, stored)
         in_fp32 = self._dtypes(torch.float32, torch.float32)
         return {**dict.fromkeys(self.fp32_modules, in_fp32), REST: rest}
@@ -105,7 +104,7 @@ class DtypePlan:
             ValueError: A pattern matches no module; the text names the nearest.
         """
         require_matches([model], self.fp32_modules)
-        in_fp32 = set(matched_names(model, self.fp32_modules))
+        in_fp32 = matched_modules(model, self.fp32_modules)
         planned = self.patterns()
         rest, fp32 = planned[REST], self._dtypes(torch.float32, torch.float32)
         return {
@@ -117,25 +116,6 @@ class DtypePlan:
         return PlannedDtypes(
             compute=compute, stored=stored, gradient=torch.float32, reduction=self.reduce_dtype
         )
-
-
-def checked_reduce(given: Any) -> ReduceName:
-    """Return the dtype that gradients are to be reduced in.
-
-    Raises:
-        ValueError: It is none of the two.
-    """
-    return _checked("reduce", given, ("fp32", "bf16"))  # type: ignore[no-any-return]
-
-
-def _checked(option: str, given: Any, allowed: Sequence[str]) -> Any:
-    name = _ALIASES.get(str(given), str(given)) if isinstance(given, torch.dtype) else given
-    if name in allowed:
-        return name
-    hint = did_you_mean(given, allowed, aliases=_ALIASES, written=lambda near: f"{option}={near!r}")
-    hint = hint if _ALIASES.get(str(given), allowed[0]) in allowed else ""
-    msg = f"{option}={given!r} is not allowed; give {' or '.join(map(repr, allowed))}{hint}"
-    raise ValueError(msg)
 
 
 def _holders(name: str) -> list[str]:

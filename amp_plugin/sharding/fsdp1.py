@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.weights.refusals import refuse_sharded_weights
+from amp_plugin.weights.store import refuse_sharded_weights
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
-from amp_plugin.weights.weight_bytes import local_of
+from amp_plugin.weights.store import local_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 _WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")

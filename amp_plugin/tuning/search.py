@@ -13,12 +13,14 @@ while measure(chosen) is not allowed on all batches: drop the rule added last
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.tuning.measurement import Measurement
-from amp_plugin.tuning.trials import Trials
+from amp_plugin.numerics.diagnose import diagnose
+from amp_plugin.tuning.measure import Measurement, Trials
+from amp_plugin.tuning.workload import NoObserver, Workload
 
 Goal = Literal["memory", "casts", "accuracy"]
 
@@ -90,6 +92,55 @@ class Aim:
         return measured.error <= default.error * factor and (
             measured.mean_error <= default.mean_error * factor
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Miss:
+    """A set of rules that saves something and is over the budget.
+
+    Attributes:
+        attempt: the set.
+        saved: the share that it saves.
+        growth: by which share the error grows: of the whole gradient, or of a parameter's mean, whichever
+        more.
+        over: by how much that is more than the budget.
+    """
+
+    attempt: Tried
+    saved: float
+    growth: float
+    over: float
+
+    def __str__(self) -> str:
+        rules = ", ".join(f"{change.op}: {change.rule.value}" for change in self.attempt.changes)
+        return (
+            f"{rules}, which saves {self.saved:.1%}; its error grows by {self.growth:.1%}, "
+            f"{self.over:.1%} over the "
+            "budget"
+        )
+
+
+def missed(before: Measurement, goal: Goal, budget: float, attempt: Tried) -> Miss | None:
+    """Return by how much a set missed the budget; None if it saves nothing or is not over it.
+
+    Args:
+        before: of the default rules, on all batches.
+        goal: ``"memory"`` or ``"casts"``.
+        budget: the share by which the error may grow.
+        attempt: the set.
+    """
+    measured = attempt.measurement
+    if measured is None or not attempt.changes or measured.failed:
+        return None
+    aim = Aim(goal=goal, budget=budget)
+    default = replace(before, errors=before.errors[: attempt.batches])
+    saved = 1 - aim.cost(measured) / aim.cost(before) if aim.cost(before) else 0.0
+    if saved < _LEAST_GAIN or default.failed or not default.error or not default.mean_error:
+        return None
+    growth = max(measured.error / default.error, measured.mean_error / default.mean_error) - 1
+    return (
+        Miss(attempt=attempt, saved=saved, growth=growth, over=growth - budget) if growth > budget else None
+    )
 
 
 class Search:
@@ -209,3 +260,69 @@ class Search:
     def _half(self) -> int:
         """The number of batches that the search sees; the others are left for the check at the end."""
         return (self._trials.batches + 1) // 2
+
+
+_ATTEMPTS: Final = 10
+
+
+class NotCured(RuntimeError):  # noqa: N818 - what became of the search
+    """No set of fp32 ops makes the gradients finite."""
+
+
+def cured(search: Search, workload: Workload, ops: Iterable[str]) -> Changes:
+    """Return the fewest fp32 rules with which no more batches fail than without 16 bits.
+
+    ``diagnose`` names the op that makes the first number which is not finite; it gets the rule fp32, and the
+    next one is looked for. Rules that turn out not to be needed are dropped one by one.
+
+    Args:
+        search: measures sets of rules.
+        workload: what fails.
+        ops: all ops it uses, tried where ``diagnose`` names none.
+
+    Raises:
+        NotCured: the gradients are not finite with any set.
+    """
+    used = list(ops)
+    chosen: Changes = ()
+    for _ in range(_ATTEMPTS):
+        if _is_cured(search, chosen):
+            return _fewest(chosen, lambda changes: _is_cured(search, changes))
+        named = [op for op in _named_ops(search.rules(chosen), workload) if _fp32(op) not in chosen]
+        named = [op for op in named if op in used] or named
+        if not named:
+            break
+        chosen = (*chosen, *map(_fp32, named))
+    everything = tuple(map(_fp32, used))
+    if not _is_cured(search, everything):
+        msg = (
+            "the gradients are not finite with all ops in fp32 either: the reason is not the precision; "
+            "amp-plugin diagnose names the op"
+        )
+        raise NotCured(msg)
+    return _fewest(everything, lambda changes: _is_cured(search, changes))
+
+
+def _fp32(op: str) -> Change:
+    return Change(op=op, rule=OpRule.FP32)
+
+
+def _is_cured(search: Search, changes: Changes) -> bool:
+    measured = search.measure(changes)
+    return measured is not None and measured.failed == 0
+
+
+def _fewest(changes: Changes, cures: Callable[[Changes], bool]) -> Changes:
+    """Drop changes that are not needed, the first found last: it is the likeliest reason."""
+    for change in reversed(changes):
+        fewer = tuple(other for other in changes if other != change)
+        if cures(fewer):
+            changes = fewer
+    return changes
+
+
+def _named_ops(rules: OpRules, workload: Workload) -> list[str]:
+    """Return the ops that ``diagnose`` names under some rules."""
+    with rules_on_trial(rules), diagnose(workload.model, keep_going=True) as diagnosis:
+        workload.run(NoObserver(), batches=workload.batches)
+    return list(dict.fromkeys(op for finding in diagnosis.findings for op in finding.rule_names))

@@ -3,10 +3,13 @@
 torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads
 the float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands
 the result back, which DDP then writes into ``.grad``. Its buckets, their order and their overlap with
-backward stay DDP's; the buckets' own memory, 2 bytes an element, is not looked at.
+backward stay DDP's; the buckets' own memory, 2 bytes per element, is not looked at.
 """
 
 # No annotations from the future: DDP compares those of a hook with its classes.
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,32 +17,58 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.weight_store import WeightStore, store_of
+from amp_plugin.weights.weight import fp32_shown, is_shown, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
+_COALESCED = 250 * 2**20  # bytes per broadcast, as DDP has it
 
 
 def reduce_in_fp32(model: nn.Module) -> None:
     """Let each DistributedDataParallel in a model reduce the gradients of stored weights in float32.
 
-    Also gives all ranks the rests of the first one, as DDP does with parameters.
+    Also gives all ranks all bits of the first one's weights, as DDP does with parameters. A collective: every
+    rank calls it.
 
     Args:
         model: With its wrapper; nothing happens without DDP, without stored weights, or the second time.
 
     Raises:
         ValueError: DDP was asked to keep gradients in its buckets, which are in 16 bits.
+        RuntimeError: The ranks store their weights in different ways; on all ranks.
     """
     for ddp in model.modules():
         if not isinstance(ddp, DistributedDataParallel) or vars(ddp).get(_DONE, False):
             continue
-        store = store_of(ddp)
-        if store is not None and len(store):
+        setattr(ddp, _DONE, True)
+        _refuse_different_ranks(ddp)
+        stored = stored_params(ddp.parameters())
+        if stored:
             _refuse_bucket_views(ddp)
-            setattr(ddp, _DONE, True)
-            _share_rests(store, ddp.process_group)
+            with torch.no_grad(), fp32_shown(stored):
+                masters = [param.data for param in stored]
+                dist._broadcast_coalesced(ddp.process_group, masters, _COALESCED, 0)  # type: ignore[attr-defined]
             ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
             _register(ddp)
+            ddp.register_forward_pre_hook(_refuse_shown)
+            ddp.join_hook = partial(_join_hook, ddp)  # type: ignore[method-assign]
+
+
+def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
+    ways = [
+        (str(param.dtype), None if (weight := stored_weight(param)) is None else weight.name)
+        for param in ddp.parameters()
+    ]
+    of_ranks: list[Any] = [None] * dist.get_world_size(ddp.process_group)
+    dist.all_gather_object(of_ranks, ways, group=ddp.process_group)
+    for rank, others in enumerate(of_ranks):
+        if others != of_ranks[0]:
+            pairs = zip(of_ranks[0], others, strict=False)
+            number, (first, other) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
+            msg = (
+                f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: convert "
+                "or store the model alike on all ranks, before DistributedDataParallel"
+            )
+            raise RuntimeError(msg)
 
 
 def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
@@ -49,6 +78,17 @@ def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
             "weights, which need gradients in float32: leave gradient_as_bucket_view out"
         )
         raise ValueError(msg)
+
+
+def _refuse_shown(ddp: nn.Module, _args: object) -> None:
+    """Refuse to train on float32 weights, whose gradients DDP would not see."""
+    if torch.is_grad_enabled() and any(map(is_shown, stored_params(ddp.parameters())[:1])):
+        msg = (
+            "a forward pass under DistributedDataParallel within in_fp32, or after an optimizer step that an "
+            "exception has ended and that still holds the weights: its gradients would not be reduced. Train "
+            "outside the block, and drop the exception"
+        )
+        raise RuntimeError(msg)
 
 
 def _register(ddp: DistributedDataParallel) -> None:
@@ -65,12 +105,16 @@ def _all_reduce_in_fp32(
     group: dist.ProcessGroup,
     bucket: dist.GradBucket,  # type: ignore[name-defined]
 ) -> Future[Tensor]:
-    """Average the float32 gradients of a bucket's parameters over a group, in DDP's layout."""
+    """Average the float32 gradients of a bucket's parameters over a group, in DDP's layout.
+
+    A rank that has joined (``DDP.join``) calls it outside backward, and contributes zeros.
+    """
     params = bucket.parameters()
     flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.float32, device=params[0].device)
+    has_joined = torch._C._current_graph_task_id() == -1
     start = 0
     for param in params:
-        if param.grad is not None:
+        if param.grad is not None and not has_joined:
             _view_like(flat[start : start + param.numel()], param).copy_(param.grad)
         start += param.numel()
     flat.mul_(1.0 / group.size())
@@ -88,13 +132,13 @@ def _view_like(flat: Tensor, param: Tensor) -> Tensor:
     )
 
 
-@torch.no_grad()
-def _share_rests(store: WeightStore, group: dist.ProcessGroup) -> None:
-    source = dist.get_global_rank(group, 0)
-    for weight in store:
-        weight.settle()
-        if weight.rest.numel():
-            shared = weight.rest.contiguous()
-            dist.broadcast(shared.reshape(-1).view(torch.uint8), source, group)
-            weight.rest.copy_(shared)
-        weight.note_written()
+def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
+    """Return DDP's own, which at the end gives all ranks the weights of one: here all bits of them."""
+    hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
+    hook.post_hook = partial(_share_fp32, ddp, hook.post_hook)
+    return hook
+
+
+def _share_fp32(ddp: DistributedDataParallel, share: Any, is_last_joiner: bool) -> None:
+    with fp32_shown(ddp.parameters()):
+        share(is_last_joiner)

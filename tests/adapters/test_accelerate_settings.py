@@ -1,15 +1,11 @@
-import inspect
 import os
-from typing import get_type_hints
 
 import pytest
 import torch
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
-from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
-from amp_plugin.adapters.accelerate.settings import OPTIONS, AdapterOptions, resolve
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
+from amp_plugin.adapters.accelerate.settings import OPTIONS, resolve
 from tests.adapters.accelerate_pair import reset
 
 
@@ -176,17 +172,6 @@ class TestErrorsNameTheirSource:
     def test_misspelt_arguments(self, make, message):
         with pytest.raises(TypeError, match=message):
             make()
-
-    def test_the_signature_names_the_options(self):
-        assert list(inspect.signature(AmpKwargs).parameters) == list(OPTIONS)
-
-    def test_the_options_are_those_of_the_loss_scale_and_the_adapter(self):
-        stated = {**get_type_hints(LossScaleOptions), **get_type_hints(AdapterOptions)}
-        assert list(stated) == list(OPTIONS)
-        for name, hint in get_type_hints(AmpKwargs).items():
-            own = hint if name != "rules" else OpRules | None  # AmpKwargs takes a file of them too
-            assert own == stated[name] | None, name
-            assert f"        {name}: " in AmpKwargs.__doc__, name
 
     def test_a_bad_precision_by_argument(self):
         with pytest.raises(ValueError, match="Unknown mixed_precision mode: fp17"):

@@ -18,11 +18,9 @@ from torch.distributed.fsdp import ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
-from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.lightning.strategies import scaler_options
 from amp_plugin.scaling import GradScaler, OverflowReport, StepResult
 from amp_plugin.scaling.gradient_group import GradientGroup
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from tests.adapters.lightning_models import (
     QUIET,
     Linear,
@@ -933,7 +931,7 @@ def test_rules_are_read_when_the_plugin_is_made(tmp_path):
     [
         (
             lambda: AmpPrecision("fp16", init_scal=1.0),
-            r"AmpPrecision: unknown option 'init_scal'; allowed are precision, device, .*; did you mean init_scale\?",
+            r"AmpPrecision: unknown option 'init_scal'; allowed are precision, init_scale, .*; did you mean init_scale\?",
         ),
         (
             lambda: FabricAmpPrecision(eval_prec="bf16"),
@@ -957,22 +955,8 @@ def test_misspelt_options(make, message):
 
 def test_signatures_name_the_options():
     for cls in (AmpPrecision, FabricAmpPrecision):
-        assert list(inspect.signature(cls).parameters)[:2] == ["precision", "device"]
+        assert list(inspect.signature(cls).parameters)[:2] == ["precision", "init_scale"]
     assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps"]
-
-
-def test_signatures_have_the_defaults_of_the_loss_scale():
-    options = inspect.signature(LossScaleOptions).parameters
-    assert AmpPrecision().settings.loss_scale == LossScaleOptions()
-    for cls in (AmpPrecision, FabricAmpPrecision, classes_for("pytorch_lightning").AmpPrecision):
-        given = inspect.signature(cls).parameters
-        assert [given[name] for name in options] == list(options.values())
-
-
-def test_signatures_have_the_options_of_the_settings_and_a_scaler():
-    options = {*inspect.signature(PrecisionSettings).parameters, "scaler"} - {"loss_scale"}
-    of_the_scale = set(inspect.signature(LossScaleOptions).parameters)
-    assert set(inspect.signature(AmpPrecision).parameters) == options | of_the_scale
 
 
 @pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])

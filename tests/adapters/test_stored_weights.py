@@ -1,6 +1,5 @@
 """Weights that come in 16 bits, or are stored in them, train in every framework as float32 ones do."""
 
-import copy
 import warnings
 
 import pytest
@@ -10,17 +9,18 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     LambdaCallback,
     ModelCheckpoint,
+    ModelPruning,
     StochasticWeightAveraging,
 )
 from lightning.pytorch.tuner import Tuner
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from amp_plugin import AmpKwargs, AmpMonitor, AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.adapters.accelerate import install, uninstall
-from amp_plugin.doctor import plan
-from amp_plugin.weights.conversion import convert_to_fp32
-from amp_plugin.weights.weight_store import store_of
+from amp_plugin.cli.doctor import plan
+from amp_plugin.weights.store import convert_to_fp32
 from tests.adapters.accelerate_pair import ours, reset
 from tests.adapters.lightning_models import QUIET, Linear, fit, make_trainer
 
@@ -47,9 +47,7 @@ def module(**options):
 
 def values(model):
     """The weights in float32, exact where they are stored in 16 bits."""
-    store = store_of(model)
-    state = model.state_dict() if store is None else store.fp32_state_dict(model)
-    return {name: value.detach().float().clone() for name, value in state.items()}
+    return {name: value.detach().float().clone() for name, value in model.state_dict().items()}
 
 
 def share_moved(before, after):
@@ -112,7 +110,8 @@ def test_a_model_that_comes_in_bfloat16_moves_wholly(program, weights):
         assert moved > 0.1, "each weight moves with the probability of its update"
     else:
         assert moved == 1.0
-    assert model.net[0].weight.dtype is (torch.float32 if weights == "fp32" else torch.bfloat16)
+    gives_back = weights == "fp32" or program is in_trainer
+    assert model.net[0].weight.dtype is (torch.float32 if gives_back else torch.bfloat16)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -331,10 +330,139 @@ def test_a_trainer_loads_the_other_way_of_storing_without_losing_a_bit(first, se
     for name, value in values(saved).items():
         assert torch.equal(loaded.started[name], value), name
     states = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
-    assert states["state_dict"]["net.0.weight"].dtype is (
-        torch.bfloat16 if first == "bf16" else torch.float32
-    )
+    assert states["state_dict"]["net.0.weight"].dtype is torch.float32
     assert states["optimizer_states"][0]["state"][0]["exp_avg"].dtype is torch.float32
+
+
+class Narrow(Recorded):
+    """Comes in bfloat16, as models from a hub do."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.bfloat16()
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_model_that_comes_in_bfloat16_resumes_all_bits(weights, averaged, tmp_path):
+    def run(steps, folder, resume=None):
+        model = Narrow(torch.optim.AdamW, lr=1e-3)
+        checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+        average = EMAWeightAveraging(decay=0.9)
+        trainer = make_trainer(
+            AmpPrecision("bf16", weights=weights),
+            steps,
+            enable_checkpointing=True,
+            callbacks=[average, checkpoint] if averaged else [checkpoint],
+        )
+        same = [next(iter(data(1)))] * 20
+        trainer.fit(model, DataLoader(same, batch_size=None), ckpt_path=resume)
+        return values(model)
+
+    whole = run(8, tmp_path / "whole")
+    resumed = run(8, tmp_path / "resumed", resume=tmp_path / "whole" / "step=4.ckpt")
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_a_bert_in_bfloat16_resumes_all_bits_under_transformers_trainer(weights, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    reset()
+    install(AmpKwargs(weights=weights))
+
+    def run(steps, folder, resume=None):
+        torch.manual_seed(0)
+        model = tiny_bert(transformers).bfloat16()
+        examples = [{"input_ids": torch.arange(8) % 16, "labels": torch.tensor(i % 2)} for i in range(16)]
+        settings = transformers.TrainingArguments(
+            str(folder), learning_rate=1e-3, max_steps=steps, bf16=True, use_cpu=True, report_to=[],
+            disable_tqdm=True, lr_scheduler_type="constant", save_steps=4, data_seed=1,
+        )  # fmt: skip
+        transformers.Trainer(model, settings, train_dataset=examples).train(resume_from_checkpoint=resume)
+        return values(model)
+
+    try:
+        whole = run(8, tmp_path / "whole")
+        resumed = run(8, tmp_path / "resumed", resume=str(tmp_path / "whole" / "checkpoint-4"))
+    finally:
+        uninstall()
+    for name, value in whole.items():
+        assert torch.equal(resumed[name], value), name
+
+
+def tiny_bert(transformers):
+    config = transformers.BertConfig(
+        vocab_size=16, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
+def test_after_fit_the_caller_has_an_fp32_model(precision, tmp_path):
+    model = recorded()
+    trainer = make_trainer(
+        AmpPrecision(precision, weights="bf16" if precision == "bf16" else "fp32"), 4,
+        enable_checkpointing=True, callbacks=[ModelCheckpoint(tmp_path, filename="last")],
+    )  # fmt: skip
+    trainer.fit(model, data())
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    assert model.net(torch.ones(1, 8)).dtype is torch.float32
+    assert not model.net[0]._state_dict_hooks
+    loaded = Recorded.load_from_checkpoint(
+        tmp_path / "last.ckpt", optimizer=torch.optim.AdamW, weights_only=False
+    )
+    for name, value in values(model).items():
+        assert torch.equal(values(loaded)[name], value), name
+    model.validation_step = lambda *_: None
+    trainer.validate(model, data(2), verbose=False)
+    assert model.net[0].weight.dtype is torch.float32
+
+
+def test_accelerate_gives_an_fp32_model_back(tmp_path):
+    accelerator = ours(precision="bf16", weights="bf16")
+    model = recorded().net
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for x, y in data(4):
+        optimizer.zero_grad()
+        accelerator.backward(nn.functional.mse_loss(net(x), y))
+        optimizer.step()
+    exact = values(model)
+    accelerator.save_model(net, tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert model[0].weight.dtype is torch.bfloat16
+    plain = accelerator.unwrap_model(net, keep_fp32_wrapper=False)
+    for state in (saved, plain.state_dict()):
+        assert all(torch.equal(state[name], value) for name, value in exact.items())
+    assert plain(torch.ones(1, 8)).dtype is plain[0].weight.dtype is torch.float32
+
+
+def test_pruning_in_the_trainer():
+    model = recorded()
+    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(model.net[0], "weight")], amount=0.5)
+    fit(model, AmpPrecision("bf16", weights="bf16"), steps=4, data=data(2), max_epochs=2, callbacks=[pruning])
+    assert 0.4 < (model.net[0].weight == 0).float().mean() < 0.8
+    assert model.net[2].weight.dtype is torch.float32
+
+
+def test_bf16_true_computes_in_bf16_without_autocast():
+    seen = []
+
+    class Watching(Linear):
+        def training_step(self, batch, index):
+            seen.append((torch.is_autocast_enabled("cpu"), batch[0].dtype, self.net(batch[0]).dtype))
+            return super().training_step(batch, index)
+
+    fit(Watching(torch.optim.AdamW, lr=1e-3), AmpPrecision("bf16-true"), steps=2, data=data())
+    assert set(seen) == {(False, torch.bfloat16, torch.bfloat16)}
+    model = recorded().net
+    accelerator = ours(precision="bf16", weights="bf16-true")
+    net = accelerator.prepare(model)
+    assert net(torch.ones(2, 8)).dtype is torch.float32, "outputs, as Accelerate returns them"
+    assert model[0].weight.dtype is torch.bfloat16
 
 
 def accelerate_run(folder, weights, steps, resume=None, save_at=None):
@@ -512,8 +640,13 @@ def test_the_monitor_tells_bytes_a_parameter(caplog):
 
 
 def test_doctor_plans_bytes_a_parameter():
-    assert plan("bf16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "bf16": 16, "bf16-stochastic": 14}
-    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18}
+    assert plan("bf16", "cpu")["bytes_per_parameter"] == {
+        "fp32": 16,
+        "bf16": 16,
+        "bf16-stochastic": 14,
+        "bf16-true": 16,
+    }
+    assert plan("fp16", "cpu")["bytes_per_parameter"] == {"fp32": 16, "fp16": 18, "fp16-true": 18}
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -537,8 +670,8 @@ def test_options_of_lightning_are_checked(plugin):
 @pytest.mark.parametrize(("given", "mine"), [("bf16-true", "bf16"), ("16-true", "fp16")])
 def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
     made = plugin(given)
-    assert (made.settings.precision, made.settings.weights) == (mine, mine)
-    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}')"
+    assert (made.settings.precision, made.settings.weights) == (mine, f"{mine}-true")
+    assert repr(made) == f"{plugin.__name__}('{mine}', weights='{mine}-true')"
     assert made.settings.scales_loss is (mine == "fp16")
     assert plugin("bf16-true", weights="bf16-stochastic").settings.weights == "bf16-stochastic"
     with pytest.raises(ValueError, match=r"weights='fp16' needs precision='fp16', not 'bf16'"):
@@ -548,11 +681,11 @@ def test_names_of_weights_in_16_bits_mean_stored_weights(plugin, given, mine):
 def test_bf16_true_trains_as_the_options_do():
     runs = [module(), module()]
     for model, plugin in zip(
-        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16")], strict=True
+        runs, [AmpPrecision("bf16-true"), AmpPrecision("bf16", weights="bf16-true")], strict=True
     ):
         fit(model, plugin, steps=3, data=data())
     named, spelled_out = (values(model) for model in runs)
-    assert runs[0].net[0].weight.dtype is torch.bfloat16
+    assert runs[0].net[0].weight.dtype is torch.float32, "given back"
     assert named.keys() == spelled_out.keys()
     assert all(torch.equal(named[name], spelled_out[name]) for name in named)
 
@@ -573,10 +706,12 @@ def test_options_of_accelerate_are_checked_and_come_from_the_environment(monkeyp
 
 
 def test_fp32_modules_are_stored_in_float32():
-    model = module()
-    trainer_module = copy.deepcopy(model)
-    fit(trainer_module, AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"]), steps=2, data=data())
-    dtypes = {name: param.dtype for name, param in trainer_module.named_parameters()}
+    dtypes = {}
+    keep = LambdaCallback(
+        on_train_batch_end=lambda t, m, *_: dtypes.update({name: p.dtype for name, p in m.named_parameters()})
+    )
+    plugin = AmpPrecision("bf16", weights="bf16", fp32_modules=["net.2"])
+    fit(module(), plugin, steps=2, data=data(), callbacks=[keep])
     assert dtypes["net.0.weight"] is torch.bfloat16
     assert dtypes["net.2.weight"] is torch.float32
 

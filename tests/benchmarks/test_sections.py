@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 from benchmarks import __main__ as command
 from benchmarks import cuda, gradient_path, models
 from benchmarks.catalogue import keys, section
@@ -167,7 +167,11 @@ def test_figures_are_kept_without_writing_a_page(monkeypatch, report):
 
 def test_on_a_gpu_no_set_may_be_slower_than_torch(monkeypatch):
     on_cuda = SimpleNamespace(device="cuda", sized=TINY.sized, rounds=TINY.rounds, memory_clock=wall_time)
-    monkeypatch.setattr(gradient_path, "Gradients", lambda shapes, device: SimpleNamespace(clip_theirs=None, scaled_again=None))
+    monkeypatch.setattr(
+        gradient_path,
+        "Gradients",
+        lambda shapes, device: SimpleNamespace(clip_theirs=None, scaled_again=None),
+    )
     gates = {comparison.name: comparison.gates for comparison in section("clipping").comparisons(on_cuda)}
     assert {"GPT-2 124M, folded", "GPT-2 774M, in place", "GPT-2 1.5B, folded"} <= set(gates)
     assert all(gate.limit >= 1.0 for (gate,) in gates.values())

@@ -22,6 +22,9 @@ class Gradient:
         pending: Whether it is scaled and waits for its optimizers; None if that is open.
         replaced: Whether the user has replaced it since somebody looked.
         dropped: Whether the batch it came from was thrown away.
+        used_by: The optimizers that have stepped with it since it was last unscaled, or a backward began.
+        used_at: How many updates had been requested when it was last unscaled or stepped with.
+        assumed: Whether it was taken for a scaled one without a backward, and is not unscaled yet.
         losses: The scales to which an overflow in it must count.
         origins: The scales, with their values, of the backwards it came from.
     """
@@ -30,6 +33,9 @@ class Gradient:
     pending: bool | None = False
     replaced: bool = False
     dropped: bool = False
+    used_by: set[int] = field(default_factory=set)
+    used_at: int = -1
+    assumed: bool = False
     losses: set[str] = field(default_factory=set)
     origins: set[tuple[str, float]] = field(default_factory=set)
 
@@ -50,7 +56,6 @@ class Window:
             one has run that did not reach it.
         explicit: Whether ``unscale_`` or ``ensure_unscaled`` was the last to unscale it.
         grown: Whether a parameter with a gradient has joined it.
-        blurred: Whether some of its used gradients were zeroed in place, and others were not.
         certain: The scales for which its checks count.
         begun: The scales for which they may count.
         noted: The scales for which an overflow may count that a conversion has found.
@@ -65,7 +70,6 @@ class Window:
     fresh: str = NO
     explicit: bool = False
     grown: bool = False
-    blurred: bool = False
     certain: set[str] = field(default_factory=set)
     begun: set[str] = field(default_factory=set)
     noted: set[str] = field(default_factory=set)
@@ -88,11 +92,11 @@ class Model:
         params: The weights; ``.grad`` is the true gradient.
         optimizers: Plain torch optimizers on them.
         members: The parameters of each optimizer, by index.
-        fused: Which optimizers are fused on the real side.
-        known: The optimizers that the scaler knows.
+        known: The optimizers that the scaler knows, in the order in which it has met them.
         joined: Parameters that have joined an optimizer since the scaler has looked at it.
         seen: Overflows that were looked at.
         used: The scales that a loss was scaled by.
+        updates: How many updates were requested.
         shown: The scales as last seen.
         last_backward: The scale, and its value, of the last backward from a scaled loss.
     """
@@ -104,14 +108,14 @@ class Model:
             prelude.plain(kind, [self.params[i] for i in indices])
             for kind, indices in zip(setup.kinds, setup.members, strict=True)
         ]
-        self.fused = ["fused" in kind for kind in setup.kinds]
         self.gradients = [Gradient() for _ in self.params]
         self.windows = [Window() for _ in self.optimizers]
         self.scales: ScaleModel = setup.scale_model()
         self.seen = SeenOverflows()
-        self.known: set[int] = set()
+        self.known: dict[int, None] = {}
         self.joined: set[tuple[int, int]] = set()
         self.used: set[str] = set()
+        self.updates = 0
         self.shown: dict[str, float] = dict.fromkeys(self.scales.names, setup.init_scale)
         self.last_backward: tuple[str, float] | None = None
 

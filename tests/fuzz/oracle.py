@@ -16,7 +16,7 @@ import torch
 
 from tests.fuzz.model import Gradient, Model, Window
 from tests.fuzz.predictions import is_disputed, update_waits
-from tests.fuzz.scale_model import OutOfDomainError
+from tests.fuzz.scale_model import DEFAULT, OutOfDomainError
 from tests.fuzz.seen_overflows import MAYBE, NO, YES
 
 
@@ -82,6 +82,9 @@ class Oracle(Model):
                     self.windows[o].noted |= before
             gradient.unscaled = False
             gradient.pending = gradient.pending or None
+        for gradient in self.gradients:  # and until the next step each is what this backward makes of it
+            gradient.used_by.clear()
+            gradient.assumed = False
 
     def _open(self, o: int, name: str, reached: set[int]) -> None:
         window = self.windows[o]
@@ -90,7 +93,7 @@ class Oracle(Model):
         elif window.fresh == NO:
             window.fresh = MAYBE
         window.begun.add(name)
-        window.explicit = window.blurred = False
+        window.explicit = False
         if o in self.known:
             if is_disputed(self, o):
                 raise OutOfDomainError("a folded clip and an edit, and nothing shows what was made of them")
@@ -100,7 +103,7 @@ class Oracle(Model):
 
     def meet(self, o: int) -> None:
         """The scaler gets to know an optimizer."""
-        self.known.add(o)
+        self.known[o] = None
         self.joined = {pair for pair in self.joined if pair[0] != o}
 
     def check(self, o: int, *, write: bool = True, certain: bool = True, met: bool = True) -> set[bool]:
@@ -117,11 +120,8 @@ class Oracle(Model):
         """
         if met:
             self.meet(o)
+            self._use_again(o)
         here = self.present(self.members[o])
-        if self.windows[o].blurred and self.windows[o].fresh == NO:
-            raise OutOfDomainError(
-                "used gradients beside zeroed ones may look like those of an unseen backward"
-            )
         for index in here:
             if not self.finite([index]):
                 for other, members in enumerate(self.members):
@@ -132,8 +132,23 @@ class Oracle(Model):
         for index in here if write else ():
             gradient, sure = self.gradients[index], certain and (o, index) not in self.joined
             gradient.pending = False if sure else None
+            if not gradient.unscaled:
+                gradient.used_by.clear()
             gradient.unscaled, gradient.replaced = gradient.unscaled or sure, False
+            gradient.assumed = False
         return found
+
+    def _use_again(self, o: int) -> None:
+        """Take gradients that the optimizer has stepped with before an update for scaled ones, as torch does."""
+        for index in self.members[o]:
+            gradient = self.gradients[index]
+            used_up = o in gradient.used_by and gradient.used_at != self.updates
+            if used_up and not gradient.assumed and DEFAULT in self.used:
+                gradient.assumed = True
+                self.windows[o].begun.add(DEFAULT)
+                if self.params[index].grad is not None:
+                    self.params[index].grad.div_(self.shown[DEFAULT])
+                    gradient.pending, gradient.unscaled, gradient.losses = True, False, {DEFAULT}
 
     def _record(self, o: int, here: list[int], found: set[bool], certain: bool) -> None:
         """Let what was found count for the scales that have gone into the gradients."""
@@ -159,6 +174,8 @@ class Oracle(Model):
         window.explicit = window.explicit or explicit
         window.fresh = NO if explicit or window.fresh == NO else MAYBE
         window.unfold()
+        for index in self.members[o]:
+            self.gradients[index].used_at = self.updates
 
     def clip_norm(self, indices: Iterable[int], max_norm: float, norm_type: float) -> float:
         """Clip true gradients; those that overflowed are left as they are. Returns the norm."""
@@ -181,18 +198,22 @@ class Oracle(Model):
         for index in self.present(self.members[o]):
             gradient = self.gradients[index]
             gradient.pending, gradient.replaced = gradient.pending and None, False
+            if gradient.unscaled:  # then it is written at once
+                gradient.used_at = self.updates
 
     def take_side(self, o: int, real: Callable[[int], torch.Tensor]) -> None:
         """Where a folded clip was disputed: go on with clip after edit if the real gradients show that."""
         window = self.windows[o]
         ours = {i: self.params[i].grad for i in self.present(self.members[o])}
-        if not is_disputed(self, o) or not self.finite(ours) or ours.keys() != window.unclipped.keys():
+        if not is_disputed(self, o) or ours.keys() != window.unclipped.keys():
             return
         for index, grad in window.unclipped.items():
             self.params[index].grad = grad
         for max_norm, norm_type in window.limits:
             self.clip_norm(self.members[o], max_norm, norm_type)
-        if not all(torch.allclose(self.params[i].grad, real(i).double(), rtol=1e-4) for i in ours):
+        if not all(
+            torch.allclose(self.params[i].grad, real(i).double(), rtol=1e-4, equal_nan=True) for i in ours
+        ):
             for index, grad in ours.items():
                 self.params[index].grad = grad
 
@@ -233,8 +254,6 @@ class Oracle(Model):
                 window = self.windows[o]
                 window.edited = True
                 window.unclipped.pop(index, None)
-                if zeroed and window.fresh == NO and window.stages != {"unscaled"}:
-                    window.blurred = any(self.params[i].grad.any() for i in self.present(self.members[o]))
 
     def join(self, o: int, index: int) -> None:
         """``add_param_group``."""
@@ -272,12 +291,17 @@ class Oracle(Model):
     def close(self, o: int, skipped: bool) -> None:
         """A step is over."""
         for index in self.members[o]:
-            self.gradients[index].pending = self.gradients[index].replaced = False
+            gradient = self.gradients[index]
+            gradient.pending = gradient.replaced = gradient.assumed = False
+            gradient.unscaled = True
+            gradient.used_by.add(o)
+            gradient.used_at = self.updates
         self.seen.step(o, self.members[o])
         self.windows[o] = Window(stages={"stepped"}, skipped=self.windows[o].skipped + skipped)
 
     def update(self, new_scale: float | None) -> None:
         """``update()``: a request; ``update(new_scale)``: at once."""
+        self.updates += 1
         for window in self.windows:
             window.stages, window.explicit = {"ready"}, False
             window.begun |= window.certain

@@ -29,19 +29,23 @@ def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool
 def may_edit(model: Model, index: int) -> bool:
     """Whether a change of a gradient by the user has one meaning.
 
-    Between ``update()`` and the next backward a changed gradient may be one that an unseen
-    backward has made: documented as a limit.
+    That of one which an optimizer has stepped with has: the change of an unscaled gradient before ``update()``,
+    of a scaled one after it. Of others a change between ``update()`` and the next backward may come from a
+    backward that was not seen: documented as a limit.
     """
-    windows = [model.windows[o] for o in model.owners(index)]
-    waiting = model.gradients[index].pending is not False
-    known = all(w.stages == {"unscaled"} or w.fresh != NO or (w.folded and waiting) for w in windows)
+    gradient, owners = model.gradients[index], model.owners(index)
+    waiting = gradient.pending is not False
+    known = all(
+        o in gradient.used_by or w.stages == {"unscaled"} or w.fresh != NO or (w.folded and waiting)
+        for o, w in zip(owners, (model.windows[o] for o in owners), strict=True)
+    )
     return model.params[index].grad is not None and known
 
 
 def may_update(model: Model) -> bool:
     """Whether no gradient is there that would look like one of an unseen backward after ``update()``."""
     return not any(
-        gradient.replaced and not gradient.pending and model.owners(i)
+        gradient.replaced and not gradient.pending and set(model.owners(i)) - gradient.used_by
         for i, gradient in enumerate(model.gradients)
         if model.params[i].grad is not None
     )

@@ -126,8 +126,6 @@ def _options(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
     if rng.random() < 0.15:
         options["hysteresis"] = rng.choice((2, 3))
         options["hysteresis_mode"] = rng.choice(("apex", "megatron", "deepspeed"))
-    if rng.random() < 0.25:
-        options["sync_free"] = True
     if rng.random() < 0.4:
         options["one_pass"] = False
     if "default_floor" in without:

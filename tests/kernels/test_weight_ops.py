@@ -46,13 +46,15 @@ def check_patterns(kernel, first, count):
     master = pattern.view(torch.float32)
     high, again = there_and_back(kernel, master)
     is_nan = master.isnan()
-    assert torch.equal(bits(again)[~is_nan], pattern[~is_nan])
+    sign, magnitude = pattern & -(2**31), pattern & 0x7FFFFFFF
+    wanted = torch.where(magnitude < 0x8000, sign, pattern)  # below 4.6e-41: beside a zero nothing counts
+    assert torch.equal(bits(again)[~is_nan], wanted[~is_nan])
     finite = master.isfinite() & high.isfinite()
     assert ((high.float() - master).abs()[finite] * 2 <= spacing(high)[finite]).all(), "rounded to nearest"
     assert torch.equal(high.isnan(), is_nan)
     assert torch.equal(again.isnan(), is_nan)
     assert torch.equal(again.signbit(), master.signbit())
-    changed = bits(again) != pattern
+    changed = bits(again) != wanted
     assert ((bits(again) & 0x7FFFFFFF)[changed] == 0x7FC00000).all()
     return int(changed.sum())
 
@@ -87,10 +89,20 @@ def test_the_documented_values(kernel):
     assert high.tolist()[:2] == [math.inf, -math.inf], "overflow of the half, not of the pair"
     assert again.tolist()[:2] == [largest, -largest]
     assert high[2].item() == 1 + 2.0**-7, "ties away from zero; to bfloat16 they go to even"
-    assert again[3].item() > 0
+    assert again[3].item() == 0, "below 4.6e-41"
+    smallest = torch.tensor([2.0**-134, -(2.0**-134)])
+    assert torch.equal(there_and_back(kernel, smallest)[1], smallest)
     assert math.copysign(1, again[4].item()) == -1
     device_nan = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
     assert there_and_back(kernel, device_nan)[0].isnan().all(), "CUDA's nan would be -0.0"
+
+
+def test_beside_a_zero_no_low_half_counts(kernel):
+    low = torch.tensor([-32768, -1, 0, 1, 32767], dtype=torch.int16)
+    for zero in (0.0, -0.0):
+        again = torch.ones(5)
+        kernel.unpack_weights_([torch.full((5,), zero, dtype=torch.bfloat16)], [low], [again])
+        assert torch.equal(bits(again), bits(torch.full((5,), zero)))
 
 
 @pytest.mark.parametrize("size", SIZES)

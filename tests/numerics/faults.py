@@ -10,9 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_plugin.numerics.op_call import arguments_of, results_of
-from amp_plugin.numerics.op_traits import traits_of
-from amp_plugin.numerics.unwatched import unwatched
+from amp_plugin.numerics.op import arguments_of, results_of, traits_of
+from amp_plugin.numerics.values import unwatched
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import amp_plugin
-from amp_plugin.numerics.cures import cures_of
+from amp_plugin.numerics.advise import cures_of
 from amp_plugin.numerics.finding import Finding
-from amp_plugin.numerics.module_paths import ModuleAddress, ModulePaths
+from amp_plugin.numerics.modules import ModuleAddress, Modules
 from tests.warm_processes import call
 
 OPS = {
@@ -138,7 +138,7 @@ def test_what_is_no_matter_of_range_has_no_cure_in_fp32(plain):
     with amp_plugin.diagnose(keep_going=True) as diagnosis, torch.autocast("cpu", dtype=torch.bfloat16):
         Net(lambda x: x.bfloat16().float().mul(1e38).bfloat16().mul(2.0))(torch.full((4, 8), 3.0))
     assert diagnosis.findings[0].cures == ()
-    assert "the numbers grow" in diagnosis.findings[0].advice
+    assert "clamp its input" in diagnosis.findings[0].advice
 
 
 def test_an_op_in_place_keeps_its_dtype_whatever_the_rules_say(plain):
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
 
 def test_wrappers_are_no_part_of_the_path(plain):
     model = nn.DataParallel(Net(OPS["mul"]))
-    paths = ModulePaths(model)
+    paths = Modules(model)
     paths.open()
     paths.close()
     assert paths.address("module.blocks.2.norm") == ModuleAddress(model="Net", path="blocks.2.norm")
@@ -221,7 +221,7 @@ def test_a_cure_under_accelerate(number):
         loaded={"amp_plugin.adapters.accelerate"},
     )
     assert [cure.place.partition(": ")[2] for cure in cures] == 2 * [
-        "Accelerate, an option in kwargs_handlers"
+        "Accelerate, an option in kwargs_handlers, next to those it has"
     ]
     findings = []
     for handlers in ([], [value_of(cures[number].code)]):

@@ -17,9 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, OpRules, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.judgement import judge
-from amp_plugin.numerics.op_call import Argument
-from amp_plugin.numerics.op_traits import traits_of
+from amp_plugin.numerics.judge import judge
+from amp_plugin.numerics.op import Argument, traits_of
 
 HERE = Path(__file__).name
 
@@ -116,10 +115,8 @@ def test_a_weight_that_was_no_number_at_load(value):
     model.out.weight.data[1, 2] = value
     finding = found(lambda: loss_of(model, dtype=torch.bfloat16).backward())
     assert finding.kind == "weight"
-    assert finding.inputs[0].name == "Net.out.weight"
-    assert finding.headline.startswith(
-        f"the weight Net.out.weight held {value} before aten::_to_copy.default"
-    )
+    assert finding.source == "Net.out.weight"
+    assert finding.headline.startswith(f"the weight Net.out.weight held {value} before aten::addmm.default")
     assert "checkpoint" in finding.advice
 
 
@@ -257,7 +254,7 @@ def test_a_step_that_overflows_a_weight():
 
     finding = found(program)
     assert finding.reached.startswith("the weight Linear.weight, written by aten::")
-    assert "the numbers grow" in finding.advice
+    assert "Lower the learning rate" in finding.advice
 
 
 def test_memory_that_nobody_wrote():
@@ -489,8 +486,9 @@ def test_keep_going_lists_each_origin_once():
         for _ in range(2):
             torch.zeros(2).log().mean().item()
         ((torch.zeros(2) / 0.0) + 1).sum().item()
-    assert [finding.op for finding in diagnosis.findings] == ["aten::log.default"] * 2 + ["aten::div.Tensor"]
-    assert diagnosis.report().count("\n\n") == 2
+    assert [finding.op for finding in diagnosis.findings] == ["aten::log.default", "aten::div.Tensor"]
+    assert "and 1 more that this line made" in diagnosis.findings[0].reached
+    assert diagnosis.report().count("\n\n") == 1
 
 
 def test_what_the_derivative_makes_at_the_same_point_is_part_of_the_finding():
@@ -582,12 +580,12 @@ def test_a_pass_that_a_checkpoint_runs_again_is_not_counted_twice():
 def test_without_a_model_the_backward_passes_count():
     x = torch.ones(1, requires_grad=True)
     with diagnose(keep_going=True) as diagnosis:
-        torch.zeros(1).log().item()
+        (x * torch.zeros(1).log()).backward()
         x.sum().backward()
-        torch.zeros(1).log().item()
+        (x * torch.zeros(1).log()).backward()
     assert [str(finding.moment) for finding in diagnosis.findings] == [
         "before the first forward pass of a module, before the end of the first optimizer step",
-        "after backward pass 1, before the end of the first optimizer step",
+        "after backward pass 2, before the end of the first optimizer step",
     ]
 
 
@@ -683,28 +681,8 @@ def test_infinities_that_come_to_nothing_are_told_where_nothing_was_found():
     first, second = diagnosis.report().splitlines()
     assert first == "every number that mattered was finite"
     assert re.fullmatch(
-        rf"aten::mul.Tensor made inf in forward, in fp16 at \S*{re.escape(HERE)}:\d+ in \w+; no nan came "
-        r"of it, but x / inf is 0; strict reports it",
+        rf"aten::mul.Tensor made inf in forward, in fp16 at \S*{re.escape(HERE)}:\d+ in \w+; it reached "
+        r"no loss, gradient or weight, but x / inf is 0; strict reports it",
         second,
     )
     assert found(lambda: x / (x * x), strict=True).op == "aten::mul.Tensor"
-
-
-@pytest.mark.parametrize("size", [0.5, 500.0])
-def test_an_overflow_of_weights_that_have_grown_points_to_the_learning_rate(size):
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-    with torch.no_grad():
-        model[0].weight.fill_(size)
-
-    def program():
-        with autocast("cpu", dtype=torch.float16):
-            model(torch.full((2, 4), 6e4)).sum().backward()
-
-    advice = found(program).advice
-    assert advice.startswith("addmm goes beyond 65504: scale before the product")
-    expected = (
-        " The weights of Sequential.0 reach 500: if they have grown in this run, it diverges, and fp32 only "
-    )
-    assert ((expected + "delays the nan; lower the learning rate or clip gradients.") in advice) == (
-        size > 100
-    )

@@ -50,7 +50,8 @@ def test_a_script_stops_at_the_op(script: Path) -> None:
 def test_keep_going_runs_to_the_end(script: Path) -> None:
     result = amp("--keep-going", str(script), "3")
     assert result.exit_code == 1
-    assert result.stdout.count("aten::log.default made -inf in forward") == 2
+    assert result.stdout.count("aten::log.default made -inf in forward") == 1
+    assert "and 1 times more" in result.stdout
     assert "made inf in the backward pass of aten::log.default" in result.stdout
 
 
@@ -133,10 +134,53 @@ def test_a_module_is_run_as_python_does(script: Path, monkeypatch: pytest.Monkey
 
 def test_an_option_after_the_script_is_passed_on(script: Path) -> None:
     script.write_text("import sys\nprint(sys.argv[1:])")
-    result = amp(
-        str(script), "--keep-going", "lr=3", "--steps", "4", "--save=a b.npz", "--help", "--", "--json"
+    result = amp(str(script), "--keep-going", "lr=3", "--save=a b.npz", "--help")
+    assert "['--keep-going', 'lr=3', '--save=a b.npz', '--help']" in result.stdout
+    assert result.stderr == ""
+
+
+TWO_FAULTS = """\
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def forward(self, x):
+        return (x @ x.transpose(-1, -2)).softmax(-1) @ x
+
+class Squared(nn.Module):
+    def forward(self, x):
+        energy = x.relu() ** 2
+        return energy / energy.amax()
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 16), Own(), nn.Linear(16, 16), Squared())
+nn.init.eye_(model[2].weight)
+with torch.autocast("cpu", dtype=torch.float16):
+    loss = model(2000 * torch.randn(2, 5, 16)).float().sum()
+loss.backward()
+"""
+
+
+@pytest.mark.native
+def test_keep_going_goes_on_past_what_it_can_cure(script: Path) -> None:
+    script.write_text(TWO_FAULTS)
+    answer = json.loads(amp("--json", "--keep-going", str(script)).stdout)
+    assert [finding["op"] for finding in answer["findings"]] == [
+        "aten::bmm.default",
+        "aten::pow.Tensor_Scalar",
+    ]
+    assert [finding["cause"] for finding in answer["findings"]] == ["range", "range"]
+
+
+def test_siblings_are_one_finding_with_a_count(script: Path) -> None:
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Block(nn.Module):\n    def forward(self, x):\n        return x + (x - x).log().clamp(min=-1e9)\n"
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(Block() for _ in range(3))\n"
+        "    def forward(self, x):\n        return sum((layer(x) for layer in self.layers))\n"
+        "Net()(torch.ones(3, requires_grad=True)).sum().backward()\n"
     )
-    assert (
-        "['--keep-going', 'lr=3', '--steps', '4', '--save=a b.npz', '--help', '--', '--json']"
-        in result.stdout
-    )
+    answer = json.loads(amp("--json", "--keep-going", str(script)).stdout)
+    (finding,) = answer["findings"]
+    assert (finding["module"], finding["count"]) == ("Net.layers.*", 3)

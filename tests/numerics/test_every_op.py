@@ -37,7 +37,7 @@ class Trial:
         """What it proves; of a sample that is not finite by itself only that no finite op is blamed."""
         finding, target = self.finding, self.target
         if finding is None:
-            is_absorbed = self.value == math.inf and not self.strict  # nothing came of the infinity
+            is_absorbed = not self.strict  # torch or a later op has masked it
             return "absorbed" if is_absorbed else "unseen"
         if (finding.op, finding.direction) == (target.op, target.direction):
             return "right"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
+from amp_plugin.options import LossScaleOptions
 from amp_plugin.scaling.loss_scale import LossScale
-from amp_plugin.scaling.loss_scale_options import LossScaleOptions
 from tests.host_device import host_device
 
 pytestmark = pytest.mark.gpu

@@ -168,6 +168,36 @@ def test_gradients_used_again_after_an_update_are_scaled_ones(kind, flags, write
             run.scaler.update()
 
 
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("again", [0, 1])
+def test_so_are_gradients_of_a_parameter_that_two_optimizers_step(again, flags):
+    param = torch.nn.Parameter(torch.zeros(3))
+    pair = [torch.optim.SGD([param], lr=1.0, **FLAGS[flags]) for _ in range(2)]
+    scaler = of_ours()
+    scaler.register(*pair)
+    scaler.scale(param.sum()).backward()
+    for optimizer in pair:
+        scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [-2.0] * 3
+    param.grad.data.fill_(4 * SCALE)
+    scaler.step(pair[again])
+    assert param.grad.tolist() == [4.0] * 3
+    assert param.tolist() == [-6.0] * 3
+
+
+def test_gradients_unscaled_once_more_after_the_step_are_scaled_ones_after_the_update():
+    run = Training(of_ours(), "sgd", "plain")
+    run.backward(0)
+    run.scaler.step(run.optimizer)
+    run.scaler.ensure_unscaled(run.optimizer)
+    run.scaler.update()
+    for param in run.params:
+        param.grad.data.fill_(4 * SCALE)
+    run.scaler.ensure_unscaled(run.optimizer)
+    assert [param.grad.unique().tolist() for param in run.params] == [[4.0], [4.0]]
+
+
 def test_a_hook_after_the_step_sees_unscaled_gradients():
     run = Training(of_ours(), "adamw", "fused")
     seen = []

@@ -120,7 +120,7 @@ def test_fp16_parameters_are_named():
         ({"min_scale": -1.0}, "min_scale=-1.0 is not allowed"),
         ({"init_scale": 4.0, "max_scale": 2.0}, "init_scale=4.0 is not between"),
         ({"hysteresis": 0}, "hysteresis=0 is not allowed"),
-        ({"hysteresis_mode": "nvidia"}, "'nvidia' is not known; use one of apex, megatron, deepspeed"),
+        ({"hysteresis_mode": "nvidia"}, "'nvidia' is not known; use 'apex', 'megatron' or 'deepspeed'"),
         ({"on_min_scale": "stop"}, "'stop' is not known; use 'hold' or 'raise'"),
     ],
 )

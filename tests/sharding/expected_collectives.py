@@ -9,10 +9,10 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from amp_plugin.casting.dtype_names import short_name
+from amp_plugin.precision import short_name
 from amp_plugin.sharding.collective_log import Collective
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
-from amp_plugin.weights.weight_bytes import local_of
+from amp_plugin.weights.store import local_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 _WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")

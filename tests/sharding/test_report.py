@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from amp_plugin import DtypePlan, dtype_report, fully_shard
 from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
-from amp_plugin.weights.weight_bytes import weight_bytes
+from amp_plugin.weights.store import weight_bytes
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 

@@ -13,15 +13,18 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import amp_plugin
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
-from amp_plugin.tuning.measurement import GradientError, Measurement
-from amp_plugin.tuning.reference import ReferenceGradients, rules_without_16_bits
-from amp_plugin.tuning.saved_bytes import SavedBytes
+from amp_plugin.tuning.measure import (
+    GradientError,
+    Measurement,
+    ReferenceGradients,
+    SavedBytes,
+    Trials,
+    rules_without_16_bits,
+)
 from amp_plugin.tuning.search import Aim
-from amp_plugin.tuning.trials import Trials
-from amp_plugin.tuning.used_ops import used_ops
-from amp_plugin.tuning.workload import Steps
+from amp_plugin.tuning.workload import Steps, used_ops
 
 pytestmark = pytest.mark.native
 DEFAULT = OpRules.default("cpu")
@@ -258,6 +261,7 @@ class TestTune:
         assert found.keeps_default
         assert found.rules == DEFAULT
         assert "nothing better was found, the default rules stay" in found.to_yaml()
+        assert found.nearest is None or found.nearest.over > 0
         assert found.to_yaml().endswith("rules: {}\n")
 
     def test_an_overflow_in_fp16_is_cured_by_the_op_that_overflows_alone(self, batches):
@@ -325,11 +329,13 @@ class TestTune:
 
 
 SCRIPT = """
-import sys, torch
+import os, sys, torch
 from torch import nn
 model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 300))
 optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]))
 print("not to be seen")
+os.makedirs("runs")
+open("runs/log.txt", "w").close()
 for step in range(5):
     x, y = torch.randn(32, 16), torch.randint(300, (32,))
     optimizer.zero_grad()
@@ -350,12 +356,15 @@ class TestCommand:
             app, [*map(str, words)], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
         )
 
-    def test_a_script_is_tuned(self, tmp_path: Path):
+    def test_a_script_is_tuned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
         script.write_text(SCRIPT)
         options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
-        answer = self.amp("tune", script, *options, "--", "0.1")
+        with monkeypatch.context() as patch:
+            patch.chdir(tmp_path)
+            answer = self.amp("tune", *options, script, "0.1")
         assert answer.exit_code == 0, answer.output
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "sets.png", "train.py"]
         assert "not to be seen" not in answer.output
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
@@ -367,13 +376,13 @@ class TestCommand:
         [
             (["gone.py"], 2, "file 'gone.py' does not exist"),
             (
-                ["SCRIPT", "--for", "speed"],
+                ["--for", "speed", "SCRIPT"],
                 2,
                 "'speed' is not one of 'memory', 'casts', 'accuracy'; did you mean",
             ),
-            (["SCRIPT", "--budget", "much"], 2, "'much' is no share; give it as 5% or 0.05"),
+            (["--budget", "much", "SCRIPT"], 2, "'much' is no share; give it as 5% or 0.05"),
             (
-                ["SCRIPT", "--device", "cpu", "--", "0.1"],
+                ["--device", "cpu", "SCRIPT", "0.1"],
                 1,
                 "ended with exit code 0 after 0 backward passes, and 4",
             ),

@@ -46,8 +46,8 @@ def loss_of(model, x, y):
     return nn.functional.mse_loss(out.float(), y)
 
 
-def exact(store, model):
-    return torch.cat([value.flatten() for value in store.fp32_state_dict(model).values()])
+def exact(model):
+    return torch.cat([value.flatten() for value in model.state_dict().values()])
 
 
 def train(weights, ranks, *, ddp):
@@ -55,7 +55,7 @@ def train(weights, ranks, *, ddp):
     rank = dist.get_rank()
     model = Net(seed=rank if ddp else 0)  # DDP gives all the first rank's
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    store = store_weights(model, optimizer, weights=weights, fp32_modules=["norm"])
+    store_weights(model, optimizer, weights=weights, fp32_modules=["norm"])
     net = DistributedDataParallel(model) if ddp else model
     reduce_in_fp32(net)
     for step in range(STEPS):
@@ -67,7 +67,7 @@ def train(weights, ranks, *, ddp):
                 net.require_backward_grad_sync = micro == MICRO_BATCHES - 1
             (loss_of(net, x, y) / MICRO_BATCHES).backward()
         optimizer.step()
-    return exact(store, model)
+    return exact(model)
 
 
 def compare_with_one_process(weights, ranks):
@@ -84,7 +84,8 @@ def compare_with_one_process(weights, ranks):
 
 def exact_start(weights):
     model = Net()
-    return exact(store_weights(model, weights=weights, fp32_modules=["norm"]), model)
+    store_weights(model, weights=weights, fp32_modules=["norm"])
+    return exact(model)
 
 
 def reduced_gradients(ranks):
@@ -127,6 +128,66 @@ def refusals():
         reduce_in_fp32(net)
     found["own_hook"] = str(caught[0].message)
     return found
+
+
+def is_same_on_all_ranks(value):
+    others = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, value)
+    return all(torch.equal(other, value) for other in others)
+
+
+def joined():
+    """Train on uneven inputs, stored and in float32: rank 1 has two batches fewer."""
+    ends = []
+    for weights in ("bf16", "fp32"):
+        model = Net(seed=dist.get_rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+        store_weights(model, optimizer, weights=weights)
+        net = DistributedDataParallel(model)
+        reduce_in_fp32(net)
+        with net.join():
+            for step in range(4 - 2 * dist.get_rank()):
+                optimizer.zero_grad()
+                loss_of(net, *batch(step, 0, dist.get_rank())).backward()
+                optimizer.step()
+        ends.append(exact(model))
+    return {
+        "same": is_same_on_all_ranks(ends[0]),
+        "distance": (ends[0] - ends[1]).abs().max().item(),
+        "moved": (ends[1] - exact(Net())).abs().max().item(),
+    }
+
+
+def with_zero():
+    """Train with an optimizer that is sharded over the ranks, stored and in float32, on the same gradients."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns of torch.jit when it is imported
+
+    ends = []
+    for weights in ("bf16", "fp32"):
+        model = Net()
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        store = store_weights(model, optimizer, weights=weights)
+        store.add(optimizer.optim) if weights == "bf16" else None
+        for step in range(50):
+            generator = torch.Generator().manual_seed(step)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).bfloat16().float()
+            optimizer.step()
+        ends.append(exact(model))
+    return {"same": is_same_on_all_ranks(ends[0]), "equal": torch.equal(*ends)}
+
+
+def converted_on_one_rank():
+    model = Net()
+    if dist.get_rank() == 1:
+        store_weights(model, weights="bf16-true")
+    else:
+        model.bfloat16()
+    try:
+        reduce_in_fp32(DistributedDataParallel(model))
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 class Module(LightningModule):
@@ -197,16 +258,17 @@ def main(folder):
         "refusals": refusals(),
     }
     if ranks == 2:
+        report["joined"] = joined()
+        report["zero"] = with_zero()
+        report["one_rank"] = converted_on_one_rank()
         for run in (in_trainer, in_fabric, in_accelerate):
-            params = list(run(ranks).parameters())
-            halves = torch.cat([param.detach().float().flatten() for param in params])
-            others = [torch.empty_like(halves) for _ in range(ranks)]
-            dist.all_gather(others, halves)
+            model = run(ranks)
+            params = list(model.parameters())
             report[run.__name__] = {
                 "halves": params[0].dtype is torch.bfloat16,
-                "same": all(torch.equal(other, halves) for other in others),
+                "same": is_same_on_all_ranks(exact(model)),
                 "gradients": str(params[0].grad.dtype) if params[0].grad is not None else None,
-                "sum": halves.double().sum().item(),
+                "sum": exact(model).double().sum().item(),
             }
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave()

@@ -46,12 +46,35 @@ class TestDistributedDataParallel:
         assert "gradient_as_bucket_view=True) keeps gradients in the 16 bits" in told["bucket_views"]
         assert "has a communication hook, which reduces gradients in the 16 bits" in told["own_hook"]
 
+    def test_a_joined_rank_contributes_zeros(self, ranks):
+        if len(ranks) > 2:
+            pytest.skip("run on two ranks")
+        for report in ranks:
+            assert report["joined"]["same"], "all bits"
+            assert report["joined"]["moved"] > 50 * report["joined"]["distance"]
+
+    def test_an_optimizer_that_is_sharded_equals_the_float32_run(self, ranks):
+        if len(ranks) > 2:
+            pytest.skip("run on two ranks")
+        assert [report["zero"] for report in ranks] == [{"same": True, "equal": True}] * 2
+
+    def test_a_conversion_on_one_rank_is_an_error_on_all(self, ranks):
+        if len(ranks) > 2:
+            pytest.skip("run on two ranks")
+        for report in ranks:
+            assert (
+                "parameter 0 is stored as ('torch.bfloat16', None) on rank 0 and as ('torch.bfloat16', 'bf16-true')"
+                in report["one_rank"]
+            )
+
     @pytest.mark.parametrize("framework", ["in_trainer", "in_fabric", "in_accelerate"])
     def test_frameworks_reduce_in_float32_by_themselves(self, ranks, framework):
         if len(ranks) > 2:
             pytest.skip("run on two ranks")
         for report in ranks:
-            assert report[framework]["halves"]
+            assert report[framework]["halves"] is (framework != "in_trainer"), (
+                "the Trainer gives float32 back"
+            )
             assert report[framework]["same"]
             assert report[framework]["gradients"] in {"torch.float32", None}
         sums = {run: ranks[0][run]["sum"] for run in ("in_trainer", "in_fabric", "in_accelerate")}

@@ -6,6 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,15 +34,17 @@ from amp_plugin.adapters.accelerate.step_metrics import StepMetrics, scale_and_s
 from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
-from amp_plugin.adapters.option_checks import refuse_misfits
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.options import refuse_misfits
+from amp_plugin.patterns import found_patterns
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.penalty import grad, gradient_penalty
 from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.dtype_plan import DtypePlan
+from amp_plugin.weights.store import restore_weights
 
 T = TypeVar("T")
 _SIGNATURE = inspect.signature(Accelerator.__init__)
@@ -128,6 +131,7 @@ class AmpAccelerator(Accelerator):
         self._weights = engagement.model_weights(precision, self._settings, self.distributed_type)
         self._preparation = Preparation(self._weights, self._options.fp32_modules, self.ao_recipe_handler)
         self.register_load_state_pre_hook(self._remember_folder)
+        checkpoints.load_into_exact_weights()
         if self.ao_recipe_handler is not None:
             refuse_device(
                 f"{type(self).__name__}(mixed_precision='fp8')", device, self.ao_recipe_handler.config
@@ -223,6 +227,11 @@ class AmpAccelerator(Accelerator):
         self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         return prepared
 
+    def set_up_weights(self, model: nn.Module) -> None:
+        """Store a model's weights before it is prepared, for a checkpoint that is loaded before."""
+        if self._engaged and not getattr(model, "_is_accelerate_prepared", False):
+            self._weights.set_up(model, found_patterns(model, self._options.fp32_modules))
+
     @property
     def dtype_plan(self) -> DtypePlan:
         """The dtypes of the models, for ``amp_plugin.fully_shard``."""
@@ -248,7 +257,11 @@ class AmpAccelerator(Accelerator):
         MixedForward.put_on(module, training, self._region(in_eval) if in_eval else None)
 
     def _region(self, precision: str) -> RegionOptions:
-        return engagement.region_options(self.device.type, precision, self._settings, self.autocast_handler)
+        options = engagement.region_options(
+            self.device.type, precision, self._settings, self.autocast_handler
+        )
+        in_16_bits = self._weights.replace_autocast
+        return replace(options, enabled=options.enabled and not in_16_bits, all_in_16_bits=in_16_bits)
 
     def prepare_optimizer(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> AcceleratedOptimizer:
         """Prepare an optimizer: it steps through the scaler."""
@@ -282,9 +295,13 @@ class AmpAccelerator(Accelerator):
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Return the model without its distributed wrapper; without ``keep_fp32_wrapper`` as it was."""
+        """Return the model without its distributed wrapper.
+
+        Without ``keep_fp32_wrapper`` it is an ordinary float32 model again, which ends training under DDP.
+        """
         inner: nn.Module = super().unwrap_model(model, keep_torch_compile=keep_torch_compile)
         if not keep_fp32_wrapper:
+            restore_weights(inner)
             for module in (inner, getattr(inner, "_orig_mod", inner)):
                 MixedForward.take_off(module)
         return inner
@@ -492,7 +509,8 @@ class AmpAccelerator(Accelerator):
         self._loaded_folder = Path(folder)
 
     def end_training(self) -> None:
-        """End the run: torch.autocast blocks elsewhere in the process are torch's again."""
+        """End the run: models are float32, torch.autocast blocks in the process torch's again."""
         super().end_training()
         if self._engaged:
+            self._weights.restore()
             set_default_rules(None)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, FullyShardedDataParallelPlugin
@@ -54,6 +57,27 @@ def warn_of_lost_states(
                 "restore that of a new optimizer, and this one starts anew; use fsdp_version=2, "
                 "which restores it"
             )
+
+
+def load_into_exact_weights() -> None:
+    """Let ``transformers.Trainer`` set weights up before it loads a checkpoint; once, if it is imported.
+
+    It loads before it prepares, which rounds to the 16 bits of a model that came in them. A Trainer with
+    another accelerator loads as before.
+    """
+    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or hasattr(trainer._load_from_checkpoint, "__wrapped__"):
+        return
+    load = trainer._load_from_checkpoint
+
+    @functools.wraps(load)
+    def load_exactly(self: Any, checkpoint: str, model: Any = None) -> Any:
+        set_up = getattr(self.accelerator, "set_up_weights", None)
+        if set_up is not None:
+            set_up(self.model if model is None else model)
+        return load(self, checkpoint, model)
+
+    trainer._load_from_checkpoint = load_exactly
 
 
 def load_loss_scale(scaler: GradScaler, folder: Path) -> None:

@@ -12,18 +12,18 @@ from accelerate.utils import AutocastKwargs, DistributedType, FullyShardedDataPa
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.precision_names import (
+from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.precision import (
     TRAINING_DTYPES,
     WEIGHTS_IN_16_BITS,
     checked_precision,
     known_precision,
+    refuse_other_precision,
 )
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rule_tables import TABLES
-from amp_plugin.casting.rules import OpRules
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.refusals import refuse_other_precision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_to_fp32
+from accelerate.utils import AutocastKwargs, convert_to_fp32, recursively_apply
 from torch import nn
 
 from amp_plugin.casting.region import autocast
@@ -24,6 +25,7 @@ class RegionOptions:
         enabled: False computes as without autocast.
         cache_enabled: keep the cast of a weight for its next use in one forward.
         fp32_outputs: convert float16 and bfloat16 outputs to fp32.
+        all_in_16_bits: compute without autocast, with inputs in ``dtype``: all weights are stored in it.
     """
 
     device_type: str
@@ -31,6 +33,7 @@ class RegionOptions:
     enabled: bool = True
     cache_enabled: bool | None = None
     fp32_outputs: bool = True
+    all_in_16_bits: bool = False
 
     def with_kwargs(self, handler: AutocastKwargs | None) -> RegionOptions:
         """Return the options of one block, which Accelerate's AutocastKwargs may change."""
@@ -108,12 +111,20 @@ class MixedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in the region."""
         options = self.options if self.module.training else self.eval_options
+        if options.all_in_16_bits:
+            args, kwargs = recursively_apply(
+                partial(torch.Tensor.to, dtype=options.dtype), (args, kwargs), test_type=_is_floating_point
+            )
         with autocast(options.device_type, options.dtype, options.enabled, options.cache_enabled):
             if self.own is not None:
                 output = self.own(*args, **kwargs)
             else:  # not bound first: no Dynamo before torch 2.13 can trace that
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return convert_to_fp32(output) if options.fp32_outputs else output
+
+
+def _is_floating_point(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 class _ignore_module:  # noqa: N801 -- a function that can be pickled and compared

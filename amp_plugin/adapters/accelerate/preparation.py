@@ -10,7 +10,8 @@ from torch import nn
 
 from amp_plugin.adapters.float8 import leave_out
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.casting.fp32_modules import apply_fp32_modules, matching, require_matches
+from amp_plugin.casting.run_in import apply_fp32_modules
+from amp_plugin.patterns import found_patterns, require_matches
 
 
 class Preparation:
@@ -38,7 +39,7 @@ class Preparation:
         Raises:
             ValueError: a name of ``fp32_modules`` is of no module in them, nor in those set up before.
         """
-        matched = {model: matching(model, self._wanted) for model in models}
+        matched = {model: found_patterns(model, self._wanted) for model in models}
         if trained:
             for model, patterns in matched.items():
                 self._weights.set_up(model, patterns)

@@ -12,124 +12,70 @@ One order of precedence; the first source that names an option decides it::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import yaml
 from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
 
-from amp_plugin.adapters.option_checks import names_checked, rules_from, unknown_option
-from amp_plugin.adapters.precision_names import PrecisionName, checked_precision
+from amp_plugin.adapters.option_checks import rules_from
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.environment_variables import PREFIX, unknown_variables
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, LossScaleOptions, OnNonfinite
-from amp_plugin.sharding.dtype_plan import ReduceName
-from amp_plugin.weights.forms import WeightsName
+from amp_plugin.options import (
+    AccelerateOptions,
+    LossScaleOptions,
+    lists_options,
+    option_names,
+    option_types,
+    takes,
+    unknown_option,
+)
+from amp_plugin.precision import PrecisionName, checked_precision
 
 Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
 
 
-@dataclass(frozen=True, kw_only=True)
+OPTIONS = option_names(AccelerateOptions)
+
+
+@lists_options(AccelerateOptions)
 class AmpKwargs(KwargsHandler):
     """Options of AmpAccelerator, for ``kwargs_handlers``; None leaves an option to the next source.
 
     Each is also a variable of the environment (``AMP_PLUGIN_INIT_SCALE=1024``) and a key of the
-    YAML file that ``AMP_PLUGIN_CONFIG`` names. Those up to ``fp16_gradients`` belong to the loss scale: they
-    are checked in any precision and have an effect in fp16 only.
+    YAML file that ``AMP_PLUGIN_CONFIG`` names. Those of the loss scale are checked in any precision and have
+    an effect in fp16 only. In text ``fp32_modules`` is ``"LayerNorm,head.*"``.
 
-    Attributes:
-        init_scale: first loss scale; 65536.
-        growth_factor: factor of the scale after ``growth_interval`` good steps; 2.
-        backoff_factor: factor of the scale after an overflow; 0.5.
-        growth_interval: good optimizer steps in a row before the scale grows; 2000.
-        min_scale: floor of the scale; by default it is only kept above 0.
-        max_scale: ceiling of the scale.
-        hysteresis: overflows before a backoff; 1.
-        hysteresis_mode: when that count starts anew: ``"apex"``, ``"megatron"`` or ``"deepspeed"``.
-        on_min_scale: overflow at the floor: ``"hold"`` the scale or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant.
-        fp16_gradients: True allows parameters in float16.
-        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD; True.
-        fold_clip: True leaves a clip by norm to the step where the optimizer is stepped in one pass or fused:
-            faster, but ``.grad`` is neither unscaled nor clipped between ``clip_grad_norm_`` and the step;
-            False.
-        on_nonfinite: what a step does whose gradients are not finite, in any precision: ``"skip"``,
-            ``"raise"`` or ``"ignore"``, as GradScaler's; ``"skip"``.
-        max_skips_in_a_row: skipped steps in a row of one optimizer after which ``step()`` raises, with the
-            names of the parameters; 0 goes on for ever; 50.
-        rules: op rules other than the default ones, or a YAML file of them.
-        fp32_outputs: convert what a prepared model returns to fp32; True, as Accelerate does.
-        exact_schedulers: wait for the device after each step of a fused optimizer on a GPU, so that
-            a scheduler is held back with the skipped step, not one step later; False.
-        fp32_modules: names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
-            (``"LayerNorm"``) of prepared models that compute in fp32; in text ``"LayerNorm,head.*"``.
-        eval_precision: precision of prepared models in ``eval()`` mode: ``"fp16"``, ``"bf16"`` or
-            ``"fp32"``; by default as in training.
-        weights: how trainable weights are stored: ``"fp32"``, the default (those that come in 16 bits become
-            float32 in ``prepare``), ``"bf16"``, ``"fp16"`` or ``"bf16-stochastic"``.
-        reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
-            ``"bf16"`` for half the bytes; ``"fp32"``.
+    Args:
+        {options}
 
     Example:
         >>> AmpKwargs(init_scale=1024.0).to_kwargs()
         {'init_scale': 1024.0}
     """
 
-    init_scale: float | None = None
-    growth_factor: float | None = None
-    backoff_factor: float | None = None
-    growth_interval: int | None = None
-    min_scale: float | None = None
-    max_scale: float | None = None
-    hysteresis: int | None = None
-    hysteresis_mode: HysteresisMode | None = None
-    on_min_scale: Literal["hold", "raise"] | None = None
-    dynamic: bool | None = None
-    fp16_gradients: bool | None = None
-    one_pass: bool | None = None
-    fold_clip: bool | None = None
-    on_nonfinite: OnNonfinite | None = None
-    max_skips_in_a_row: int | None = None
-    rules: OpRules | str | Path | None = None
-    fp32_outputs: bool | None = None
-    exact_schedulers: bool | None = None
-    fp32_modules: Sequence[str] | None = None
+    @takes(AccelerateOptions, by_position=0, or_none=True)
+    def __init__(self, **given: Any) -> None:
+        self.__dict__.update({name: given.get(name) for name in OPTIONS})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, AmpKwargs) and vars(other) == vars(self)
+
+    def __hash__(self) -> int:
+        return hash(tuple(map(str, vars(self).values())))
+
+    def __repr__(self) -> str:
+        return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterOptions(AccelerateOptions):
+    """The options, read: precisions in our own names, rules from their file."""
+
     eval_precision: PrecisionName | None = None
-    weights: WeightsName | None = None
-    reduce: ReduceName | None = None
-
-
-AmpKwargs.__init__ = names_checked(AmpKwargs.__init__)  # type: ignore[method-assign]
-OPTIONS = tuple(option.name for option in fields(AmpKwargs))
-_TYPES = {name: get_args(hint)[0] for name, hint in get_type_hints(AmpKwargs).items()}  # of ``T | None``
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterOptions:
-    """The options of AmpKwargs that are not the loss scale's, with their defaults."""
-
-    fp16_gradients: bool = False
-    one_pass: bool = True
-    fold_clip: bool = False
-    on_nonfinite: OnNonfinite = "skip"
-    max_skips_in_a_row: int = 50
     rules: OpRules | None = None
-    fp32_outputs: bool = True
-    exact_schedulers: bool = False
-    fp32_modules: Sequence[str] = ()
-    eval_precision: PrecisionName | None = None
-    weights: WeightsName = "fp32"
-    reduce: ReduceName = "fp32"
-
-    def __post_init__(self) -> None:
-        if self.max_skips_in_a_row < 0:
-            msg = (
-                f"max_skips_in_a_row={self.max_skips_in_a_row} is not allowed; give a number of optimizer "
-                "steps, or 0 to go on for ever"
-            )
-            raise ValueError(msg)
 
 
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
@@ -176,14 +122,12 @@ class Settings:
         return self.build(lambda: LossScaleOptions.among(self.values))
 
     def adapter(self) -> AdapterOptions:
-        """Return the other options.
+        """Return all options, with their defaults.
 
         Raises:
             ValueError: a number is out of range; the text names what set it.
         """
-        names = {option.name for option in fields(AdapterOptions)}
-        given = {name: value for name, value in self.values.items() if name in names}
-        return self.build(lambda: AdapterOptions(**given))
+        return self.build(lambda: AdapterOptions(**self.values))
 
     def build(self, make: Callable[[], Made]) -> Made:
         """Call ``make``; a ValueError about an option also names what set it.
@@ -263,8 +207,10 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
 
 
 def _checked(name: str, value: Any, source: str) -> Any:
-    """Return ``value`` as the option's type in AmpKwargs, from text too."""
-    wanted = _TYPES[name]
+    """Return ``value`` as the option's type, from text too."""
+    wanted = option_types(AccelerateOptions)[name]
+    if type(None) in get_args(wanted):
+        wanted = get_args(wanted)[0]  # of ``T | None``
     if name in _PARSERS:
         return _PARSERS[name](name, value, source)
     if wanted is bool:

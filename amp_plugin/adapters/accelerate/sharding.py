@@ -13,8 +13,8 @@ from torch import nn
 
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
-from amp_plugin.adapters.precision_names import TRAINING_DTYPES
-from amp_plugin.casting.fp32_modules import matching
+from amp_plugin.patterns import found_patterns
+from amp_plugin.precision import TRAINING_DTYPES
 from amp_plugin.sharding.contradictions import check_against_plan
 from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
@@ -105,7 +105,8 @@ def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[N
 
     own = fsdp.fully_shard
     found = [
-        DtypePlan(compute=plan.compute, fp32_modules=matching(model, plan.fp32_modules)) for model in models
+        DtypePlan(compute=plan.compute, fp32_modules=found_patterns(model, plan.fp32_modules))
+        for model in models
     ]
     in_fp32 = set().union(*(modules_in_fp32(*pair) for pair in zip(models, found, strict=True)))
 

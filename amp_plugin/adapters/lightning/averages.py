@@ -1,4 +1,4 @@
-"""Lightning's callbacks that average weights (EMA, SWA) average float32 masters, not 16 bits."""
+"""Lightning's callbacks that average weights (EMA, SWA) average float32, not 16 bits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from amp_plugin.weights.conversion import convert_to_fp32
-from amp_plugin.weights.weight_store import store_of
+from amp_plugin.weights.store import convert_to_fp32, in_fp32
 
 # Class of Lightning -> those of its hooks that read or write the weights of the model in training.
 _HOOKS: Final = {
@@ -30,7 +29,7 @@ class Averages:
         self._wrapped: list[tuple[Any, str]] = []
 
     def watch(self, callbacks: Iterable[Any]) -> None:
-        """Give averages float32 weights, and let their hooks see the model's masters until `release`."""
+        """Give averages float32 weights, and let their hooks see the model in float32 until `release`."""
         self.release()
         for callback in callbacks:
             kinds = {kind.__name__ for kind in type(callback).__mro__}
@@ -55,8 +54,5 @@ class _OnMasters:
         self._hook = hook
 
     def __call__(self, trainer: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        store = store_of(module)
-        if store is None:
-            return self._hook(trainer, module, *args, **kwargs)
-        with store.in_fp32(module):
+        with in_fp32(module):
             return self._hook(trainer, module, *args, **kwargs)

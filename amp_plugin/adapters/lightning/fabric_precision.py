@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.autocast_module import autocast_module
+from amp_plugin.casting.threads import autocast_module
+from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts
-from amp_plugin.weights.refusals import refuse_sharded
+from amp_plugin.weights.store import refuse_sharded
 
 Member = TypeVar("Member")
 
@@ -37,11 +38,15 @@ class _Known(weakref.WeakKeyDictionary[Member, None]):
         return type(self), ()
 
 
+@lists_options(LightningOptions)
 class FabricPrecision(PrecisionCore):
     """Mixed precision for ``lightning.fabric.Fabric(plugins=[...])``, under any of its strategies.
 
-    Takes the arguments of AmpPrecision. Inputs keep their dtypes, half-precision outputs come back
-    as fp32. ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+    Inputs keep their dtypes, half-precision outputs come back as fp32.
+    ``fabric.save(path, {..., "precision": plugin})`` keeps the loss scale.
+
+    Args:
+        {options}
 
     Raises:
         ValueError: an argument is not one of the allowed values.

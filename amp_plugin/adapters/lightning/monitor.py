@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.option_checks import names_checked, number
+from amp_plugin.adapters.option_checks import names_checked
+from amp_plugin.options import number
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.weight_bytes import weight_bytes
+from amp_plugin.weights.store import weight_bytes
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from amp_plugin.scaling.step_log import LoggedStep
     from amp_plugin.scaling.step_result import StepResult
-    from amp_plugin.weights.weight_bytes import WeightBytes
+    from amp_plugin.weights.store import WeightBytes
 
 
 class Monitor:

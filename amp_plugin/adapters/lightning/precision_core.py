@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from functools import cached_property, partial
+from typing import Any, ClassVar
 
 import torch
+from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,31 +16,25 @@ from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.option_checks import names_checked, refuse_other_eval_precision
-from amp_plugin.adapters.precision_names import (
-    TRAINING_DTYPES,
-    NameWithWeights,
-    PrecisionName,
-    StockName,
-    TrainingPrecision,
-)
-from amp_plugin.casting.environment_rules import environment_rules
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.adapters.option_checks import refuse_other_eval_precision
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules import OpRules, environment_rules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.device_speed import warn_of_slow_fp16
+from amp_plugin.options import LightningOptions, takes
+from amp_plugin.precision import (
+    TRAINING_DTYPES,
+)
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.loss_scale_options import HysteresisMode, OnNonfinite
 from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.dtype_plan import DtypePlan, ReduceName
+from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
 from amp_plugin.sharding.shard_units import is_sharded
 from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.forms import WeightsName
 
 Observer = Callable[[Optimizer, StepResult], None]
 
@@ -62,42 +56,16 @@ class PrecisionCore:
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
 
-    @names_checked
-    def __init__(
-        self,
-        precision: TrainingPrecision | StockName | NameWithWeights | torch.dtype = "fp16",
-        *,
-        device: str | None = None,
-        scaler: Any = None,
-        eval_precision: PrecisionName | StockName | torch.dtype | None = None,
-        rules: OpRules | str | Path | None = None,
-        fp32_modules: Sequence[str] = (),
-        weights: WeightsName = "fp32",
-        reduce: ReduceName = "fp32",
-        exact_schedulers: bool = False,
-        float8_config: Any = None,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float | None = None,
-        max_scale: float | None = None,
-        hysteresis: int = 1,
-        hysteresis_mode: HysteresisMode = "apex",
-        on_min_scale: Literal["hold", "raise"] = "hold",
-        dynamic: bool = True,
-        fp16_gradients: bool = False,
-        one_pass: bool = True,
-        on_nonfinite: OnNonfinite = "skip",
-    ) -> None:
-        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, locals())
+    @takes(LightningOptions, by_position=1)
+    def __init__(self, **given: Any) -> None:
+        self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
         self.precision: Any = settings.stock_name
         self.device = settings.device or ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
         self._begin()
-        if scaler is not None:
-            self.scaler = scaler
+        if given.get("scaler") is not None:
+            self.scaler = given["scaler"]
 
     def _begin(self) -> None:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
@@ -213,7 +181,8 @@ class PrecisionCore:
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
     def teardown(self) -> None:
-        """End the run: give the rules back; the loss scale stays."""
+        """End the run: give float32 weights and the rules back; the loss scale stays."""
+        self._weights.restore()
         if self._rules is not None:
             set_default_rules(None)
             self._rules = None
@@ -226,8 +195,13 @@ class PrecisionCore:
         return convert_linear_layers(module, self.settings.float8_config, left_out=in_fp32)
 
     def convert_input(self, data: Any) -> Any:
-        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay."""
-        return data
+        """Return the batch as it is: autocast casts what each op needs, labels and fp64 stay.
+
+        Where all weights are stored in 16 bits, floating-point tensors become such, as in Lightning.
+        """
+        if not self._weights.replace_autocast:
+            return data
+        return apply_to_collection(data, Tensor, partial(_in_dtype, self.settings.training_dtype))
 
     def convert_output(self, data: Any) -> Any:
         """Return outputs as they are."""
@@ -244,12 +218,12 @@ class PrecisionCore:
     # -- regions ------------------------------------------------------------------------------
 
     def autocast_context_manager(self) -> torch.autocast:
-        """Return a new autocast region of the training precision."""
+        """Return a new autocast region of the training precision; where all weights are stored, none."""
         return self._region(self.settings.precision)
 
     def _region(self, precision: str) -> torch.autocast:
         dtype = TRAINING_DTYPES[precision]
-        if dtype is torch.float32:
+        if dtype is torch.float32 or self._weights.replace_autocast:
             return self._no_region()
         return autocast(
             self.device,
@@ -364,3 +338,7 @@ class PrecisionCore:
             return
         self._scaler.load_state_dict(dict(state_dict))
         self._attempted_steps = state_dict.get("optimizer_steps", 0) + self.skipped_steps
+
+
+def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

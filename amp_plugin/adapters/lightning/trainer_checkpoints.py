@@ -16,6 +16,8 @@ class TrainerCheckpoints(PrecisionCore):
 
     checkpoint_key: str = "MixedPrecision"
     _fitting: bool = True
+    _load_again: Any = None
+    """The Trainer, if its model came in 16 bits: what it has loaded before set-up was rounded."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
@@ -25,6 +27,9 @@ class TrainerCheckpoints(PrecisionCore):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
+        if self._load_again is not None:
+            load_weights_again(self._load_again, checkpoint)
+            self._load_again = None
         found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
         if not self._fitting:
             return
@@ -40,3 +45,12 @@ class TrainerCheckpoints(PrecisionCore):
             )
         if found is not None:
             self.load_state_dict(found)
+
+
+def load_weights_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
+    """Load a checkpoint's weights and averages into a model that is float32 or stored by now."""
+    module = trainer.lightning_module
+    trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+    for callback in trainer.callbacks:
+        if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+            callback.on_load_checkpoint(trainer, module, checkpoint)

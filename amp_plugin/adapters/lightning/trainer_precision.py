@@ -34,6 +34,7 @@ from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
 from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
 from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
 from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.options import LightningOptions, lists_options
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -41,42 +42,12 @@ if TYPE_CHECKING:
     from amp_plugin.scaling.step_result import StepResult
 
 
+@lists_options(LightningOptions)
 class TrainerPrecision(TrainerCheckpoints):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
     Args:
-        precision: ``"fp16"`` (with a loss scale, on CPU too), ``"bf16"``, ``"fp32"``, or ``"fp8"``: Linear
-            layers in float8 by torchao, bf16 around them. Lightning's names (``"16-mixed"``) and dtypes are
-            understood.
-        device: device type, an error where training runs on another; None: the one it runs on.
-        scaler: a GradScaler in place of the plugin's own; torch's gives its options and state.
-        eval_precision: precision of validation, test and prediction; None: ``precision``.
-        rules: op rules other than the default ones, or a YAML file of them, for the whole run.
-        fp32_modules: module names (``"encoder.norm"``, ``"blocks.*.norm"``) or class names
-            (``"LayerNorm"``) that compute in fp32.
-        weights: how trainable weights are stored. ``"fp32"``: those that come in 16 bits become float32
-            when training starts; ``"bf16"``: in bf16, with 16 bits more beside each, trained exactly as in
-            float32; ``"fp16"``: in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 alone, rounded
-            at random.
-        reduce: dtype in which FSDP reduces gradients, and adds up those of micro-batches: ``"fp32"``, or
-            ``"bf16"`` for half the bytes.
-        exact_schedulers: wait for the device after each step, so that no scheduler is ever ahead.
-        float8_config: torchao's Float8LinearConfig, or the name of its recipe; for ``"fp8"`` only.
-        init_scale: first loss scale. This and the options that follow, but the last, are for fp16 only.
-        growth_factor: factor of the scale after ``growth_interval`` steps without overflow.
-        backoff_factor: factor of the scale after an overflow.
-        growth_interval: optimizer steps without overflow before the scale grows.
-        min_scale: floor of the scale; None only keeps it above 0.
-        max_scale: ceiling of the scale; None: float32's largest number.
-        hysteresis: overflows tolerated before the scale backs off, the last included.
-        hysteresis_mode: when that tolerance is restored: ``"apex"``, ``"megatron"``, ``"deepspeed"``.
-        on_min_scale: at the floor, ``"hold"`` the scale or ``"raise"`` FloatingPointError.
-        dynamic: False keeps the scale constant; steps that overflow are skipped all the same.
-        fp16_gradients: True allows parameters in float16, whose gradients lose what is below 6e-8.
-        one_pass: False lets torch's own code take the steps of Adam, AdamW and SGD.
-        on_nonfinite: in every precision, a step with a gradient that is not finite is ``"skip"``-ped: it
-            changes nothing, and schedulers wait. ``"raise"`` ends the run, in fp16 once the scale is no
-            longer the cause; ``"ignore"`` checks nothing in bf16 and fp32.
+        {options}
 
     Raises:
         ValueError: an argument is not one of the allowed values; or, when training starts, the Trainer's
@@ -127,9 +98,11 @@ class TrainerPrecision(TrainerCheckpoints):
         self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
         self._fitting = trainer.state.fn == "fit"
-        if self._fitting:
+        if self._fitting or self._weights.are_all_stored:
             refuse_sharded_strategy(trainer.strategy, self.settings.weights)
-            self._weights.set_up(module, self.settings.fp32_modules)
+            was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
+            self._load_again = trainer if was_rounded else None
+        if self._fitting:
             self._averages.watch(trainer.callbacks)
         return super().convert_module(module)
 
@@ -174,7 +147,7 @@ class TrainerPrecision(TrainerCheckpoints):
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
         """Run ``training_step``; in manual optimization its end is the end of the iteration."""
-        self._weights.widen_thawed()
+        self._weights.set_up_unfrozen()
         self._in_train_step = True
         try:
             with self.forward_context():

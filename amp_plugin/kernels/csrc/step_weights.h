@@ -174,9 +174,10 @@ struct PairedWeight {
   }
 
  private:
-  // unpack_weight of each; the shift drops what widening put before a high half.
+  // unpack_weight of each; the shifts drop what widening put before a high half, and its sign.
   [[gnu::always_inline]] static Floats joined(const int16_t* high, const int16_t* low) {
-    const Words bits = (widened(high) << 16) + widened(low);
+    const Words highs = widened(high) << 16;
+    const Words bits = highs + (widened(low) & ((highs << 1) != 0));
     return Floats::loadu(&bits);
   }
 

@@ -105,7 +105,7 @@ __device__ inline void store_grad(const Parameter& parameter, u64 at, const Lane
 
 // A float32 as two halves, as in csrc/weight_pair.h.
 __device__ inline float joined(u16 high, u16 low) {
-  const u32 rest = (low ^ 0x8000u) - 0x8000u;  // with its sign
+  const u32 rest = (high & 0x7fffu) == 0 ? 0u : (low ^ 0x8000u) - 0x8000u;  // with its sign
   return __uint_as_float((u32(high) << 16) + rest);
 }
 

@@ -20,8 +20,7 @@ def step(run: Run, o: int) -> None:
         run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
     elif run.may_call(o) and _is_taken_on(run, o):
         run.take_side(o)
-        writes = not (run.oracle.fused[o] or run.stepped_in_one_pass(o))
-        skipped = run.see_skip(o, run.oracle.check(o, write=writes))
+        skipped = run.see_skip(o, run.oracle.check(o))
         run.oracle.step(o, skipped)
         run.count_skip(o, skipped)
         run.scene.compare_weights()
@@ -29,10 +28,6 @@ def step(run: Run, o: int) -> None:
 
 def _is_taken_on(run: Run, o: int) -> bool:
     """Run ``step``; return whether it was not refused."""
-    if run.kind(o) == "counting" and run.setup.options.get("sync_free"):
-        if run.scene.run(f"scaler.step(o{o})", MAYBE, "sync_free=True|already been called"):
-            raise OutOfDomainError
-        return True
     expected = "gradients were changed|already been called"
     return not run.scene.run(f"scaler.step(o{o})", error_of_step(run.oracle, o), expected)
 

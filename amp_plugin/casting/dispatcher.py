@@ -1,0 +1,366 @@
+"""Our autocast kernels in torch's dispatcher, and the rule sets that they follow.
+
+With the native core, rules live in functors on torch's autocast dispatch keys. Without it, regions are
+torch's own with the weight cache off, which follow the default rules.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.kernels.build import NativeCore, native_core, require_native
+from amp_plugin.kernels.tracers import outside_tracers
+
+DEFAULT = 0  # the number of the default rules
+MAX_RULE_SETS = 24
+NO_RULES = -1
+
+# 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
+RULE_CODES = {rule: number for number, rule in enumerate(OpRule, start=1)}
+
+# c10::DeviceType of the devices that have op tables.
+DEVICE_NUMBERS = {"cpu": 0, "cuda": 1, "xpu": 12, "mps": 13}
+
+
+class AutocastKernels:
+    """What the regions of this process run on.
+
+    Attributes:
+        are_native: our kernels are installed; else regions are torch's own.
+        enter: the native function that opens a region; None where they are not.
+        leave: the one that closes a region; stays for those open at ``uninstall``.
+        checked: arguments of a region that torch found nothing wrong with -> the number of its device,
+            if our kernels stand there, whether autocast is on, and the number of its default rules.
+    """
+
+    def __init__(self) -> None:
+        self.are_native = False
+        self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
+        self.leave: Callable[[torch.autocast], bool] | None = None
+        self._followed: dict[str, int] = {}  # device type -> rule set of torch's own blocks
+        self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
+        self._is_installed = False
+        self._lock = threading.Lock()
+        self._numbers: dict[OpRules, int] = {}
+        self._step_hook: RemovableHandle | None = None
+        self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
+
+    def install(self) -> NativeCore:
+        """Install the default rules of every device in the dispatcher, once per process.
+
+        Returns:
+            The native core; where it is not loaded nothing was installed.
+        """
+        core = native_core()
+        with self._lock, outside_tracers():
+            if not self._is_installed and core.region is not None:
+                self._install_native(core.region)
+            self._is_installed = True
+        return core
+
+    def _install_native(self, region: Any) -> None:
+        watched = watched_ops()
+        for device_type in TABLES:
+            default = OpRules.default(device_type)
+            _define(default, DEFAULT)
+            self._in_default[device_type] = {*default.rules, *default.keep}
+            torch.ops.amp_plugin._watch_writes(device_type, watched)
+        region.never_keep(_is_managed_by_fsdp)
+        self._step_hook = register_optimizer_step_post_hook(_forgets_casts(region.forget_casts))
+        self.enter, self.leave = region.enter, region.exit
+        self.are_native = True
+
+    def uninstall(self) -> None:
+        """Put torch's own autocast kernels back; the next region made installs ours again."""
+        if self._step_hook is not None:
+            for device_type in TABLES:
+                self.follow_by_default(device_type, NO_RULES)
+            self.are_native, self.enter = False, None  # regions that are open can still be closed
+            torch.ops.amp_plugin._uninstall()
+            self._step_hook.remove()
+            self._step_hook = None
+        self._numbers.clear()
+        self._is_installed = False
+        self.checked.clear()
+
+    def number_of(self, rules: OpRules) -> tuple[int, bool]:
+        """Return the number of a rule set other than the default ones, and whether it was new.
+
+        Raises:
+            ValueError: there are too many rule sets.
+        """
+        with self._lock, outside_tracers():
+            if rules in self._numbers:
+                return self._numbers[rules], False
+            if len(self._numbers) + 1 >= MAX_RULE_SETS:
+                msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
+                raise ValueError(msg)
+            _define(rules, len(self._numbers) + 1)
+            self._numbers[rules] = len(self._numbers) + 1
+            return self._numbers[rules], True
+
+    def put_default(self, rules: OpRules) -> None:
+        """Let the number of the default rules mean others on their device, until they are put back.
+
+        Every region without rules of its own follows them at once; what is compiled does not.
+        """
+        with self._lock, outside_tracers():
+            named = self._in_default.setdefault(rules.device_type, set())
+            _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
+            named.update(rules.rules, rules.keep)
+
+    def rule_sets(self) -> dict[int, OpRules]:
+        """Return the rule sets in use besides the default ones, by their numbers."""
+        return {number: rules for rules, number in self._numbers.items()}
+
+    def follow_by_default(self, device_type: str, number: int) -> None:
+        """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
+        if self.are_native:
+            torch.ops.amp_plugin._set_default_rules(device_type, number)
+            self._followed[device_type] = number
+            self.checked.clear()  # regions made from now on ask again
+
+    def followed(self, device_type: str) -> int:
+        """Return the number of the rule set that blocks outside our regions follow."""
+        return self._followed.get(device_type, NO_RULES)
+
+    def innermost_regions(self) -> list[tuple[int, int, bool]]:
+        """Return this thread's innermost regions: device number, rule set, cache flag."""
+        if not self.are_native:
+            return []
+        flat = torch.ops.amp_plugin._innermost_regions()
+        triples = zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+        return [(device, number, bool(cached)) for device, number, cached in triples]
+
+
+KERNELS = AutocastKernels()
+
+
+def _forgets_casts(forget: Callable[[], None]) -> Callable[..., None]:
+    """Return a hook after an optimizer's step, for steps that move no version counter."""
+
+    def after_step(*_: Any) -> None:
+        if not is_compiling():  # a compiled step moves the counters of what it writes
+            forget()
+
+    after_step.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+    return after_step
+
+
+def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a parameter of a module under FSDP2, which frees and refills it.
+
+    While unsharded it is a plain leaf, at an address that comes back and with a version counter that stands
+    still; so the modules are asked. FSDP1's unsharded parameters are views, whose casts are never kept.
+    """
+    if not isinstance(tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415 - loads torch.distributed
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415
+
+    sharded = [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    seen: set[torch.nn.Module] = set()  # the root holds the others
+    modules = (module for outer in sharded for _, module in outer.named_modules(memo=seen))
+    return any(parameter is tensor for module in modules for parameter in module._parameters.values())
+
+
+def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:
+    """Set the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
+    ops = sorted({*rules.rules, *rules.keep})
+    codes = [RULE_CODES[rules[op]] for op in ops]
+    default = OpRules.default(rules.device_type).rules
+    written = {op: written_arguments(op) for op in ops if op not in default}
+    kept = [_bits(op, rules.keep.get(op, frozenset()) | written.get(op, frozenset())) for op in ops]
+    unnamed = [*cleared]
+    ops, codes, kept = [*ops, *unnamed], codes + [0] * len(unnamed), kept + [0] * len(unnamed)
+    names = [dispatcher_name(op) for op in ops]
+    torch.ops.amp_plugin._set_rules(rules.device_type, number, names, codes, kept)
+
+
+def _bits(op: str, kept: frozenset[str]) -> int:
+    return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0
+
+
+# A functor costs an op some 0.1 us. These write activations in ordinary forward passes, and hardly a weight.
+UNWATCHED = frozenset(
+    {
+        *("relu_", "relu6_", "leaky_relu_", "rrelu_", "rrelu_with_noise_", "hardtanh_", "hardsigmoid_"),
+        *(
+            "hardswish_",
+            "silu_",
+            "mish_",
+            "gelu_",
+            "elu_",
+            "selu_",
+            "celu_",
+            "threshold_",
+            "sigmoid_",
+            "tanh_",
+        ),
+        *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "bernoulli_"),
+    }
+)
+
+# torch's own quick ops are made of these.
+UNWATCHED_OVERLOADS = frozenset(
+    {
+        *("exp_", "log_", "random_.from", "scatter_.value"),
+        *("abs.out", "arange.start_out", "clamp.out", "complex.out", "eye.m_out", "hardtanh.out"),
+        *("linspace.out", "logical_and.out", "logical_not.out", "logsumexp.out", "mean.out"),
+        *("sum.IntList_out", "where.self_out"),
+    }
+)
+
+
+def watched_ops() -> list[str]:
+    """Return the dispatcher's names of torch's ops that write, in place or by ``out=``, what they are given.
+
+    Left out are ``UNWATCHED`` and ``UNWATCHED_OVERLOADS``, ops that change a shape or the storage rather than
+    values, and the ``out=`` forms that only ``torch.ops`` reaches.
+    """
+    return [name for name in torch._C._dispatch_get_all_op_names() if _is_watched(name)]
+
+
+def _is_watched(dispatcher_name: str) -> bool:
+    name, _, overload = dispatcher_name.partition(".")
+    namespace, _, base = name.partition("::")
+    if namespace != "aten" or base in UNWATCHED or base.endswith("_backward"):
+        return False
+    if dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS:
+        return False
+    arguments = torch._C._get_schema(name, overload).arguments
+    written = [given for given in arguments if given.alias_info is not None and given.alias_info.is_write]
+    is_in_place = base.endswith("_") and not base.endswith("__")
+    if not written or not (is_in_place or any(given.kwarg_only for given in written)):
+        return False
+    tags = torch._C._get_operation_overload(name, overload)[2]
+    return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
+
+
+_TAG = "amp_plugin:"
+
+
+def number_of(rules: OpRules | None, device_type: str) -> int:
+    """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
+    if rules is None:
+        return DEFAULT
+    _check_is_rules(rules)
+    if rules.device_type != device_type:
+        msg = (
+            f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
+            f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
+        )
+        raise ValueError(msg)
+    KERNELS.install()
+    if rules == OpRules.default(device_type):
+        return DEFAULT
+    require_native("a rule set other than the default one")
+    number, is_new = KERNELS.number_of(rules)
+    if is_new:
+        _tag_compile_caches()
+    return number
+
+
+def number_by_default(device_type: str) -> int:
+    """Return the number of the rules that regions without rules of their own follow on a device.
+
+    Those of ``set_default_rules`` come first, then the file that the environment names: ``torch.autocast``
+    blocks follow it from now on, too.
+    """
+    if (followed := KERNELS.followed(device_type)) != NO_RULES:
+        return followed
+    rules = environment_rules(device_type)
+    if rules is None:
+        return DEFAULT
+    number = number_of(rules, device_type)
+    KERNELS.follow_by_default(device_type, number)
+    return number
+
+
+def _tag_compile_caches() -> None:
+    """Record in torch.compile's disk caches what this process means by the numbers of its rule sets."""
+    from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
+
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
+    numbered = ",".join(f"{number}={rules.fingerprint()}" for number, rules in KERNELS.rule_sets().items())
+    config.cache_key_tag = "|".join([*others, _TAG + numbered])
+
+
+def rules_of(number: int) -> OpRules | None:
+    """Return the rule set that has a number; None for the default rules."""
+    return KERNELS.rule_sets().get(number)
+
+
+def set_default_rules(rules: OpRules | None) -> None:
+    """Make every autocast block of the process follow our rules, torch's own blocks included.
+
+    A region of ours that was given rules keeps them, and so does one that was made before this call.
+    Adapters call it for the length of a run: so the rules reach checkpoint's recomputation,
+    DataParallel's threads and ``torch.autocast`` blocks inside models. Call it before threads
+    compile with ``torch.compile``: only the calling thread's guards see rules unlike torch's.
+
+    Args:
+        rules: the rules of their device; None gives torch's kernels back on every device.
+
+    Raises:
+        TypeError: they are no OpRules.
+        RuntimeError: other rules than torch's, and no native core.
+    """
+    if rules is None:
+        for device_type in TABLES:
+            KERNELS.follow_by_default(device_type, NO_RULES)
+        return
+    _check_is_rules(rules)
+    KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
+
+
+def _check_is_rules(rules: object) -> None:
+    if not isinstance(rules, OpRules):
+        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
+        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
+        raise TypeError(msg)
+
+
+@contextmanager
+def rules_on_trial(rules: OpRules) -> Iterator[None]:
+    """Let regions without rules of their own, and torch's blocks, follow rules while the block runs.
+
+    Any number of rule sets can be tried: none of them takes one of the process's numbers. Compiled functions
+    run eagerly meanwhile.
+
+    Args:
+        rules: of their device; other devices keep theirs.
+
+    Raises:
+        RuntimeError: there is no native core.
+        ValueError: ``AMP_PLUGIN_RULES`` is set, whose rules regions would follow instead.
+    """
+    require_native("a trial of rules")
+    if os.environ.get(RULES_VARIABLE):
+        given = f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}"
+        msg = f"{given} decides which rules regions follow; unset it to try others"
+        raise ValueError(msg)
+    KERNELS.install()
+    device_type = rules.device_type
+    with torch.compiler.set_stance("force_eager"):
+        KERNELS.put_default(rules)
+        KERNELS.follow_by_default(device_type, DEFAULT)
+        try:
+            yield
+        finally:
+            KERNELS.put_default(OpRules.default(device_type))
+            KERNELS.follow_by_default(device_type, NO_RULES)

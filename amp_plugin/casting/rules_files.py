@@ -1,0 +1,155 @@
+"""Rules as data: torch's op lists by release, and the files that users write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from amp_plugin.did_you_mean import did_you_mean
+
+TABLES: Final = ("cpu", "cuda", "mps", "xpu")
+
+RELEASES: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The torch releases whose op lists the tables hold."""
+
+
+def listed_rules(device_type: str, release: str) -> dict[str, str]:
+    """Return op -> rule as a torch release registers them, ops that the installed torch lacks included.
+
+    A release after the last in ``RELEASES`` has the lists of the last.
+    """
+    table = _table(device_type)
+    since, until = table.get("since", {}), table.get("until", {})
+    return {
+        op: group["rule"]
+        for group in table["groups"]
+        for op in group["ops"]
+        if not (op in since and is_older(release, since[op]))
+        if not (op in until and not is_older(release, until[op]))
+    }
+
+
+@cache
+def _table(device_type: str) -> dict[str, Any]:
+    if device_type not in TABLES:
+        msg = f"no autocast rules for device {device_type!r}; allowed: {', '.join(TABLES)}"
+        raise ValueError(msg)
+    file = resources.files("amp_plugin.casting") / "tables" / f"{device_type}.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+def is_older(release: str, than: str) -> bool:
+    """Return whether a release, ``"2.9"`` for example, comes before another, ``"2.12"``."""
+    return _numbers(release) < _numbers(than)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
+
+
+def torch_release() -> str:
+    """Return the release of the installed torch, ``"2.13"`` for example."""
+    import torch  # noqa: PLC0415 -- the command line lists policies without it
+
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def torch_older_than(release: str) -> bool:
+    """Return whether the installed torch is older than a release; a pre-release of it is not older."""
+    return is_older(torch_release(), release)
+
+
+_KEYS = ("device_type", "rules", "torch", "base")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RulesFile:
+    """What a rules file says.
+
+    Attributes:
+        device_type: the device that the rules are for.
+        torch: the torch release that they were written with, ``"2.13"``; ``""`` where the file does not say.
+        base: the policy that they change, ``"torch-2.13"``; ``""`` for the default of the installed torch.
+        entries: op -> (rule or None for the one it has, names of arguments that are never cast).
+    """
+
+    device_type: str
+    torch: str
+    base: str
+    entries: Mapping[str, tuple[str | None, tuple[str, ...]]]
+
+
+def read_rules_file(path: str | Path) -> RulesFile:
+    """Read a rules file without looking its ops up; a ValueError names the file."""
+    try:
+        return _rules_file(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError, yaml.YAMLError) as error:
+        msg = f"{path}: {error}"
+        raise ValueError(msg) from error
+
+
+def release_of(policy: str) -> str:
+    """Return ``"2.13"`` for the policy ``"torch-2.13"``; raise ValueError if there is no such policy."""
+    names = [f"torch-{release}" for release in RELEASES]
+    if policy in names:
+        return policy.removeprefix("torch-")
+    release = re.fullmatch(r"(?:torch[-=]*)?v?(\d+\.\d+)\S*", str(policy))
+    meant = f"torch-{release[1]}" if release else str(policy)
+    near = did_you_mean(meant, names, separator=", ")
+    msg = f"unknown policy {policy!r}{near}; allowed: {', '.join(names)}"
+    raise ValueError(msg)
+
+
+def _rules_file(data: Any) -> RulesFile:
+    if not isinstance(data, Mapping):
+        msg = f"a rules file is a mapping with the keys device_type and rules, got {_kind(data)}"
+        raise TypeError(msg)
+    for key in data:
+        if key not in _KEYS:
+            near = did_you_mean(str(key), _KEYS, at_most=3, separator=", ")
+            msg = f"unknown key {key!r}{near}; allowed: {', '.join(_KEYS)}"
+            raise ValueError(msg)
+    if "device_type" not in data:
+        msg = f"the key device_type is missing; give one of {', '.join(TABLES)}"
+        raise ValueError(msg)
+    entries = data.get("rules") or {}
+    if not isinstance(entries, Mapping):
+        msg = f"rules: give a mapping of op to rule (aten::softmax.int: fp32), got {_kind(entries)}"
+        raise TypeError(msg)
+    base = data.get("base") or ""
+    if base:
+        release_of(base)
+    return RulesFile(
+        device_type=data["device_type"],
+        torch=_release(data.get("torch", "")),
+        base=base,
+        entries={op: _entry(entry) for op, entry in entries.items()},
+    )
+
+
+def _release(noted: Any) -> str:
+    """Return the first two numbers of a version, given as text."""
+    if noted == "":
+        return ""
+    found = re.match(r"(\d+\.\d+)(?!\d)", noted) if isinstance(noted, str) else None
+    if found is None:
+        msg = f"torch: give the version as text, torch: '2.13', got {noted!r}"
+        raise ValueError(msg)
+    return found[1]
+
+
+def _entry(entry: Any) -> tuple[str | None, tuple[str, ...]]:
+    if isinstance(entry, Mapping):
+        return entry.get("rule"), tuple(entry.get("keep", ()))
+    return entry, ()
+
+
+def _kind(data: Any) -> str:
+    return "nothing" if data is None else f"a {type(data).__name__}"

@@ -1,0 +1,3 @@
+"""The command `amp-plugin`."""
+
+from amp_plugin.cli.app import app as app

@@ -1,0 +1,97 @@
+"""What commands have in common: a script and its arguments, words of a list, `--json`, tables and errors."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.program import Program, program_named
+
+OF_SCRIPTS: Final = {"allow_interspersed_args": False}
+"""Settings of commands that run a script: what follows it is its own."""
+
+Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
+Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
+AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def program_of(script: str, *, as_module: bool, command: str) -> Program:
+    """Return the program that a command is to run.
+
+    Raises:
+        typer.BadParameter: There is none of this name.
+    """
+    try:
+        return program_named(script, as_module=as_module, command=command)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+
+
+def word_option(
+    allowed: Iterable[str],
+    purpose: str,
+    *,
+    name: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> Any:
+    """Return an option whose value is one of some words.
+
+    Args:
+        allowed: The words.
+        purpose: What the option is for.
+        name: Of the option; None: the parameter's.
+        aliases: Other names of words, for the hint of the error.
+    """
+    words = tuple(allowed)
+
+    def check(given: str | None) -> str | None:
+        if given is None or given in words:
+            return given
+        hint = did_you_mean(given, words, aliases=aliases, written=repr)
+        msg = f"{given!r} is not one of {', '.join(map(repr, words))}{hint}"
+        raise typer.BadParameter(msg)
+
+    names = () if name is None else (name,)
+    return typer.Option(*names, metavar="|".join(words), callback=check, help=purpose)
+
+
+def show(table: Table) -> None:
+    """Print a table without trailing blanks, in full width if this is no terminal."""
+    console = Console(highlight=False)
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(width=10_000)).maximum
+        )
+    with console.capture() as text:
+        console.print(table)
+    for line in text.get().splitlines():
+        print(line.rstrip())
+
+
+def output_of_script(*, as_json: bool) -> contextlib.AbstractContextManager[object]:
+    """Send what a script prints to standard error where standard output is one JSON object."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def fail(message: str, *, code: int) -> NoReturn:
+    """Print an error to standard error and end the command.
+
+    Args:
+        message: what was given, what is allowed, what to do next.
+        code: the exit code.
+
+    Raises:
+        typer.Exit: always.
+    """
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
+    raise typer.Exit(code)

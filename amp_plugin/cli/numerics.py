@@ -1,0 +1,202 @@
+"""The commands about numbers: `amp-plugin diagnose` and `amp-plugin compare`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from amp_plugin.cli.arguments import (
+    Arguments,
+    AsJson,
+    AsModule,
+    Script,
+    fail,
+    output_of_script,
+    program_of,
+    show,
+    word_option,
+)
+from amp_plugin.program import Program
+
+if TYPE_CHECKING:
+    from amp_plugin.numerics.finding import Finding
+
+_WIDE = {"fp32": "float32", "fp64": "float64"}
+_MOST_RUNS = 8  # of a program with --keep-going
+_NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+
+
+def diagnose(
+    script: Script,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="List every origin, not the first alone.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
+    ] = False,
+    compare: Annotated[
+        str | None,
+        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
+    rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
+    program = program_of(script, as_module=as_module, command="diagnose")
+    if compare is not None:
+        if keep_going or strict or save:
+            fail(
+                "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
+                code=2,
+            )
+        _compare_precision(program, arguments or [], compare, plot, rows, as_json)
+    if save is not None:
+        if keep_going or strict or plot:
+            fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
+        _record(program, arguments or [], save, steps)
+    if plot is not None:
+        fail("--plot draws the errors of --compare fp32; give both", code=2)
+    _find_non_finite(program, arguments or [], keep_going, strict, as_json)
+
+
+def _find_non_finite(
+    program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
+) -> None:
+    from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+
+    def tell_at_once(finding: Finding) -> None:
+        """Print a rank's finding while it runs: launchers end the others as soon as one has ended."""
+        if finding.rank is not None and not as_json:
+            _print_finding(finding)
+
+    diagnosis = Diagnosis(keep_going=keep_going, strict=strict, on_finding=tell_at_once)
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=diagnosis, expected=NonFiniteError)
+    if keep_going:
+        diagnosis.findings += _behind_the_cures(program, arguments, diagnosis.findings, strict=strict)
+    if as_json:
+        findings = [finding.to_dict() for finding in diagnosis.findings]
+        print(json.dumps({"script": program.name, "exit_code": run.code, "findings": findings}))
+    elif diagnosis.findings:
+        for finding in diagnosis.findings:
+            if finding.rank is None:
+                _print_finding(finding)
+    elif not run.failed:
+        print(diagnosis.report())
+    elif (rank := rank_of_process()) is not None:
+        print(
+            f"rank {rank} found nothing before the error above; if another rank has stopped, that is why, "
+            "and its report names the op",
+            file=sys.stderr,
+        )
+    raise typer.Exit(1 if diagnosis.findings else run.code)
+
+
+def _behind_the_cures(
+    program: Program, arguments: list[str], found: list[Finding], *, strict: bool
+) -> list[Finding]:
+    """Run the program again with the ops in fp32 that overflowed, and return what that brings to light.
+
+    Not on several ranks, which would have to run alike, and not where no rule of an op is a cure.
+    """
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import default_rules, run_program  # noqa: PLC0415
+
+    known = {(finding.op, finding.place) for finding in found}
+    rules: dict[str, OpRules] = {}
+    behind: list[Finding] = []
+    latest = found
+    for _ in range(_MOST_RUNS):
+        cured = [finding for finding in latest if finding.cures and finding.rank is None]
+        if not cured:
+            break
+        for finding in cured:
+            device = finding.device_type
+            changed = rules.get(device) or OpRules.default(device)
+            for name in finding.rule_names:
+                changed = changed.with_rule(name, "fp32")
+            rules[device] = changed
+        again = Diagnosis(keep_going=True, strict=strict)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            run_program(program, arguments, around=default_rules(rules.values(), again))
+        latest = [finding for finding in again.findings if (finding.op, finding.place) not in known]
+        known |= {(finding.op, finding.place) for finding in latest}
+        behind += latest
+    return behind
+
+
+def _print_finding(finding: Finding) -> None:
+    headline, _, rest = str(finding).partition("\n")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"\n[bold red]{escape(headline)}[/]\n{escape(rest)}")
+
+
+def _compare_precision(
+    program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
+) -> None:
+    import torch  # noqa: PLC0415 - takes seconds
+
+    from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+
+    errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=errors)
+    if plot is not None:
+        try:
+            errors.plot(plot, rows=rows)
+        except (ImportError, OSError, ValueError) as error:
+            fail(str(error), code=1)
+    if as_json:
+        print(json.dumps({"script": program.name, "exit_code": run.code, **errors.to_dict()}))
+    elif errors.errors() or not run.failed:
+        show(errors.table(rows))
+    raise typer.Exit(run.code)
+
+
+def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
+    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+
+    recorder = RunRecorder(path, steps=steps)
+    run = run_program(program, arguments, around=recorder)
+    if records := recorder.run.records:
+        print(f"{len(records)} results of {records[-1].step + 1} steps are in {path}")
+    else:
+        print(f"no op made a floating-point number; {path} is empty")
+    raise typer.Exit(run.code)
+
+
+def compare(
+    first: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A run by diagnose --save.")],
+    second: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Another.")],
+    as_json: AsJson = False,
+) -> None:
+    """Name the first result in which two recorded runs differ; exit code 1 if it is more than rounding."""
+    from amp_plugin.numerics.compare import compare_runs  # noqa: PLC0415 - loads torch
+
+    try:
+        comparison = compare_runs(first, second)
+    except (ImportError, OSError, ValueError) as error:
+        fail(str(error), code=2)
+    print(json.dumps(comparison.to_dict()) if as_json else comparison.report())
+    raise typer.Exit(1 if comparison.unexplained else 0)

@@ -1,0 +1,114 @@
+"""The commands about op rules: `amp-plugin rules show` and `amp-plugin rules diff`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.cli.arguments import AsJson, fail, show, word_option
+
+if TYPE_CHECKING:
+    from amp_plugin.casting.rules import OpRules
+
+commands = typer.Typer(
+    name="rules", help="Show op rules, or where two sets of them differ.", no_args_is_help=True
+)
+
+_WHAT = "default, a policy such as torch-2.11, or a rules file."
+Device = Annotated[
+    str | None,
+    word_option(TABLES, "Device; default: the file's, or the best here.", aliases={"gpu": "cuda"}),
+]
+
+
+@commands.command(name="show")
+def show_rules(
+    what: Annotated[str, typer.Argument(help=_WHAT)] = "default",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """List each op with its rule."""
+    (rules,) = _rule_sets([what], device)
+    listed = {op: rules.described(op) for op in sorted({*rules.rules, *rules.keep})}
+    if as_json:
+        print(json.dumps({"device_type": rules.device_type, "rules": listed}, indent=2))
+        return
+    table = _table(f"{len(listed)} rules on {rules.device_type}: {what}", "op", "rule")
+    for op, rule in sorted(listed.items(), key=lambda row: (row[1], row[0])):
+        table.add_row(op, rule)
+    show(table)
+
+
+@commands.command(name="diff")
+def diff_rules(
+    first: Annotated[str, typer.Argument(help=_WHAT)],
+    second: Annotated[str, typer.Argument(help="The same.")] = "default",
+    device: Device = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the ops that two sets of rules treat differently; exit code 1 if there are any."""
+    chosen, other = _rule_sets([first, second], device)
+    differing = chosen.diff(other)
+    if as_json:
+        print(json.dumps({"device_type": chosen.device_type, "ops": differing}, indent=2))
+    elif differing:
+        table = _table(
+            f"{len(differing)} op{'s' * (len(differing) > 1)} treated differently on {chosen.device_type}",
+            "op",
+            first,
+            second,
+        )
+        for op, pair in differing.items():
+            table.add_row(op, *pair)
+        show(table)
+    else:
+        print(f"no op is treated differently on {chosen.device_type}")
+    raise typer.Exit(1 if differing else 0)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left")
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
+    """Return the rules that words stand for, all of one device: the one given, a file's, or the best here.
+
+    Raises:
+        typer.Exit: a word stands for none, or two files are for different devices.
+    """
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
+
+    try:
+        files = {word: OpRules.from_yaml(word) for word in words if word.endswith((".yaml", ".yml"))}
+        devices = {rules.device_type for rules in files.values()} | ({device} if device else set())
+        if len(devices) > 1:
+            fail(
+                f"rules of {' and '.join(sorted(devices))} cannot be compared; give those of one device",
+                code=2,
+            )
+        of = devices.pop() if devices else default_device()
+        return [files.get(word) or _named(word, of) for word in words]
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}; give {_WHAT}", code=2)
+    except ValueError as error:
+        fail(str(error), code=2)
+
+
+def _named(word: str, device_type: str) -> OpRules:
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
+
+    if word == "default":
+        return OpRules.default(device_type)
+    try:
+        return OpRules.named(word, device_type)
+    except ValueError as error:
+        msg = f"{error}; or give default, or a rules file that ends in .yaml"
+        raise ValueError(msg) from error

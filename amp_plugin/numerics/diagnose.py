@@ -1,0 +1,307 @@
+"""Find the first op that makes a number which is not finite and matters, or say why nothing is learnt."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves
+from torch.utils.data import dataloader
+
+from amp_plugin.numerics.finding import Finding, NonFiniteError
+from amp_plugin.numerics.learning import Learning
+from amp_plugin.numerics.modules import Modules, Progress
+from amp_plugin.numerics.op import Region
+from amp_plugin.numerics.places import Site, called_from, in_autocast_block
+from amp_plugin.numerics.report import Reporter, fold
+from amp_plugin.numerics.values import Storages, unwatched
+from amp_plugin.numerics.watch import Watch
+
+if TYPE_CHECKING:
+    from amp_plugin.scaling.step_log import Replay
+
+_CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
+
+
+class _Doors:
+    """Watch the doors by which numbers enter and leave torch's ops: loaders, autograd functions, the engine.
+
+    Args:
+        watch: is told.
+        modules: knows which module runs.
+        sources: takes where the tensors of a batch were loaded.
+    """
+
+    def __init__(self, watch: Watch, modules: Modules, sources: Storages[str]) -> None:
+        self._watch, self._modules, self._sources = watch, modules, sources
+        self._loaded: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
+        self._open = ExitStack()
+
+    def open(self) -> None:
+        """Take the places of torch's functions."""
+        for owner, name, make in (
+            (torch.autograd, "_engine_run_backward", self._engine),
+            (Function, "apply", self._apply),
+            (dataloader._BaseDataLoaderIter, "__next__", self._next),
+        ):
+            before = vars(owner)[name]
+            setattr(owner, name, make(before))
+            self._open.callback(setattr, owner, name, before)
+
+    def close(self) -> None:
+        """Give the places back."""
+        self._open.close()
+
+    def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            with unwatched():
+                self._watch.backward_begins([*outputs, *tree_leaves(args[:1])])
+            gradients = run(outputs, *args, **kwargs)
+            with unwatched():
+                self._watch.backward_ended(gradients)
+            return gradients
+
+        return run_backward
+
+    def _apply(self, method: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+        def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
+            site = Site(function.__name__, self._modules.current(), called_from(), in_autocast_block())
+            outputs = method.__func__(function, *args, **kwargs)
+            with unwatched():
+                self._watch.function_ended(site, (args, kwargs), outputs)
+            for node in {id(node): node for node in _nodes(outputs)}.values():
+                node.register_hook(lambda made, given: self._backward_ended(site, made, given))
+            return outputs
+
+        return classmethod(apply)
+
+    def _backward_ended(self, site: Site, made: Any, given: Any) -> None:
+        with unwatched():
+            self._watch.function_ended(site, given, made)
+
+    def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def next_batch(loader: Any) -> Any:
+            batch = following(loader)
+            self._loaded[loader] = number = self._loaded.get(loader, 0) + 1
+            leaves, _ = tree_flatten_with_path(batch)
+            for path, leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    where = "".join(map(str, path))
+                    self._sources.set(
+                        leaf, f"batch {number} of the DataLoader" + (where and f", its {where}")
+                    )
+            return batch
+
+        return next_batch
+
+
+def _nodes(outputs: object) -> Iterator[Any]:
+    for leaf in tree_leaves(outputs):
+        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            yield node
+
+
+class Diagnosis(Region):
+    """A region in which every op is watched; see ``diagnose``.
+
+    Args:
+        model: as for ``diagnose``.
+        keep_going: as for ``diagnose``.
+        strict: as for ``diagnose``.
+        on_finding: called with each finding as soon as it is found.
+
+    Attributes:
+        findings: what was found, in order; one at most unless ``keep_going``, where those of one op and line
+            are one finding with a count.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        *,
+        keep_going: bool = False,
+        strict: bool = False,
+        on_finding: Callable[[Finding], None] | None = None,
+    ) -> None:
+        self.findings: list[Finding] = []
+        self._modules_of: dict[int, list[str]] = {}
+        self._on_finding = on_finding or _ignore
+        self._raises = not keep_going
+        progress, sources = Progress(), Storages[str]()
+        modules = Modules(model, progress.called)
+        reporter = Reporter(modules, progress, sources)
+        self._watch = Watch(reporter, self._found, self._amended, strict=strict)
+        self._learning = Learning(reporter, self._watch.state_written)
+        super().__init__(
+            modules,
+            _Both(self._watch, self._learning),
+            progress,
+            self._learning,
+            _Doors(self._watch, modules, sources),
+        )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Stop watching.
+
+        Raises:
+            NonFiniteError: nothing was found before, and something is left: gradients that are not finite, a
+                nan that the program itself refused by an error, or a reason why it does not learn.
+        """
+        super().__exit__(kind, error, traceback)
+        if error is None or isinstance(error, (SystemExit, *_CHECKS)):
+            self._raises = self._raises and not isinstance(error, SystemExit)
+            with unwatched():
+                self._watch.left_over()
+        if error is None or isinstance(error, SystemExit):
+            for finding in self._learning.findings() if not self.findings else ():
+                self._found(finding)
+
+    def report(self) -> str:
+        """Return all findings as text; else says so, and what came to nothing or could not be seen."""
+        if self.findings:
+            return "\n\n".join(map(str, self.findings))
+        harmless = [f"\n{_in_one_line(finding)}" for finding in self._watch.harmless()]
+        return "every number that mattered was finite" + "".join(harmless) + self._unseen()
+
+    def _unseen(self) -> str:
+        """Return which ops could not be looked into."""
+        ops = [f"{name} ({count}x)" for name, count in self.recorder.unseen.items()]
+        return f"\nnot seen: what happens inside {', '.join(ops)}; their results were" if ops else ""
+
+    def _amended(self, before: Finding, after: Finding) -> None:
+        """Take a finding with its consequences in place of what was found first."""
+        for index, finding in enumerate(self.findings):
+            if finding is before or (finding.headline, finding.place) == (before.headline, before.place):
+                self.findings[index] = replace(finding, consequences=after.consequences)
+
+    def _found(self, finding: Finding) -> None:
+        for index, other in enumerate(self.findings):
+            if _alike(other) == _alike(finding):
+                modules = [*self._modules_of.get(index, [other.module]), finding.module]
+                self._modules_of[index] = modules
+                self.findings[index] = replace(other, count=other.count + 1, module=fold(modules))
+                return
+        self.findings.append(finding)
+        self._on_finding(finding)
+        if self._raises:
+            raise NonFiniteError(finding)
+
+
+class _Both:
+    """Two observers in turn."""
+
+    def __init__(self, watch: Watch, learning: Learning) -> None:
+        self._watch, self._learning = watch, learning
+
+    def before(self, call: Any) -> None:
+        """Let the watch look."""
+        self._watch.before(call)
+
+    def after(self, call: Any, output: Any) -> None:
+        """Let both look."""
+        self._watch.after(call, output)
+        self._learning.after(call, output)
+
+    def failed(self, call: Any) -> None:
+        """Let the watch look."""
+        self._watch.failed(call)
+
+
+def _alike(finding: Finding) -> tuple[object, ...]:
+    return (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
+
+
+def _in_one_line(finding: Finding) -> str:
+    place = f" at {finding.place}" if finding.place else ""
+    return (
+        f"{finding.headline}{place}; it reached no loss, gradient or weight, but x / inf is 0; strict "
+        "reports it"
+    )
+
+
+def _ignore(finding: Finding) -> None:
+    """Do nothing with a finding: it is in ``findings``."""
+
+
+def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:
+    """Watch every op of a region and stop at the first number that is not finite and matters.
+
+    Forward, backward and optimizer step, in any precision, with autocast or without. The error names op,
+    module, line, cause, dtype, rule, the ranges of the inputs, and what to do. Numbers that are not finite
+    are followed until they reach a loss, a gradient, a weight or an optimizer's state: masks of -inf, what
+    torch masks in its own derivatives, and numbers that vanish again raise nothing. In a region without a
+    backward pass those matter that nothing has hidden at its end. A region that ends with all numbers finite
+    is looked at for learning: no step taken, updates that a weight's dtype lost, gradients that are 0 in
+    fp16.
+
+    Threads that the region starts are not watched, nor is what happens in other processes; compiled functions
+    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks
+    the
+    error of one leaves the others waiting in their next collective until its process ends: let it end, or use
+    ``keep_going``, which stops none.
+
+    Args:
+        model: gives the module and parameter names; default: whatever module is called, its class in front.
+        keep_going: collect findings instead of raising at the first.
+        strict: report an infinity or a nan at once, also if nothing comes of it.
+
+    Returns:
+        A context manager; ``findings`` holds what was found, ``report()`` is its text.
+
+    Raises:
+        NonFiniteError: in the region or at its end, unless ``keep_going``; a FloatingPointError.
+
+    Example:
+        >>> with diagnose(keep_going=True) as diagnosis:
+        ...     y = torch.zeros(2).log().sum() * 0
+        >>> diagnosis.findings[0].op
+        'aten::log.default'
+    """
+    return Diagnosis(model, keep_going=keep_going, strict=strict)
+
+
+def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
+    """Run a skipped step once more under :func:`diagnose`, and return its report.
+
+    For ``scaler.explain_skips``; Lightning's AmpMonitor and AmpAccelerator use it by themselves.
+
+    Args:
+        replay: the step.
+        model: gives the module names; default: whatever module is called.
+
+    Returns:
+        The ops that made the first numbers which are not finite, and what to do. An error of the step itself
+        is part of the text.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin import GradScaler, diagnose_skip
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> scaler = GradScaler("cpu", enabled=False)
+        >>> scaler.explain_skips(diagnose_skip, after=5)
+        >>> def forward_and_backward(batch):
+        ...     scaler.scale(model(batch).mean()).backward()
+        >>> for batch in torch.ones(3, 4, 2):
+        ...     optimizer.zero_grad()
+        ...     scaler.recorded(forward_and_backward, batch)
+        ...     value = scaler.step(optimizer)
+        ...     scaler.update()
+    """
+    failed = ""
+    with diagnose(model, keep_going=True) as diagnosis:
+        try:
+            replay.run()
+        except Exception as error:  # noqa: BLE001 -- whatever the user's step raises
+            failed = f"\n(then it raised {type(error).__name__}: {error})"
+    return f"{diagnosis.report()}{failed}"

@@ -1,0 +1,307 @@
+"""Which module runs, which weight a tensor is and how it has grown, and how far the program has come."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from amp_plugin.numerics.values import storage_address, unwatched
+
+# Modules around a model that are made after it -> the attribute that holds it.
+_WRAPPERS = {
+    "DataParallel": "module",
+    "DistributedDataParallel": "module",
+    "FullyShardedDataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleAddress:
+    """Where a module is found in its model.
+
+    Attributes:
+        model: class of the model; wrappers such as DistributedDataParallel are not counted.
+        path: as ``model.get_submodule`` takes it; empty for the model itself.
+        is_of_lightning: the model is a LightningModule.
+    """
+
+    model: str = ""
+    path: str = ""
+    is_of_lightning: bool = False
+
+
+_UNKNOWN = ModuleAddress()
+
+
+class Modules:
+    """Follow the modules that are called, by hooks that are there only between open and close.
+
+    Args:
+        model: gives the names; default: whatever outermost module is called, its class in front.
+        on_model: called with each outermost module that is called.
+    """
+
+    def __init__(
+        self, model: nn.Module | None = None, on_model: Callable[[nn.Module], object] | None = None
+    ) -> None:
+        self._model = model
+        self._on_model = on_model or _ignore
+        self._addresses: dict[str, ModuleAddress] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
+        self._norms: dict[str, float] = {}  # of parameters when they were first seen
+        self._running = threading.local()
+
+    def open(self) -> None:
+        """Place the hooks."""
+        if self._model is not None:
+            self._name_tree(self._model, prefix="")
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+        ]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def current(self) -> str:
+        """Return the path of the innermost module that runs in this thread; empty outside of modules."""
+        modules = self._modules()
+        return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
+
+    def address(self, path: str) -> ModuleAddress:
+        """Return where the module of a path, as ``current`` returned it, is found in its model."""
+        return self._addresses.get(path, _UNKNOWN)
+
+    def weight(self, tensor: Tensor) -> str:
+        """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
+        found = self._weights.get(storage_address(tensor))
+        owner = found[0]() if found else None
+        same = owner is not None and storage_address(owner) == storage_address(tensor)
+        return found[1] if found and same else ""
+
+    def growth(self) -> tuple[float, str]:
+        """Return by which factor the weights that grew most have grown since they were first seen, and whose.
+
+        A tensor that began at or near 0 counts from the size that weights of its number of elements begin
+        with.
+        """
+        most, grown = 1.0, ""
+        for tensor, name in self._living():
+            begun = max(self._norms.get(name, math.nan), 0.1 * math.sqrt(tensor.numel()))
+            with unwatched():
+                factor = _norm(tensor) / begun
+            if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
+                most, grown = math.inf if math.isnan(factor) else factor, name
+        return most, grown
+
+    def _living(self) -> Iterator[tuple[Tensor, str]]:
+        for reference, name in self._weights.values():
+            tensor = reference()
+            if name in self._norms and _is_measurable(tensor):
+                yield tensor, name
+
+    def _modules(self) -> list[nn.Module]:
+        if not hasattr(self._running, "modules"):
+            self._running.modules = []
+        modules: list[nn.Module] = self._running.modules
+        return modules
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        modules = self._modules()
+        if not modules:
+            known = module in self._names
+            self._name_tree(module, prefix=self._names[module] if known else type(module).__name__)
+            self._on_model(module)
+        modules.append(module)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        modules = self._modules()
+        if module in modules:  # what an error left open is closed with its caller
+            while modules.pop() is not module:
+                pass
+
+    def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
+        model, skipped = _unwrapped(root)
+        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
+        for name, module in root.named_modules():
+            path = self._names.setdefault(module, _joined(prefix, name))
+            if path not in self._addresses:
+                self._addresses[path] = ModuleAddress(
+                    model=type(model).__name__,
+                    path=name.removeprefix(skipped).removeprefix("."),
+                    is_of_lightning=is_of_lightning,
+                )
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            if (address := storage_address(tensor)) and not self.weight(tensor):
+                path = _joined(prefix, name)
+                self._weights[address] = (weakref.ref(tensor), path)
+                if isinstance(tensor, nn.Parameter) and _is_measurable(tensor):
+                    with unwatched():
+                        self._norms.setdefault(path, _norm(tensor))
+
+
+def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the model inside of wrappers, and its path in them."""
+    skipped = ""
+    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
+        module, skipped = getattr(module, attribute), _joined(skipped, attribute)
+    return module, skipped
+
+
+def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    if tensor is None or type(tensor) is not nn.Parameter:
+        return False
+    return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+
+
+def _ignore(module: nn.Module) -> None:
+    """Do nothing when a module is called."""
+
+
+def _joined(prefix: str, name: str) -> str:
+    return ".".join(filter(None, (prefix, name)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Moment:
+    """When an op ran, by what can be counted from outside of the program. All counts begin with the region.
+
+    Attributes:
+        model: class of the outermost module that was called last; empty before the first call.
+        forward_pass: how often this module has been called, that call included; in training or not.
+        backward_pass: backward passes that have begun, those inside reentrant checkpoints included.
+        optimizer_steps: steps that optimizers have finished, of all optimizers together. A step that a
+            scaler skips before it reaches the optimizer is none.
+        since_step: calls of that module since the last of them.
+        in_backward: whether the op ran in the last backward pass.
+    """
+
+    model: str = ""
+    forward_pass: int = 0
+    backward_pass: int = 0
+    optimizer_steps: int = 0
+    since_step: int = 0
+    in_backward: bool = False
+
+    def __str__(self) -> str:
+        step = f"optimizer step {self.optimizer_steps}"
+        if self.optimizer_steps and self.model:
+            return f"{self._passes()} ({self.since_step} since {step})"
+        return f"{self._passes()}, " + (
+            f"after {step}" if self.optimizer_steps else "before the end of the first optimizer step"
+        )
+
+    def _passes(self) -> str:
+        forward = f"forward pass {self.forward_pass} of {self.model}" if self.model else ""
+        backward = f"backward pass {self.backward_pass}"
+        if self.in_backward:
+            return f"{backward}, after {forward}" if forward else backward
+        before = f"after {backward}" if self.backward_pass else "before the first forward pass of a module"
+        return forward or before
+
+
+class Progress:
+    """Count passes and optimizer steps between open and close."""
+
+    def __init__(self) -> None:
+        self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._called_at_step: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._model: weakref.ref[nn.Module] | None = None
+        self._last_task = -1
+        self._backward_passes = 0
+        self._steps = 0
+        self._thread = 0
+        self.in_step = False
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward pass has begun."""
+        return self._backward_passes > 0
+
+    @property
+    def backward_passes(self) -> int:
+        """How many backward passes have begun."""
+        return self._backward_passes
+
+    @property
+    def steps(self) -> int:
+        """How many steps optimizers have finished."""
+        return self._steps
+
+    def open(self) -> None:
+        """Count the steps of all optimizers, and the passes of this thread, from now on."""
+        self._thread = threading.get_ident()
+
+        def begin_step(*_: Any) -> None:
+            self.in_step = True
+
+        def count_step(*_: Any) -> None:
+            self.in_step = False
+            self._steps += 1
+            self._called_at_step.update(self._calls)
+
+        for hook in (begin_step, count_step):
+            hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+            hook.leaves_steps = True  # type: ignore[attr-defined]
+        self._hooks = [
+            register_optimizer_step_pre_hook(begin_step),
+            register_optimizer_step_post_hook(count_step),
+        ]
+
+    def close(self) -> None:
+        """Count no more steps."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def called(self, model: nn.Module) -> None:
+        """Count a call of an outermost module; what a backward pass computes again is none."""
+        if threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1:
+            self._calls[model] = self._calls.get(model, 0) + 1
+            self._model = weakref.ref(model)
+
+    def in_backward(self, task: int) -> None:
+        """Count a backward pass by its first op.
+
+        Args:
+            task: autograd's number of the pass; a later pass has a larger one.
+        """
+        if task > self._last_task:
+            self._last_task = task
+            self._backward_passes += 1
+
+    def now(self, *, in_backward: bool) -> Moment:
+        """Return how far the program is.
+
+        Args:
+            in_backward: whether a backward pass runs.
+        """
+        model = self._model() if self._model is not None else None
+        calls = 0 if model is None else self._calls[model]
+        return Moment(
+            model="" if model is None else type(model).__name__,
+            forward_pass=calls,
+            backward_pass=self._backward_passes,
+            optimizer_steps=self._steps,
+            since_step=0 if model is None else calls - self._called_at_step.get(model, 0),
+            in_backward=in_backward,
+        )

@@ -1,0 +1,83 @@
+"""Names and classes of modules, as the options that choose modules take them: one meaning, one error."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from amp_plugin.did_you_mean import did_you_mean
+
+
+def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
+    """Return name -> module of the submodules that match a pattern, in the order of ``named_modules``.
+
+    Args:
+        model: The model; it is not a submodule of its own, so no pattern matches it.
+        patterns: Shell patterns for names of ``model.named_modules()``, such as ``"blocks.*.norm"``, or names
+            of classes and base classes, such as ``"LayerNorm"``. ``torch.nn.Module`` is not one of them:
+            every module is of that class.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> list(matched_modules(model, ["LayerNorm"])), list(matched_modules(model, ["?"]))
+        (['1'], ['0', '1'])
+    """
+    patterns = list(patterns)
+    return {
+        name: module
+        for name, module in _submodules(model).items()
+        if any(_is_meant(name, module, pattern) for pattern in patterns)
+    }
+
+
+def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
+    """Return the patterns that match a submodule of a model."""
+    modules = _submodules(model).items()
+    return [
+        pattern for pattern in patterns if any(_is_meant(name, module, pattern) for name, module in modules)
+    ]
+
+
+def require_matches(
+    models: Sequence[nn.Module], patterns: Iterable[str], option: str = "fp32_modules"
+) -> None:
+    """Raise unless each pattern matches a submodule of one of the models.
+
+    Args:
+        models: The models that are trained together.
+        patterns: As for :func:`matched_modules`.
+        option: What gave them, for the error.
+
+    Raises:
+        ValueError: A pattern matches nothing; the text names the nearest.
+    """
+    patterns = list(patterns)
+    found = {pattern for model in models for pattern in found_patterns(model, patterns)}
+    missing = next((pattern for pattern in patterns if pattern not in found), None)
+    if missing is None:
+        return
+    modules = [item for model in models for item in _submodules(model).items()]
+    names = dict.fromkeys(name for name, _ in modules)
+    kinds = dict.fromkeys(sorted(set().union(*(_kinds(module) for _, module in modules))))
+    hint = did_you_mean(missing, [*names, *kinds], at_most=3, separator=", ")
+    owners = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
+    msg = f"{option}: {missing!r} is no name or class of a module in {owners}"
+    raise ValueError(msg + (hint or "; model.named_modules() lists them"))
+
+
+def _submodules(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+
+
+def _is_meant(name: str, module: nn.Module, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or pattern in _kinds(module)
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    return {
+        kind.__name__
+        for kind in type(module).__mro__
+        if issubclass(kind, nn.Module) and kind is not nn.Module
+    }

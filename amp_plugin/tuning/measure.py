@@ -1,0 +1,284 @@
+"""What a rule set costs and how exact its gradients are, measured on a workload, each set once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import mean, median
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from typing_extensions import Self
+
+from amp_plugin.casting.cast_log import log_casts
+from amp_plugin.casting.dispatcher import rules_on_trial
+from amp_plugin.casting.rules import OpRule, OpRules
+from amp_plugin.numerics.shadow import ShadowRun
+from amp_plugin.numerics.values import Storages, storage_address
+from amp_plugin.tuning.workload import Gradients, Workload
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientError:
+    """How far the gradients of one batch are from the reference's.
+
+    Attributes:
+        whole: norm of the difference over the norm of the reference, all parameters together.
+        mean: the same for each parameter, at most 1 each, averaged: no parameter pays for the others.
+    """
+
+    whole: float
+    mean: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all gradients were."""
+        return math.isfinite(self.whole)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement:
+    """What a rule set costs, for each batch.
+
+    Attributes:
+        saved_bytes: bytes that the forward pass saves for the backward pass, weights of the model left out.
+        cast_bytes: bytes that casts read and write.
+        seconds: time of a batch, measurement included: to compare rule sets by.
+        errors: a gradient error for each batch.
+    """
+
+    saved_bytes: float
+    cast_bytes: float
+    seconds: float
+    errors: tuple[GradientError, ...]
+
+    @property
+    def error(self) -> float:
+        """The whole gradient's error, averaged over the batches with finite gradients; inf without any."""
+        return mean([error.whole for error in self._finite]) if self._finite else math.inf
+
+    @property
+    def mean_error(self) -> float:
+        """The parameters' mean error, averaged in the same way."""
+        return mean([error.mean for error in self._finite]) if self._finite else math.inf
+
+    @property
+    def failed(self) -> int:
+        """The number of batches whose gradients are not finite."""
+        return len(self.errors) - len(self._finite)
+
+    @property
+    def _finite(self) -> list[GradientError]:
+        return [error for error in self.errors if error.is_finite]
+
+
+def middle(seconds: list[float]) -> float:
+    """Return the median of some times; nan of none."""
+    return median(seconds) if seconds else math.nan
+
+
+def rules_without_16_bits(device_type: str) -> OpRules:
+    """Return rules under which autocast casts nothing to 16 bits; tensors that are in 16 bits stay so."""
+    default = OpRules.default(device_type)
+    wide = {
+        op: OpRule.PROMOTE if rule is OpRule.LOWER_PRECISION else rule for op, rule in default.rules.items()
+    }
+    return OpRules(device_type=device_type, rules=wide, keep=default.keep)
+
+
+class ReferenceGradients:
+    """The gradients of each batch in a run without 16 bits, kept in fp32: one copy a batch."""
+
+    def __init__(self) -> None:
+        self._batches: list[dict[str, Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def add(self, gradients: Gradients) -> None:
+        """Note the gradients of the next batch."""
+        self._batches.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
+
+    def error(self, batch: int, gradients: Gradients) -> GradientError:
+        """Compare the gradients of a batch with the reference's.
+
+        A loss scale is divided out: the power of two by which the gradients are larger.
+
+        Args:
+            batch: its number, from 0.
+            gradients: by the names of the reference's.
+
+        Raises:
+            ValueError: the batch gave other parameters a gradient.
+        """
+        reference = self._batches[batch]
+        if reference.keys() != gradients.keys():
+            odd = sorted(reference.keys() ^ gradients.keys())
+            msg = (
+                f"batch {batch} gives other parameters a gradient than before: {', '.join(odd[:3])}; "
+                "tune compares steps that are alike: fix the seeds of what chooses them"
+            )
+            raise ValueError(msg)
+        sums = {name: _sums(reference[name], grad) for name, grad in gradients.items()}
+        scale = _power_of_two(sums.values())
+        differences = {name: max(s[2] / scale**2 - 2 * s[1] / scale + s[0], 0.0) for name, s in sums.items()}
+        total, norm = math.fsum(differences.values()), math.fsum(s[0] for s in sums.values())
+        if not math.isfinite(total) or norm == 0:
+            return GradientError(whole=math.inf, mean=math.inf)
+        errors = [min(math.sqrt(differences[name] / s[0]), 1.0) for name, s in sums.items() if s[0] > 0]
+        return GradientError(whole=math.sqrt(total / norm), mean=sum(errors) / len(errors))
+
+
+def _sums(reference: Tensor, gradient: Tensor) -> tuple[float, float, float]:
+    """Return the products reference², reference x gradient and gradient², summed in fp64."""
+    ours, theirs = reference.double(), gradient.detach().to(reference.device).double()
+    products = torch.stack([(ours * ours).sum(), (ours * theirs).sum(), (theirs * theirs).sum()])
+    first, second, third = products.tolist()
+    return first, second, third
+
+
+def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
+    """Return the power of two nearest to gradients over reference; 1 if there is none."""
+    rows = [*sums]
+    norm, product = math.fsum(row[0] for row in rows), math.fsum(row[1] for row in rows)
+    ratio = product / norm if norm > 0 else math.nan
+    return 2.0 ** round(math.log2(ratio)) if math.isfinite(ratio) and ratio > 0 else 1.0
+
+
+class SavedBytes:
+    """A region that counts what autograd keeps; each storage once while it lives.
+
+    Parameters are left out: they are there anyway. Casts of them count, they live because they are saved.
+    What a recomputation saves inside a backward pass is left out, too.
+
+    Attributes:
+        total: bytes, over all forward passes in the region.
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
+        self._seen: Storages[bool] = Storages()
+
+    def __enter__(self) -> Self:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._hooks.__exit__(*exc_info)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        in_backward = torch._C._current_graph_task_id() != -1
+        base = tensor._base if tensor._base is not None else tensor
+        if in_backward or isinstance(base, nn.Parameter) or not storage_address(tensor):
+            return tensor
+        if self._seen.get(tensor) is None:
+            self._seen.set(tensor, True)
+            self.total += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+class Trials:
+    """Measurements of rule sets on one workload, kept.
+
+    Args:
+        workload: what runs.
+        device_type: of the rules.
+        reference: ``torch.float64`` or ``torch.float32``: what the gradients are compared with.
+    """
+
+    def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
+        self._workload = workload
+        self._reference = _reference(workload, device_type, reference)
+        self._known: dict[tuple[OpRules, int], Measurement] = {}
+        self.batches = len(self._reference)
+
+    def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
+        """Return what a rule set costs on the first batches (all by default).
+
+        Raises:
+            RuntimeError: the program does not run with it.
+        """
+        count = batches or self.batches
+        if (rules, count) not in self._known:
+            self._known[rules, count] = self._measure(rules, count)
+        return self._known[rules, count]
+
+    def _measure(self, rules: OpRules, batches: int) -> Measurement:
+        gauge = _Gauge(self._reference)
+        with rules_on_trial(rules), log_casts() as log, SavedBytes() as saved:
+            self._workload.run(gauge, batches=batches)
+        return Measurement(
+            saved_bytes=saved.total / batches,
+            cast_bytes=log.totals().bytes / batches,
+            seconds=middle(gauge.seconds),
+            errors=tuple(gauge.errors),
+        )
+
+    def seconds(self, rules: OpRules) -> float:
+        """Return the median time of a batch with nothing measured but time."""
+        gauge = _Clock()
+        with rules_on_trial(rules):
+            self._workload.run(gauge, batches=self.batches)
+        return middle(gauge.seconds)
+
+
+class _Clock:
+    """Times the batches."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._begun = 0.0
+
+    def begin(self) -> None:
+        self._begun = time.perf_counter()
+
+    def end(self, gradients: Gradients) -> None:
+        for device in {grad.device for grad in gradients.values() if grad.is_cuda}:
+            torch.cuda.synchronize(device)
+        self.seconds.append(time.perf_counter() - self._begun)
+
+
+class _Gauge(_Clock):
+    """Times the batches and compares their gradients."""
+
+    def __init__(self, reference: ReferenceGradients) -> None:
+        super().__init__()
+        self.errors: list[GradientError] = []
+        self._reference = reference
+
+    def end(self, gradients: Gradients) -> None:
+        super().end(gradients)
+        self.errors.append(self._reference.error(len(self.errors), gradients))
+
+
+class _Recording:
+    """Notes the gradients that a shadow run has without rounding."""
+
+    def __init__(self, reference: ReferenceGradients, shadow: ShadowRun | None) -> None:
+        self._reference = reference
+        self._shadow = shadow
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, gradients: Gradients) -> None:
+        if self._shadow is not None:
+            gradients = {name: self._shadow.without_rounding(grad) for name, grad in gradients.items()}
+        self._reference.add(gradients)
+
+
+def _reference(workload: Workload, device_type: str, dtype: torch.dtype) -> ReferenceGradients:
+    """Run without 16 bits; for fp64 as the shadow of that run."""
+    reference = ReferenceGradients()
+    shadow = ShadowRun(workload.model, dtype=dtype) if dtype is torch.float64 else None
+    with ExitStack() as opened:
+        opened.enter_context(rules_on_trial(rules_without_16_bits(device_type)))
+        if shadow is not None:
+            opened.enter_context(shadow)
+        workload.run(_Recording(reference, shadow), batches=workload.batches)
+    return reference

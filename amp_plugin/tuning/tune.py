@@ -1,0 +1,245 @@
+"""Tune op rules to a program: measure, search, verify, and write the rules down with their evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Final, get_args
+
+import torch
+from rich.table import Table
+from torch import nn
+
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.tuning.measure import Measurement, Trials
+from amp_plugin.tuning.report import draw, rules_file, shown_progress, tuning_table
+from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried, cured, missed
+from amp_plugin.tuning.workload import Script, Steps, Workload, used_ops
+
+_REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
+_TIMINGS: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuning:
+    """The rules that were chosen, and what was measured.
+
+    Attributes:
+        rules: the chosen rules; the default ones where nothing better was found.
+        goal: what they were searched for.
+        budget: the share by which the gradient error (for ``"accuracy"`` bytes) was allowed to grow.
+        reference: ``"fp64"`` or ``"fp32"``: what gradients were compared with.
+        before: the default rules on all batches.
+        after: the chosen rules on all batches.
+        seconds: time of a batch by the default rules and by the chosen ones, alternating runs, the medians.
+        changes: the chosen rules one by one, with what was measured when all before it and it were in force.
+        tried: every set tried, in order.
+        batches: the number of batches.
+    """
+
+    rules: OpRules
+    goal: Goal
+    budget: float
+    reference: str
+    before: Measurement
+    after: Measurement
+    seconds: tuple[float, float]
+    changes: tuple[Tried, ...]
+    tried: tuple[Tried, ...]
+    batches: int
+
+    @property
+    def keeps_default(self) -> bool:
+        """Whether the default rules stay."""
+        return not self.changes
+
+    def table(self) -> Table:
+        """Return a rich table of the numbers before and after."""
+        return tuning_table(self.before, self.after, self.seconds)
+
+    def to_yaml(self) -> str:
+        """Return the rules as a file, with what each gained and the evidence in its comments."""
+        return rules_file(
+            self.rules.device_type,
+            self.changes,
+            before=self.before,
+            after=self.after,
+            head=(self.headline, f"gradients compared with {self.reference}, {self.batches} batches"),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the rules to a file that ``OpRules.from_yaml`` reads."""
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+
+    def plot(self, path: str | Path) -> None:
+        """Draw error against bytes of the sets tried, the chosen one marked.
+
+        Args:
+            path: a file; its ending says the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        limit = None if self.goal == "accuracy" else 1 + self.budget
+        in_casts = self.goal == "casts"
+        draw(self.tried, self.before, self.after, Path(path), in_casts=in_casts, limit=limit)
+
+    @property
+    def nearest(self) -> Miss | None:
+        """The set that saves something and missed the budget by least; None if none saves anything."""
+        if self.goal == "accuracy":
+            return None
+        misses = [
+            miss for attempt in self.tried if (miss := missed(self.before, self.goal, self.budget, attempt))
+        ]
+        return min(misses, key=lambda miss: miss.over, default=None)
+
+    @property
+    def headline(self) -> str:
+        """What was done, in a line."""
+        if self.keeps_default:
+            nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
+            return nothing if self.nearest is None else f"{nothing}; nearest was {self.nearest}"
+        count = len(self.changes)
+        return f"tuned for {self.goal}: {count} rule{'s' if count > 1 else ''}, budget {self.budget:.0%}"
+
+
+def tune(
+    step: Callable[[Any], object],
+    *,
+    model: nn.Module,
+    batches: Sequence[Any],
+    device_type: str = "",
+    goal: Goal = "memory",
+    budget: float = 0.05,
+    reference: str = "fp64",
+    progress: bool = False,
+) -> Tuning:
+    """Search op rules that save memory or casts at no more gradient error, or that cure an overflow.
+
+    Runs ``step`` some fifty times under different rules, always with the weights and random numbers of now.
+
+    Args:
+        step: runs forward and backward on a batch, in an autocast region without ``rules=``. It leaves the
+            optimizer out. A loss may be scaled by a constant power of two.
+        model: its gradients are compared; its weights stay as they are.
+        batches: what ``step`` takes; half of them, at least one, are searched on, all verify.
+        device_type: of the rules; default: that of the model.
+        goal: ``"memory"``: fewer bytes saved for backward; ``"casts"``: fewer bytes cast; ``"accuracy"``:
+            finite gradients by the fewest fp32 ops, or if they are finite a smaller error.
+        budget: the share by which the gradient error may grow; for ``"accuracy"`` the bytes.
+        reference: ``"fp64"`` or ``"fp32"``: what a gradient without 16 bits is computed in.
+        progress: show a progress bar.
+
+    Returns:
+        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``plot("rules.png")``.
+
+    Raises:
+        ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
+        RuntimeError: there is no native core, or no rules make the gradients finite.
+
+    Example:
+        >>> from amp_plugin import autocast
+        >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+        >>> def step(batch):
+        ...     with autocast("cpu", dtype=torch.bfloat16):
+        ...         loss = model(batch).square().mean()
+        ...     loss.backward()
+        >>> tuning = tune(step, model=model, batches=[torch.randn(16, 8)])
+        >>> tuning.after.saved_bytes <= tuning.before.saved_bytes
+        True
+    """
+    device = device_type or next((param.device.type for param in model.parameters()), "cpu")
+    return tuned(Steps(step, model, batches), device, _aim(goal, budget), reference, progress=progress)
+
+
+def tune_script(
+    script: Script, *, device_type: str, goal: str, budget: float, reference: str, progress: bool
+) -> Tuning:
+    """Tune the rules of a program; the arguments are those of :func:`tune`."""
+    return tuned(script, device_type, _aim(goal, budget), reference, progress=progress)
+
+
+def tuned(workload: Workload, device_type: str, aim: Aim, reference: str, *, progress: bool) -> Tuning:
+    """Tune the rules of a workload; see :func:`tune`."""
+    if reference not in _REFERENCES:
+        msg = f"reference={reference!r} is not allowed; give 'fp64' or 'fp32'"
+        raise ValueError(msg)
+    default = OpRules.default(device_type)
+    tried: list[Tried] = []
+    with shown_progress(enabled=progress) as shown:
+        shown.say(f"running without 16 bits, in {reference}")
+        trials = Trials(workload, device_type, reference=_REFERENCES[reference])
+        shown.say("listing the ops")
+        ops = used_ops(workload, default)
+
+        def on_tried(attempt: Tried) -> None:
+            tried.append(attempt)
+            shown.tried(attempt)
+
+        search = Search(trials, default, aim, on_tried)
+        before = search.measure(()) or trials.measure(default)
+        changes = _chosen(search, workload, ops, aim, before)
+        rules = search.rules(changes)
+        after = trials.measure(rules)
+        steps = _one_by_one(search, changes)
+        shown.say("timing")
+        seconds = _timed(trials, default, rules)
+    return Tuning(
+        rules=rules,
+        goal=aim.goal,
+        budget=aim.budget,
+        reference=reference,
+        before=before,
+        after=after,
+        seconds=seconds,
+        changes=steps,
+        tried=tuple(tried),
+        batches=trials.batches,
+    )
+
+
+def _aim(goal: str, budget: float) -> Aim:
+    """Check what is wanted.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    goals = get_args(Goal)
+    if goal not in goals:
+        hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)
+        msg = f"goal={goal!r} is not one of {', '.join(map(repr, goals))}{hint}"
+        raise ValueError(msg)
+    if not 0 <= budget < 10:
+        msg = f"budget={budget} is not allowed; give a share of at least 0, such as 0.05 for 5 %"
+        raise ValueError(msg)
+    return Aim(goal=goal, budget=budget)  # type: ignore[arg-type]
+
+
+def _chosen(search: Search, workload: Workload, ops: list[str], aim: Aim, before: Measurement) -> Changes:
+    if before.failed == len(before.errors):
+        if aim.goal != "accuracy":
+            msg = (
+                "no batch has finite gradients with the default rules, so there is no error to keep; "
+                "search for accuracy first: goal='accuracy', or amp-plugin tune --for accuracy"
+            )
+            raise ValueError(msg)
+        return cured(search, workload, ops)
+    return search.best(ops)
+
+
+def _one_by_one(search: Search, changes: Changes) -> tuple[Tried, ...]:
+    """Measure the changes on all batches as they add up."""
+    return tuple(
+        Tried(changes=(change,), measurement=search.measure(changes[: index + 1]), batches=search.batches)
+        for index, change in enumerate(changes)
+    )
+
+
+def _timed(trials: Trials, default: OpRules, chosen: OpRules) -> tuple[float, float]:
+    """Return the times of a batch by two rule sets, measured in turns."""
+    pairs = [(trials.seconds(default), trials.seconds(chosen)) for _ in range(_TIMINGS)]
+    return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)

@@ -1,0 +1,246 @@
+"""Stored parameters are float32 while an optimizer steps or loads a state dict.
+
+::
+
+    step(), load_state_dict():  parameters and state are float32
+    a closure within step():    parameters are 16 bits again, with the values that the step has set so far
+    a step that raises:         parameters are 16 bits again when the exception is dropped, or at the next
+                                step, with the values that it has set, as in torch
+
+torch's own hooks do it, so that optimizers of any class work unchanged; nothing is put into their state.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from typing_extensions import Self
+
+from amp_plugin.weights.checkpoint import load_entry_of_0_2
+from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.weight import fp32_shown, hide_fp32, show_fp32, stored_params, stored_weight
+
+_ATTRIBUTE: Final = "_amp_plugin_weights"
+_LOAD_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
+
+
+def add_optimizer(optimizer: Optimizer) -> None:
+    """Let an optimizer step stored parameters in float32; any number of calls.
+
+    Raises:
+        TypeError: It steps in backward, or was made without ``Optimizer.__init__``.
+        ValueError: It has state in 16 bits, made before.
+    """
+    if not hasattr(optimizer, _ATTRIBUTE):
+        _refuse(optimizer)
+        setattr(optimizer, _ATTRIBUTE, OptimizerHooks())
+        getattr(optimizer, _ATTRIBUTE).attach(optimizer)
+    _widen_fresh_state(optimizer)
+
+
+def add_late_optimizers() -> None:
+    """Add other optimizers before they first step a stored parameter; any number of calls."""
+    if not any(getattr(hook, "adds_late_optimizers", False) for hook in _global_optimizer_pre_hooks.values()):
+        hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
+        hook.adds_late_optimizers = hook.leaves_gradients = True
+        hook.leaves_steps = True  # a step in one pass does without it
+        register_optimizer_step_pre_hook(hook)
+
+
+def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    if not hasattr(optimizer, _ATTRIBUTE) and stored_params(_params(optimizer)):
+        add_optimizer(optimizer)
+
+
+class OptimizerHooks:
+    """What one optimizer shows of the parameters that it steps."""
+
+    def __init__(self) -> None:
+        self._shown: list[Tensor] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerHooks:
+        """Show nothing in a copy."""
+        return OptimizerHooks()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Show nothing in a pickle."""
+        return OptimizerHooks, ()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Put the hooks on an optimizer."""
+        before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
+        for hook in (before, after):
+            hook.leaves_gradients = True
+        before.leaves_steps = True
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(after)
+        optimizer.register_load_state_dict_pre_hook(self.before_load)
+        optimizer.register_load_state_dict_post_hook(self.after_load)
+        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+            optimizer.load_state_dict = _ShownLoad(optimizer.load_state_dict)  # type: ignore[method-assign]
+
+    def close(self, *, steps: int = 0) -> None:
+        """Store what is still shown."""
+        shown, self._shown = self._shown, []
+        hide_fp32(shown, steps=steps)
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Show the parameters; let a closure run on 16 bits."""
+        self.close()
+        params = stored_params(_params(optimizer))
+        if not params:
+            return None
+        _refuse_graphs(optimizer, params)
+        self._count_steps(optimizer, params)
+        self._show(params)
+        return self._with_closure(params, args, kwargs)
+
+    def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        """Store them."""
+        self.close(steps=1)
+
+    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Show the parameters: torch casts state to their dtype."""
+        self.close()
+        load_entry_of_0_2(optimizer, state_dict)
+        self._shown = show_fp32(_params(optimizer))
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Store them."""
+        self.close()
+
+    def _count_steps(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
+        """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
+        for param in params:
+            weight, count = stored_weight(param), optimizer.state.get(param, {}).get("step")
+            if weight is not None and not weight.format.kept_bytes and count is not None:
+                weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
+
+    def _show(self, params: Iterable[Tensor]) -> None:
+        self._shown = show_fp32(param for param in params if param.requires_grad or param.grad is not None)
+
+    def _with_closure(self, params: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
+            args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
+        return _Arguments(args, self), kwargs
+
+    def _on_16_bits(self, params: list[Tensor], closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            self.close()
+            value = closure()
+            self._show(params)
+            return value
+
+        return run
+
+
+class _Arguments(tuple[Any, ...]):  # noqa: SLOT001 -- it has an attribute
+    """The arguments of a step, which end when the step does, by an exception too."""
+
+    def __new__(cls, arguments: Iterable[Any], hooks: OptimizerHooks) -> Self:
+        made = super().__new__(cls, arguments)
+        made.hooks = hooks
+        return made
+
+    hooks: OptimizerHooks
+
+    def __del__(self) -> None:
+        if not _is_running(self[0]):
+            self.hooks.close()
+
+
+def _is_running(optimizer: object) -> bool:
+    """Whether a step of an optimizer is on the stack: another hook may have replaced its arguments."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (
+            frame.f_globals.get("__name__") == Optimizer.__module__
+            and frame.f_locals.get("self") is optimizer
+        ):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
+
+
+class _ShownLoad:
+    """A class's own ``load_state_dict``, which may not call torch's hooks."""
+
+    def __init__(self, load: Callable[..., Any]) -> None:
+        self.load = load
+
+    def __call__(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer: Any = self.load.__self__  # type: ignore[attr-defined]
+        load_entry_of_0_2(optimizer, state_dict)
+        with fp32_shown(_params(optimizer)):
+            return self.load(state_dict, *args, **kwargs)
+
+
+def accept_entries_of_0_2(optimizer: Optimizer) -> None:
+    """Let an optimizer of float32 weights load what 0.2 kept of stored ones; any number of calls."""
+    if load_entry_of_0_2 not in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        optimizer.register_load_state_dict_pre_hook(load_entry_of_0_2)
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (param for group in optimizer.param_groups for param in group["params"])
+
+
+# -- what is refused ---------------------------------------------------------------------------------
+
+
+def _refuse(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if not (hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, _LOAD_HOOKS)):
+        msg = (
+            f"{kind} was made without Optimizer.__init__, so that torch runs no hook before its step, and it "
+            "would step weights in 16 bits: hand over the optimizer that it wraps if it writes no weight "
+            "itself, else use weights='fp32' with it"
+        )
+        raise TypeError(msg)
+    if hasattr(optimizer, "fused_backward"):
+        msg = (
+            f"{kind} steps in backward, where weights are in 16 bits and small updates are lost: use "
+            "weights='fp32' with it"
+        )
+        raise TypeError(msg)
+    if getattr(optimizer, "parameters_as_bucket_view", False):
+        msg = (
+            f"{kind}(parameters_as_bucket_view=True) sends weights as parts of its own buckets, in 16 bits: "
+            "leave parameters_as_bucket_view out"
+        )
+        raise ValueError(msg)
+
+
+def _refuse_graphs(optimizer: Optimizer, params: list[Tensor]) -> None:
+    if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
+        msg = (
+            f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
+            "which leads to weights in 16 bits, not to the float32 that it steps: use weights='fp32' with it"
+        )
+        raise RuntimeError(msg)
+
+
+def _widen_fresh_state(optimizer: Optimizer) -> None:
+    """Make float32 of state in 16 bits that is what a constructor makes: the same number everywhere."""
+    for param, state in optimizer.state.items():
+        if not isinstance(param, Tensor) or stored_weight(param) is None:
+            continue
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.dtype not in HALVES:
+                continue
+            if value.numel() and (value != value.flatten()[0]).any():
+                msg = (
+                    f"the state {name!r} of this {type(optimizer).__name__} is in {value.dtype}: it has "
+                    "stepped or loaded a state dict with weights in 16 bits. Call store_weights(model, "
+                    "optimizer) first, and load the state dict then"
+                )
+                raise ValueError(msg)
+            state[name] = value.float()

@@ -1,0 +1,396 @@
+"""store_weights and restore_weights: which weights of a model are stored in 16 bits, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
+
+from amp_plugin.patterns import matched_modules, require_matches
+from amp_plugin.precision import WeightsName, checked_weights, stores_all
+from amp_plugin.user_warnings import warn_user
+from amp_plugin.weights.checkpoint import export_as_is, export_fp32
+from amp_plugin.weights.formats import HALVES
+from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_late_optimizers, add_optimizer
+from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, warn_of_16_bits, widen_
+from amp_plugin.weights.weight import (
+    StoredParameter,
+    fp32_shown,
+    restore_,
+    store_,
+    stored_params,
+    stored_weight,
+)
+
+_STORABLE: Final = {torch.float32, torch.bfloat16, torch.float16}
+
+
+class WeightStore:
+    """What :func:`store_weights` has done to a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __len__(self) -> int:
+        """Return the number of parameters that are stored in 16 bits."""
+        return len(stored_params(self._model.parameters()))
+
+    def add(self, *optimizers: Optimizer) -> None:
+        """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
+        for optimizer in optimizers:
+            add_optimizer(optimizer)
+
+    def in_fp32(self) -> AbstractContextManager[None]:
+        """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
+        return in_fp32(self._model)
+
+
+def store_weights(
+    model: nn.Module,
+    *optimizers: Optimizer,
+    weights: WeightsName = "bf16",
+    fp32_modules: Iterable[str] = (),
+    seed: int = 0,
+) -> WeightStore:
+    """Store a model's weights in 16 bits and let any optimizer train them exactly.
+
+    The model computes with the 16 bits. While an optimizer steps or loads a state dict, its parameters,
+    gradients and state are float32, so that each update counts::
+
+        step:  parameters = float32 from the 16 bits and what is kept beside them
+               the optimizer's own step
+               16 bits, what is kept beside them = split(parameters)
+
+    In place: parameters stay the objects they are. State dicts, copies and pickles are those of a float32
+    model. Call it before the first step and before DistributedDataParallel; optimizers that are made later
+    are given to ``add`` of what it returns, before they load a state dict, or are found at their first step.
+
+    Args:
+        model: float32, bfloat16 or float16; on any device, not sharded.
+        *optimizers: Of any class, made before.
+        weights: ``"bf16"``: what autocast would cast (Linear, convolutions, attention projections) is stored
+            as bfloat16 and 16 bits more, together all bits of float32; norms, embeddings and the rest are
+            float32. ``"fp16"``: likewise as float16, with float32 masters. ``"bf16-true"``, ``"fp16-true"``:
+            all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: as
+            ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``:
+            none is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
+        fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
+            weights stay in float32.
+        seed: Of stochastic rounding; the same on all ranks.
+
+    Returns:
+        The store: ``add(optimizer)``, ``in_fp32()``.
+
+    Raises:
+        ValueError: ``weights`` is unknown, a pattern matches no module, or an optimizer has state in 16 bits.
+        TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
+            backward, or was made without ``Optimizer.__init__``.
+        RuntimeError: Something has converted a stored weight.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+        >>> store = store_weights(model, optimizer, weights="bf16")
+        >>> model.weight.dtype, model.state_dict()["weight"].dtype, len(store)
+        (torch.bfloat16, torch.float32, 2)
+        >>> model(torch.ones(2, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> model.weight.grad.dtype
+        torch.float32
+    """
+    name = checked_weights(weights)
+    refuse_sharded(model, name)
+    if torch.__future__.get_swap_module_params_on_conversion():
+        msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
+        raise RuntimeError(msg)
+    if name == "fp32":
+        restore_weights(model)
+        convert_to_fp32(model)
+        set_up_when_unfrozen(model, widen_unfrozen)
+        for optimizer in optimizers:
+            accept_entries_of_0_2(optimizer)
+            warn_of_16_bits(optimizer)
+        return WeightStore(model)
+    store = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
+    store(model, list(model.parameters()))
+    set_up_when_unfrozen(model, store)
+    add_late_optimizers()
+    for optimizer in optimizers:
+        add_optimizer(optimizer)
+    return WeightStore(model)
+
+
+def restore_weights(model: nn.Module) -> None:
+    """Make a model whose weights are stored an ordinary float32 one, in place and exactly.
+
+    Nothing happens to other models. Its optimizers go on with it; DistributedDataParallel around it does not.
+
+    Args:
+        model: The model.
+
+    Raises:
+        RuntimeError: Something has converted a stored weight, or it is called within :func:`in_fp32`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> store = store_weights(model)
+        >>> restore_weights(model)
+        >>> model.weight.dtype
+        torch.float32
+    """
+    for param in stored_params(model.parameters()):
+        restore_(param)
+    export_as_is(model)
+    forget_frozen(model)
+
+
+def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
+    """Return a block in which a model's stored weights are float32, to average, export or edit them.
+
+    Its parameters themselves are float32 there, and what is written to them is stored at its end. Blocks may
+    nest; optimizers may step inside. Training under DistributedDataParallel belongs outside.
+
+    Args:
+        model: The model, or one that wraps it.
+    """
+    return fp32_shown(list(model.parameters()))
+
+
+def is_stored(model: nn.Module) -> bool:
+    """Whether a model, or what it wraps, has weights that are stored in 16 bits."""
+    return bool(stored_params(model.parameters()))
+
+
+# -- which weights -----------------------------------------------------------------------------------
+
+# Modules whose weights autocast casts wherever they are used, on all devices, and the names of those weights.
+_CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
+    nn.Linear: ("weight", "bias"),
+    _ConvNd: ("weight", "bias"),
+    nn.MultiheadAttention: (
+        "in_proj_weight",
+        "in_proj_bias",
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+    ),
+}
+_CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that require gradients, tied ones once."""
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> dict[nn.Parameter, None]:
+    """Return the parameters to store, in the model's order."""
+    require_matches([model], patterns)
+    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
+    for module in model.modules():
+        names = set() if stores_all(name) else set(module._parameters) - set(_cast_names(module))
+        own = module._parameters
+        in_fp32.update(param for key, param in own.items() if param is not None and key in names)
+        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+            in_fp32.update(param for param in own.values() if param is not None)
+    return dict.fromkeys(
+        param
+        for param in model.parameters()
+        if param not in in_fp32 and _is_storable(param, frozen=stores_all(name))
+    )
+
+
+def _is_storable(param: nn.Parameter, *, frozen: bool) -> bool:
+    if param.dtype not in _STORABLE or type(param) not in {nn.Parameter, StoredParameter}:
+        return False
+    known = stored_weight(param) is not None
+    return param.requires_grad or known or (frozen and param.dtype is torch.float32)
+
+
+def _cast_names(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's own parameters that autocast casts wherever it runs."""
+    kind = type(module)
+    for known, names in _CAST.items():
+        if isinstance(module, known):
+            torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+            return names if kind.forward is torchs.forward else ()
+    return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
+
+
+def _store(
+    model: nn.Module, params: list[nn.Parameter], *, name: str, patterns: tuple[str, ...], seed: int
+) -> None:
+    """Store those of a model's trainable parameters that are to be, and make the others float32."""
+    wanted = _wanted(model, name, patterns)
+    for param in params:
+        if param in wanted:
+            store_(param, name, seed=seed)
+        elif stored_weight(param) is not None:
+            restore_(param)
+    convert_to_fp32(model, only=[param for param in params if param.requires_grad and param not in wanted])
+    export_fp32(model)
+
+
+def has_fp32_buffers(model: nn.Module) -> bool:
+    """Whether a model's activations may meet float32 buffers; the statistics of norms do no harm."""
+    modules = (module for module in model.modules() if not isinstance(module, _NormBase))
+    return any(
+        buffer.dtype is torch.float32 for module in modules for buffer in module.buffers(recurse=False)
+    )
+
+
+# -- models that come in 16 bits ---------------------------------------------------------------------
+
+
+def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> str:
+    """Convert parameters in 16 bits (``only``, or all trainable ones) to float32, with their buffers.
+
+    Returns:
+        What was converted, in one line, with the alternative; empty if nothing was.
+    """
+    wanted = trainable(model) if only is None else list(only)
+    params = [param for param in wanted if param.dtype in HALVES and stored_weight(param) is None]
+    if not params:
+        return ""
+    dtype, total = params[0].dtype, _bytes(params)
+    for param in params:
+        widen_(param)
+    for module in model.modules():
+        if not {*module.parameters(recurse=False)}.isdisjoint(params):
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.dtype in HALVES:
+                    module._buffers[name] = buffer.float()
+    name, form = str(dtype).removeprefix("torch."), "bf16" if dtype is torch.bfloat16 else "fp16"
+    size = f"{total / 1e6:.1f} MB" if total >= 1e5 else f"{total} bytes"
+    return (
+        f"{len(params)} trainable parameters came in {name} ({size}) and are float32 now ({size} more), "
+        f"since 16 bits lose small updates. weights={form!r} keeps them in {name}, as exactly"
+    )
+
+
+def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
+    """Make float32 of weights that were frozen in 16 bits and are trained now, and say so."""
+    warn_user(convert_to_fp32(model, only=params))
+
+
+# -- sharded models ----------------------------------------------------------------------------------
+
+
+def refuse_sharded(model: nn.Module, weights: str) -> None:
+    """Raise TypeError if a model's parameters are shards: FSDP stores float32 ones and casts them."""
+    setting = sharded_by(model)
+    if setting is not None:
+        refuse_sharded_weights(weights, setting)
+
+
+def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
+    """Raise TypeError if weights of a sharded model are to be stored; ``setting`` casts them."""
+    if weights != "fp32":
+        msg = (
+            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
+            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
+        )
+        raise TypeError(msg)
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
+    if has_shards or "FSDPModule" in kinds:
+        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    if "FullyShardedDataParallel" in kinds:
+        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
+    if "DeepSpeedEngine" in kinds:
+        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
+    return None
+
+
+# -- bytes -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightBytes:
+    """Bytes held between two optimizer steps, by this process.
+
+    Attributes:
+        parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
+        weights, gradients, optimizer_state: Of the tensors themselves.
+        masters: Kept beside the weights: low halves, or float32 masters.
+    """
+
+    parameters: int
+    weights: int
+    masters: int
+    gradients: int
+    optimizer_state: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.weights + self.masters + self.gradients + self.optimizer_state
+
+    def per_parameter(self) -> dict[str, float]:
+        """Return the bytes per parameter of each kind, and of all: ``{"weights": 2.0, ...}``."""
+        kinds = ("weights", "masters", "gradients", "optimizer_state", "total")
+        return {kind: getattr(self, kind) / max(1, self.parameters) for kind in kinds}
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        weights, masters, gradients, state, total = self.per_parameter().values()
+        return (
+            f"{total:.3g} bytes per parameter (weights {weights:.3g}, kept beside them {masters:.3g}, "
+            f"gradients {gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
+        )
+
+
+def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
+    """Count the bytes that training holds for a model's parameters; no host sync.
+
+    Args:
+        model: The model, or what wraps it.
+        *optimizers: Those that step it; torch's or a framework's.
+
+    Returns:
+        What is held now: call it after ``backward`` of the second step, when gradients and state are there.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(3, 1)
+        >>> print(weight_bytes(model))
+        4 bytes per parameter (weights 4, kept beside them 0, gradients 0, optimizer state 0) for 4 parameters
+    """
+    params = list(model.parameters())
+    kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)
+    state = (
+        entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)
+    )
+    return WeightBytes(
+        parameters=sum(local_of(param).numel() for param in params),
+        weights=_bytes(params),
+        masters=_bytes(kept),
+        gradients=_bytes(param.grad for param in params if param.grad is not None),
+        optimizer_state=_bytes(
+            value for entry in state for value in entry.values() if isinstance(value, Tensor)
+        ),
+    )
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local

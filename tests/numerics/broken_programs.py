@@ -1,0 +1,758 @@
+"""Programs that are broken, each with its true cause, its line and its cure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.numerics.programs import broken
+
+FP16 = {"device_type": "cpu", "dtype": torch.float16}
+
+
+def leaf(*values: float) -> torch.Tensor:
+    return torch.tensor(values, requires_grad=True)
+
+
+def from_a_file(shape: tuple[int, ...], *, at: tuple[int, ...], value: float) -> torch.Tensor:
+    """Return numbers that no op of torch has made, one of them not finite."""
+    numbers = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    numbers[at] = value
+    return torch.from_numpy(numbers)
+
+
+def train(model, batch, *, lr=0.01, steps=4, optimizer=torch.optim.SGD, loss=None, **options):
+    """Train on one batch again and again."""
+    optimizer = optimizer(model.parameters(), lr=lr, **options)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = model(batch)
+        (loss(output) if loss else output.float().square().mean()).backward()
+        optimizer.step()
+
+
+# -- data --------------------------------------------------------------------------------------------------
+
+
+@broken("data", op="addmm", cure="isfinite")
+def a_row_of_a_batch_is_nan(fix):
+    rows = from_a_file((12, 4), at=(9, 2), value=math.nan)
+    model = nn.Linear(4, 1)
+    for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
+        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
+        model(batch).sum().backward()  # <-
+
+
+@broken("data", op="mean|sub", cure="isfinite")
+def a_row_of_a_batch_is_infinite(fix):
+    rows = from_a_file((12, 4), at=(5, 1), value=math.inf)
+    model = nn.Linear(4, 1)
+    for (loaded,) in DataLoader(TensorDataset(rows), batch_size=4):
+        batch = loaded[loaded.isfinite().all(1)] if fix else loaded
+        centred = batch - batch.mean(0)  # <-
+        model(centred).sum().backward()
+
+
+@broken("data", op="addmm", cure="isfinite")
+def infinities_in_a_list_of_batches(fix):
+    batches = [torch.ones(3, 4), from_a_file((3, 4), at=(1, 1), value=-math.inf)]
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    for batch in batches:
+        if fix and not batch.isfinite().all():
+            continue
+        model(batch).sum().backward()  # <-
+
+
+@broken("data", op="sub", cure="isfinite")
+def a_target_that_is_nan(fix):
+    model, target = nn.Linear(4, 1), from_a_file((2, 1), at=(1, 0), value=math.nan)
+    output = model(torch.ones(2, 4))
+    if fix:
+        kept = target.isfinite()
+        output, target = output[kept], target[kept]
+    (output - target).square().mean().backward()  # <-
+
+
+@broken("data", op="addmm", cure="isfinite")
+def features_from_a_file_hold_nan(fix):
+    table = np.ones((5, 3), dtype=np.float32)
+    table[2, 1] = np.nan
+    if fix:
+        table = np.nan_to_num(table)
+    weight = torch.from_numpy(table)
+    model = nn.Linear(3, 1)
+    rows = functional.embedding(torch.tensor([1, 2]), weight)
+    model(rows).sum().backward()  # <-
+
+
+# -- numbers too large for 16 bits ---------------------------------------------------------------------------
+
+
+@broken("range", op="bmm", cure="paste")
+def attention_without_a_scale(fix):
+    class Own(nn.Module):
+        def forward(self, x):
+            scores = x @ x.transpose(-1, -2)  # <-
+            return scores.softmax(-1) @ x
+
+    model = nn.Sequential(nn.Linear(16, 16), Own())
+    fix(model)
+    with torch.autocast(**FP16):
+        loss = model(2000 * torch.randn(2, 5, 16)).sum()
+    loss.backward()
+
+
+@broken("range", op="pow", cure="paste")
+def a_squared_relu(fix):
+    class Squares(nn.Module):
+        def forward(self, x):
+            energy = x.relu() ** 2  # <-
+            return energy / energy.amax()
+
+    model = nn.Sequential(nn.Linear(8, 8), Squares(), nn.Linear(8, 4))
+    fix(model)
+    with torch.autocast(**FP16):
+        model(3000 * torch.randn(4, 8)).float().mean().backward()
+
+
+@broken("range", op="exp", cure="paste")
+def a_softmax_by_hand(fix):
+    class Softmax(nn.Module):
+        def forward(self, x):
+            weights = x.exp()  # <-
+            return weights / weights.sum(-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(8, 8), Softmax())
+    fix(model)
+    with torch.autocast(**FP16):
+        model(40 * torch.randn(4, 8)).float().square().mean().backward()
+
+
+@broken("range", op="cumsum", cure="paste")
+def a_sum_over_a_long_sequence(fix):
+    class Positions(nn.Module):
+        def forward(self, x):
+            total = x.cumsum(1)  # <-
+            return total / total[:, -1:]
+
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), Positions())
+    nn.init.constant_(model[0].weight, 0.5)
+    fix(model)
+    with torch.autocast(**FP16):
+        model(3000 * torch.rand(2, 64, 4)).float().sum().backward()
+
+
+@broken("range", op="convolution", cure="paste")
+def a_convolution_of_raw_pixels(fix):
+    model = nn.Sequential(nn.Conv2d(1, 4, 5, bias=False), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1))
+    nn.init.constant_(model[0].weight, 1.0)
+    fix(model)
+    with torch.autocast(**FP16):
+        loss = model(torch.full((1, 1, 8, 8), 60000.0)).float().mean()  # <-
+    loss.backward()
+
+
+@broken("range", op="bmm", cure="paste")
+def an_einsum(fix):
+    class Gram(nn.Module):
+        def forward(self, x):
+            gram = torch.einsum("bik,bjk->bij", x, x)  # <-
+            return gram - gram.mean(-1, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(32, 32), Gram())
+    fix(model)
+    with torch.autocast(**FP16):
+        model(600 * torch.randn(2, 8, 32)).float().mean().backward()
+
+
+@broken("range", op="add", cure="paste")
+def a_residual_that_grows(fix):
+    class Residual(nn.Module):
+        def forward(self, x):
+            return (x + x) / 4  # <-
+
+    model = nn.Sequential(nn.Linear(4, 4), Residual(), nn.Linear(4, 1))
+    fix(model)
+    with torch.autocast(**FP16):
+        model(torch.full((2, 4), 60000.0)).float().mean().backward()
+
+
+@broken("range", op="_to_copy", cure=r"fp32|\.float\(\)")
+def data_that_half_cannot_hold(fix):
+    model = nn.Linear(2, 1)
+    x = torch.tensor([[70000.0, 1.0]])
+    narrow = x if fix else x.half()  # <-
+    model(narrow.float()).sum().backward()
+
+
+@broken("range", op="mm", cure="paste")
+def a_recurrence_that_grows_before_any_step(fix):
+    class Cell(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(2.0 * torch.eye(4) + 0.5)
+
+        def forward(self, x):
+            hidden = x
+            for _ in range(14):
+                hidden = hidden @ self.weight  # <-
+            return hidden / hidden.norm()
+
+    model = nn.Sequential(Cell())
+    fix(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with torch.autocast(**FP16):
+        loss = model(torch.ones(2, 4)).float().sum()
+    loss.backward()
+    optimizer.step()
+
+
+@broken("range", op="bmm", cure="paste")
+def attention_in_a_checkpoint(fix):
+    class Own(nn.Module):
+        def forward(self, x):
+            return (x @ x.transpose(-1, -2)).softmax(-1) @ x  # <-
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.own = nn.Linear(16, 16), Own()
+
+        def forward(self, x):
+            return checkpoint(self.own, self.first(x), use_reentrant=False)
+
+    model = Whole()
+    fix(model)
+    with torch.autocast(**FP16):
+        model(2000 * torch.randn(2, 5, 16)).sum().backward()
+
+
+@broken("range", op="square|pow", cure="paste")
+def a_compiled_model_that_overflows(fix):
+    class Energy(nn.Module):
+        def forward(self, x):
+            energy = x.pow(2)  # <-
+            return energy / energy.sum()
+
+    model = nn.Sequential(nn.Linear(4, 4), Energy())
+    fix(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.autocast(**FP16):
+        compiled(2000 * torch.randn(3, 4)).float().sum().backward()
+
+
+@broken("size", op="exp", cure="clamp|largest|logsumexp")
+def an_exponential_beyond_fp32(fix):
+    weight = leaf(120.0, 2.0)
+    scores = weight - weight.max() if fix else weight
+    weights = scores.exp()  # <-
+    (weights / weights.sum()).square().sum().backward()
+
+
+# -- divisions by zero and other points -------------------------------------------------------------------------
+
+
+@broken("pole", op="log", cure="clamp|eps")
+def the_log_of_a_relu(fix):
+    probabilities = leaf(-1.0, 2.0).relu()
+    probabilities = probabilities.clamp(min=1e-6) if fix else probabilities
+    loss = -probabilities.log().mean()  # <-
+    loss.backward()
+
+
+@broken("pole", op="log", cure="clamp|eps")
+def an_entropy_by_hand(fix):
+    p = leaf(0.0, 0.25, 0.75)
+    inner = p.clamp(min=1e-6) if fix else p
+    loss = -(p * inner.log()).sum()  # <-
+    loss.backward()
+
+
+@broken("pole", op="log", cure="clamp|eps")
+def a_where_that_hides_the_log_of_zero(fix):
+    x = leaf(0.0, 2.0)
+    y = x.clamp(min=1e-6) if fix else x
+    torch.where(x > 0, y.log(), 0.0).sum().backward()  # <-
+
+
+@broken("pole", op="rsub|log", cure="clamp|eps")
+def a_cross_entropy_by_hand_at_one(fix):
+    p = torch.sigmoid(leaf(100.0, 1.0))
+    rest = (1 - p).clamp(min=1e-6) if fix else 1 - p
+    loss = -rest.log().mean()  # <-
+    loss.backward()
+
+
+@broken("pole", op="div|pow|mul", cure="eps")
+def the_gradient_of_a_root_at_zero(fix):
+    x = leaf(0.0, 4.0)
+    y = x + 1e-6 if fix else x
+    y.sqrt().sum().backward()  # <-
+
+
+@broken("pole", op="", cure="eps|clamp")
+def the_gradient_of_a_power_at_zero(fix):
+    x = leaf(0.0, 4.0)
+    y = x + 1e-6 if fix else x
+    (y**0.5).sum().backward()  # <-
+
+
+@broken("pole", op="", cure=r"rsqrt\(|eps inside")
+def a_distance_by_hand_of_equal_points(fix):
+    a, b = leaf(1.0, 2.0), torch.tensor([1.0, 2.0])
+    squares = (a - b).square().sum()
+    squares = squares + 1e-12 if fix else squares
+    squares.sqrt().backward()  # <-
+
+
+@broken("pole", op="div", cure=r"rsqrt\(")
+def a_row_of_zeros_is_normalised_by_hand(fix):
+    x = torch.zeros(2, 4, requires_grad=True)
+    squares = x.square().sum(-1, keepdim=True)
+    unit = x * (squares + 1e-12).rsqrt() if fix else x / squares.sqrt()  # <-
+    unit.sum().backward()
+
+
+@broken("pole", op="pow", cure="eps|clamp")
+def an_inverse_root_at_zero(fix):
+    x = leaf(0.0, 4.0)
+    y = x + 1e-6 if fix else x
+    (y**-0.5).sum().backward()  # <-
+
+
+@broken("pole", op="rsqrt", cure="eps|clamp")
+def the_reciprocal_root_of_a_variance(fix):
+    x = torch.ones(2, 4, requires_grad=True)
+    variance = x.var(-1, keepdim=True)
+    variance = variance + 1e-5 if fix else variance
+    (x * variance.rsqrt()).sum().backward()  # <-
+
+
+@broken("pole", op="erfinv", cure="clamp")
+def the_inverse_error_function_at_one(fix):
+    u = leaf(1.0, 0.3)
+    u = u.clamp(max=1 - 1e-6) if fix else u
+    u.erfinv().sum().backward()  # <-
+
+
+@broken("pole", op="lgamma", cure="clamp|eps")
+def the_log_of_gamma_at_zero(fix):
+    x = leaf(0.0, 1.5)
+    x = x + 1e-3 if fix else x
+    x.lgamma().sum().backward()  # <-
+
+
+@broken("pole", op="logit|log", cure="clamp|eps")
+def the_logit_of_one(fix):
+    p = leaf(1.0, 0.5)
+    (p.logit(eps=1e-6) if fix else p.logit()).sum().backward()  # <-
+
+
+@broken("pole", op="atanh", cure="clamp")
+def a_fisher_transform_of_a_full_correlation(fix):
+    r = leaf(1.0, 0.5)
+    r = r.clamp(max=0.999) if fix else r
+    r.atanh().sum().backward()  # <-
+
+
+@broken("pole", op="", cure="clamp|eps")
+def an_angle_between_equal_vectors(fix):
+    x = leaf(1.0, 0.0)
+    cosine = (x * torch.tensor([1.0, 0.0])).sum()
+    cosine = cosine.clamp(max=1 - 1e-6) if fix else cosine
+    cosine.acos().backward()  # <-
+
+
+@broken("pole", op="reciprocal|div", cure="eps|mask")
+def a_weight_of_one_over_a_count(fix):
+    counts = torch.tensor([3.0, 0.0])
+    counts = counts.clamp(min=1) if fix else counts
+    weights = 1 / counts  # <-
+    (leaf(1.0, 2.0) * weights).sum().backward()
+
+
+@broken("pole", op="div", cure="eps|mask")
+def a_mean_over_nothing_but_padding(fix):
+    x, mask = leaf(1.0, 2.0), torch.tensor([0.0, 0.0])
+    count = mask.sum() + (1e-6 if fix else 0.0)
+    ((x * mask).sum() / count).backward()  # <-
+
+
+@broken("pole", op="", cure="eps|clamp")
+def a_root_in_a_checkpoint(fix):
+    def root(x):
+        return (x + 1e-6 if fix else x).sqrt()  # <-
+
+    checkpoint(root, leaf(0.0, 1.0), use_reentrant=False).sum().backward()
+
+
+@broken("pole", op="log", cure="clamp|eps")
+def a_compiled_loss_with_a_log(fix):
+    def loss(x):
+        x = x.clamp(min=1e-6) if fix else x
+        return -x.log().mean()  # <-
+
+    torch.compile(loss, backend="eager")(leaf(0.0, 1.0)).backward()
+
+
+@broken("pole", op="", cure="eps|clamp")
+def a_gradient_penalty_of_a_flat_critic(fix):
+    x, critic = torch.zeros(3, 2, requires_grad=True), nn.Linear(2, 1)
+    nn.init.zeros_(critic.weight)
+    (gradient,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+    squares = gradient.square().sum(-1)
+    squares = squares + 1e-12 if fix else squares
+    (squares.sqrt() - 1).square().mean().backward()  # <-
+
+
+# -- outside of an op's domain --------------------------------------------------------------------------------
+
+
+@broken("domain", op="sqrt", cure="clamp")
+def a_variance_that_rounding_made_negative(fix):
+    x = torch.tensor([1e4, 1e4 + 1e-3, 1e4], requires_grad=True)
+    variance = (x * x).mean() - x.mean() ** 2 - 20.0
+    variance = variance.clamp(min=1e-6) if fix else variance
+    variance.sqrt().backward()  # <-
+
+
+@broken("domain", op="acos", cure="clamp")
+def the_angle_of_a_cosine_above_one(fix):
+    cosine = leaf(1.0000002, 0.5)
+    cosine = cosine.clamp(-1 + 1e-6, 1 - 1e-6) if fix else cosine
+    cosine.acos().sum().backward()  # <-
+
+
+@broken("domain", op="pow", cure="clamp")
+def a_fractional_power_of_a_negative_number(fix):
+    x = leaf(-0.5, 2.0)
+    x = x.clamp(min=1e-6) if fix else x
+    (x**1.5).sum().backward()  # <-
+
+
+@broken("domain", op="log", cure="clamp")
+def the_log_of_a_negative_return(fix):
+    x = leaf(-1.5, 0.5)
+    x = x.clamp(min=-0.99) if fix else x
+    torch.log1p(x).sum().backward()  # <-
+
+
+@broken("empty", op="mean", cure="length|empty|few")
+def the_mean_of_an_empty_selection(fix):
+    x = leaf(-1.0, -2.0)
+    chosen = x[x > 0]
+    loss = chosen.sum() / max(len(chosen), 1) + x.sum() if fix else chosen.mean() + x.sum()  # <-
+    loss.backward()
+
+
+@broken("empty", op="std|var", cure="correction|few")
+def the_spread_of_a_single_sample(fix):
+    x = torch.ones(1, 4, requires_grad=True)
+    (x.var(0, correction=0) if fix else x.var(0)).sum().backward()  # <-
+
+
+@broken("empty", op="nll_loss", cure="ignore|target|few|empty")
+def a_batch_whose_targets_are_all_ignored(fix):
+    logits = torch.randn(2, 3, requires_grad=True)
+    target = torch.tensor([-100, -100])
+    if fix:
+        target = torch.tensor([-100, 1])
+    functional.cross_entropy(logits, target).backward()  # <-
+
+
+# -- masks ----------------------------------------------------------------------------------------------------
+
+
+@broken("mask", op="softmax", cure="masked")
+def a_row_that_is_masked_altogether(fix):
+    scores = torch.randn(2, 3, requires_grad=True)
+    mask = torch.tensor([[False, False, True], [True, True, True]])
+    hidden = scores.masked_fill(mask, -1e4 if fix else -math.inf)
+    hidden.softmax(-1).square().sum().backward()  # <-
+
+
+@broken("mask", op="softmax", cure="masked")
+def padding_and_a_causal_mask_together(fix):
+    scores = torch.randn(3, 3, requires_grad=True)
+    causal = torch.ones(3, 3).triu(1).bool() | torch.tensor([True, False, False])
+    hidden = torch.where(causal, torch.tensor(-1e4 if fix else -math.inf), scores)
+    hidden.softmax(-1).square().sum().backward()  # <-
+
+
+@broken("infinity", op="mul", cure="0 \\* inf|masked_fill|where")
+def a_mask_that_is_multiplied(fix):
+    scores, mask = torch.randn(2, 3, requires_grad=True), torch.tensor([1.0, 0.0, 1.0])
+    bias = torch.zeros(3).masked_fill(mask == 0, -math.inf) if fix else (1 - mask) * -math.inf  # <-
+    (scores + bias).softmax(-1).square().sum().backward()
+
+
+@broken("infinity", op="sub", cure="inf - inf")
+def a_softmax_by_hand_of_a_masked_row(fix):
+    scores = torch.randn(2, 3, requires_grad=True)
+    hidden = scores.masked_fill(torch.tensor([[True], [False]]), -1e4 if fix else -math.inf)
+    weights = (hidden - hidden.amax(-1, keepdim=True)).exp()  # <-
+    (weights / weights.sum(-1, keepdim=True)).square().sum().backward()
+
+
+# -- functions of the user's ------------------------------------------------------------------------------------
+
+
+class NumpyLog(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        with np.errstate(divide="ignore"):
+            return torch.from_numpy(np.log(x.detach().numpy()))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad / x
+
+
+@broken("function", op="NumpyLog", cure="NumpyLog")
+def a_function_through_numpy_makes_an_infinity(fix):
+    model, x = nn.Linear(2, 1), leaf(0.0, 2.0)
+    x = x.clamp(min=1e-6) if fix else x
+    y = NumpyLog.apply(x)  # <-
+    model(y).sum().backward()
+
+
+class NumpyBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, safe):
+        ctx.save_for_backward(x)
+        ctx.safe = safe
+        return x.abs().sqrt()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with np.errstate(divide="ignore"):
+            slope = torch.from_numpy(0.5 / np.sqrt(x.detach().numpy() + (1e-6 if ctx.safe else 0.0)))
+        return torch.from_numpy(grad.numpy() * slope.numpy()), None
+
+
+@broken("function", op="NumpyBackward", cure="NumpyBackward")
+def a_function_whose_gradient_comes_from_numpy(fix):
+    weight = leaf(0.0, 2.0)
+    y = NumpyBackward.apply(weight * 1.0, bool(fix))  # <-
+    y.sum().backward()
+
+
+class Halve(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, divisor):
+        ctx.divisor = divisor
+        return x / 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / ctx.divisor, None
+
+
+@broken("pole", op="div", cure="eps|mask|divisor")
+def a_function_that_divides_by_zero_in_backward(fix):
+    y = Halve.apply(leaf(1.0, 2.0), 2.0 if fix else 0.0)
+    y.sum().backward()
+
+
+# -- weights and memory ---------------------------------------------------------------------------------------
+
+
+@broken("weight", op="addmm", cure="checkpoint|initialised")
+def a_checkpoint_with_a_nan(fix):
+    model = nn.Linear(4, 2)
+    state = {"weight": from_a_file((2, 4), at=(0, 0), value=math.nan), "bias": torch.zeros(2)}
+    if not fix:
+        model.load_state_dict(state)
+    train(model, torch.ones(3, 4))
+
+
+@broken("weight", op="addmm", cure="checkpoint|initialised")
+def a_weight_that_begins_infinite(fix):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    if not fix:
+        model[1].weight.data.numpy()[0, 1] = math.inf  # as a file would bring it
+    train(model, torch.ones(3, 4))
+
+
+@broken("unwritten", op="empty", cure="zeros")
+def a_buffer_that_nobody_wrote(fix):
+    bias = torch.zeros(4) if fix else torch.empty(4)  # <-
+    if not fix:
+        bias.numpy()[:] = math.nan  # what memory may hold
+    (leaf(1.0, 2.0, 3.0, 4.0) + bias).sum().backward()
+
+
+@broken("constant", op="fill|full|masked_fill|index_put", cure="nan")
+def a_sentinel_of_nan_that_reaches_the_loss(fix):
+    output = leaf(1.0, 2.0)
+    target = torch.tensor([1.0, 0.0])
+    target = target.masked_fill(target == 0, math.nan)  # <-
+    if fix:
+        output, target = output[target.isfinite()], target[target.isfinite()]
+    (output - target).square().mean().backward()
+
+
+# -- learning rates, lost updates -----------------------------------------------------------------------------
+
+
+@broken("divergence", op="", cure="learning rate")
+def a_learning_rate_that_is_far_too_high(fix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
+    train(model, torch.randn(8, 4) + 1, lr=0.01 if fix else 30.0, steps=20)
+
+
+@broken("divergence", op="", cure="learning rate")
+def a_divergence_that_fp16_shows_first(fix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-5 if fix else 0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast(**FP16):
+            loss = model(10 * torch.ones(8, 4)).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@broken("divergence", op="", cure="learning rate")
+def an_adam_with_an_absurd_learning_rate(fix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
+    batch = torch.randn(8, 4)
+    train(
+        model,
+        batch,
+        lr=1e-3 if fix else 1e8,
+        steps=10,
+        optimizer=torch.optim.Adam,
+    )
+
+
+@broken("divergence", op="", cure="learning rate")
+def a_recurrent_model_that_explodes_after_some_steps(fix):
+    torch.manual_seed(0)
+    model = nn.RNN(4, 8, nonlinearity="relu", batch_first=True)
+    train(
+        model,
+        torch.randn(2, 12, 4),
+        lr=1e-6 if fix else 0.3,
+        steps=20,
+        loss=lambda y: -y[0].sum(),
+    )
+
+
+@broken("lost updates", op="", cure="fp32|stochastic|store_weights|weights=")
+def a_model_in_bf16_with_a_small_learning_rate(fix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1))
+    model = model if fix else model.bfloat16()
+    x = torch.randn(8, 16, dtype=model[0].weight.dtype)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()  # <-
+
+
+@broken("lost updates", op="", cure="fp32|stochastic|store_weights|weights=")
+def adamw_on_bf16_weights(fix):
+    torch.manual_seed(0)
+    model = nn.Linear(32, 32, dtype=torch.float32 if fix else torch.bfloat16)
+    nn.init.normal_(model.weight, std=1.0)
+    x = torch.randn(8, 32, dtype=model.weight.dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(x).float().square().mean().backward()
+        optimizer.step()  # <-
+
+
+@broken("underflow", op="", cure="GradScaler|scale")
+def fp16_without_a_scaler(fix):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=bool(fix))
+    for _ in range(4):
+        optimizer.zero_grad()
+        with torch.autocast(**FP16):
+            loss = model(torch.randn(8, 16)).float().square().mean() * 1e-7
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@broken("no step", op="", cure="step")
+def a_loop_that_never_steps(fix):
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        if fix:
+            optimizer.step()
+
+
+@broken("no step", op="", cure="gradient|parameters")
+def an_optimizer_of_another_model(fix):
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer = torch.optim.SGD((model if fix else other).parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()  # <-
+
+
+@broken("loss scale", op="", cure="scale")
+def a_loss_scale_that_never_comes_down(fix):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model.weight.fill_(1e-3)
+    for _ in range(24):
+        optimizer.zero_grad()
+        with torch.autocast(**FP16):
+            loss = model(torch.ones(3, 4)).float().sum()
+        scale = 1.0 if fix else 2.0**20
+        (loss * scale).backward()
+        for parameter in model.parameters():
+            parameter.grad /= scale
+        if all(parameter.grad.isfinite().all() for parameter in model.parameters()):
+            optimizer.step()
+
+
+@broken("range", op="div|addcdiv|addcmul", cure="fp32|eps")
+def adam_whose_eps_fp16_cannot_hold(fix):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1).half()
+    model = model.float() if fix else model
+    x = torch.randn(4, 4, dtype=model.weight.dtype) * 1e-3
+    x[:, 0] = 0
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (model(x).float() * 1e-4).sum().backward()
+        optimizer.step()  # <-
+
+
+@broken("pole", op="log", cure="clamp|eps")
+def a_model_under_data_parallel_wrappers(fix):
+    class Probabilities(nn.Module):
+        def forward(self, x):
+            return (x.relu() + (1e-6 if fix else 0.0)).log()  # <-
+
+    model = nn.DataParallel(nn.Sequential(nn.Linear(4, 4), Probabilities()))
+    torch.nn.init.constant_(model.module[0].weight, -1.0)
+    train(model, torch.ones(2, 4), loss=lambda y: -y.mean())

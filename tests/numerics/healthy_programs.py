@@ -1,0 +1,551 @@
+"""Programs that look odd and are right: nothing that is not finite reaches a gradient, a loss or a weight."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import amp_plugin
+from tests.numerics.programs import healthy
+
+FP16 = {"device_type": "cpu", "dtype": torch.float16}
+BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
+
+
+def zeros(*shape):
+    return torch.zeros(*shape, requires_grad=True)
+
+
+def rows():
+    """Return data of which one row is padding."""
+    x = torch.randn(3, 4)
+    x[1] = 0
+    return x.requires_grad_()
+
+
+# -- torch masks what its own derivatives make ------------------------------------------------------------------
+
+
+@healthy
+def the_norm_of_a_row_of_padding():
+    rows().norm(dim=-1).sum().backward()
+
+
+@healthy
+def the_vector_norm_of_padding():
+    torch.linalg.vector_norm(rows(), dim=-1).square().sum().backward()
+
+
+@healthy
+def normalised_padding():
+    functional.normalize(rows(), dim=-1).sum().backward()
+
+
+@healthy
+def the_cosine_similarity_of_padding():
+    functional.cosine_similarity(rows(), torch.randn(3, 4), dim=-1).sum().backward()
+
+
+@healthy
+def the_spread_of_a_constant_row():
+    rows().std(-1).sum().backward()
+
+
+@healthy
+def renormed_rows():
+    torch.renorm(rows(), 2, 0, 1.0).sum().backward()
+
+
+@healthy
+def a_cumulated_product_with_a_zero():
+    rows().cumprod(-1).sum().backward()
+
+
+@healthy
+def a_product_with_zeros():
+    rows().prod(-1).sum().backward()
+
+
+@healthy
+def sinc_at_zero():
+    torch.sinc(zeros(3)).sum().backward()
+
+
+@healthy
+def the_sign_of_a_complex_zero():
+    z = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    torch.sgn(z).abs().sum().backward()
+
+
+@healthy
+def a_power_of_tensors_at_zero():
+    exponent = torch.tensor([2.0, 3.0, 1.0], requires_grad=True)
+    torch.pow(zeros(3), exponent).sum().backward()
+
+
+@healthy
+def the_angle_of_two_zeros():
+    torch.atan2(zeros(2), zeros(2)).sum().backward()
+
+
+@healthy
+def distances_between_equal_points():
+    x = torch.ones(3, 2, requires_grad=True)
+    torch.cdist(x, x).sum().backward()
+
+
+@healthy
+def the_hypotenuse_of_zeros():
+    functional.pairwise_distance(zeros(2, 3), torch.zeros(2, 3)).sum().backward()
+
+
+@healthy
+def xlogy_at_zero():
+    torch.xlogy(torch.zeros(3), zeros(3) + 1).sum().backward()
+
+
+@healthy
+def a_kl_divergence_with_empty_classes():
+    target = torch.tensor([[0.0, 1.0]])
+    functional.kl_div(zeros(1, 2).log_softmax(-1), target, reduction="batchmean").backward()
+
+
+@healthy
+def an_entropy_with_empty_classes():
+    torch.special.entr(torch.tensor([0.0, 1.0])).sum().item()
+
+
+@healthy
+def a_log_softmax_of_far_logits():
+    x = torch.tensor([[0.0, 1e4]], requires_grad=True)
+    functional.cross_entropy(x, torch.tensor([0])).backward()
+
+
+@healthy
+def a_binary_cross_entropy_at_certainty():
+    p = torch.tensor([1.0, 0.0], requires_grad=True)
+    functional.binary_cross_entropy(p, torch.tensor([1.0, 0.0])).backward()
+
+
+@healthy
+def a_ctc_loss_that_zeroes_infinities():
+    logits = zeros(3, 2, 5)
+    targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 4])
+    functional.ctc_loss(
+        logits.log_softmax(2), targets, torch.tensor([3, 3]), lengths, zero_infinity=True
+    ).backward()
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------
+
+
+@healthy
+def causal_attention_with_minus_infinity():
+    scores = torch.randn(3, 3, requires_grad=True)
+    scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).softmax(-1).square().sum().backward()
+
+
+@healthy
+def a_mask_of_the_lowest_number_that_overflows_half():
+    scores = torch.randn(2, 4).half().requires_grad_()
+    mask = torch.zeros(2, 4)
+    mask[:, 2:] = torch.finfo(torch.float32).min
+    (scores + mask.half()).float().softmax(-1).square().sum().backward()
+
+
+@healthy
+def a_mask_that_is_added_twice():
+    mask = torch.tensor([0.0, torch.finfo(torch.float32).min, 0.0])
+    (torch.randn(2, 3, requires_grad=True) + mask + mask).softmax(-1).square().sum().backward()
+
+
+@healthy
+def a_mask_made_before_and_loaded():
+    mask = torch.from_numpy(np.array([0.0, -np.inf, 0.0], dtype=np.float32))
+    (torch.randn(2, 3, requires_grad=True) + mask).softmax(-1).square().sum().backward()
+
+
+@healthy
+def attention_of_torch_with_a_causal_mask():
+    q = torch.randn(1, 1, 4, 4, requires_grad=True)
+    functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+
+
+@healthy
+def a_transformer_with_padding():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0)
+    x, padding = torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])
+    layer(x, src_key_padding_mask=padding)[~padding].square().mean().backward()
+
+
+@healthy
+def top_k_sampling():
+    logits = torch.randn(2, 10)
+    lowest = logits.topk(3).values[:, -1:]
+    torch.multinomial(logits.masked_fill(logits < lowest, -math.inf).softmax(-1), 1)
+
+
+@healthy
+def a_maximum_that_begins_at_minus_infinity():
+    best = torch.full((2,), -math.inf)
+    for _ in range(3):
+        best = torch.maximum(best, torch.randn(2))
+    best.sum().item()
+
+
+@healthy
+def a_masked_maximum_pooling():
+    x, mask = torch.randn(2, 4, 3, requires_grad=True), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
+    x.masked_fill(~mask[..., None], -math.inf).amax(1).sum().backward()
+
+
+@healthy
+def a_max_pool_with_padding():
+    functional.max_pool2d(torch.randn(1, 1, 4, 4, requires_grad=True), 3, 1, 1).sum().backward()
+
+
+@healthy
+def a_logsumexp_with_masked_terms():
+    x = torch.randn(2, 3, requires_grad=True)
+    x.masked_fill(torch.tensor([True, False, False]), -math.inf).logsumexp(-1).sum().backward()
+
+
+# -- numbers put there on purpose ------------------------------------------------------------------------------------
+
+
+class BestLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("best", torch.tensor(math.inf))
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+@healthy
+def a_best_loss_that_begins_at_infinity():
+    model = BestLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 2)).square().mean()
+        loss.backward()
+        optimizer.step()
+        model.best.copy_(torch.minimum(model.best, loss.detach()))
+
+
+@healthy
+def a_best_loss_that_is_printed():
+    best = torch.tensor(math.inf)
+    str(best.item())
+    loss = nn.Linear(2, 1)(torch.ones(2, 2)).square().mean()
+    loss.backward()
+    best = torch.minimum(best, loss.detach())
+    best.item()
+
+
+@healthy
+def a_buffer_filled_with_nan_until_it_is_written():
+    class Memory(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("last", torch.empty(2))
+            self.last.fill_(math.nan)
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.last.copy_(y.detach()[0])
+            return y
+
+    model = Memory()
+    model(torch.ones(2, 2)).sum().backward()
+    model.last.fill_(math.nan)
+
+
+@healthy
+def masked_labels_of_nan():
+    output = torch.randn(3, requires_grad=True)
+    labels = torch.tensor([1.0, 0.0, 2.0])
+    labels[labels == 0] = math.nan
+    known = ~labels.isnan()
+    (output[known] - labels[known]).square().mean().backward()
+
+
+@healthy
+def missing_values_that_are_replaced():
+    x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
+    nn.Linear(2, 1)(torch.nan_to_num(x, nan=0.0, posinf=1.0)).sum().backward()
+
+
+@healthy
+def a_mean_that_skips_nan():
+    x = torch.tensor([1.0, math.nan, 3.0])
+    (torch.nanmean(x) * torch.ones(1, requires_grad=True)).backward()
+
+
+@healthy
+def a_running_minimum_and_maximum():
+    low, high = torch.tensor(math.inf), torch.tensor(-math.inf)
+    for _ in range(3):
+        x = torch.randn(4)
+        low, high = torch.minimum(low, x.min()), torch.maximum(high, x.max())
+    (torch.ones(1, requires_grad=True) * (high - low)).backward()
+
+
+@healthy
+def shortest_paths():
+    distance = torch.full((4,), math.inf)
+    distance[0] = 0
+    for _ in range(3):
+        distance[1:] = torch.minimum(distance[1:], distance[:-1] + 1.0)
+    (torch.ones(4, requires_grad=True) * distance).sum().backward()
+
+
+@healthy
+def a_histogram_with_open_ends():
+    edges = torch.tensor([-math.inf, 0.0, 1.0, math.inf])
+    torch.bucketize(torch.randn(5), edges).sum().item()
+
+
+@healthy
+def an_infinite_norm():
+    x = torch.randn(3, requires_grad=True)
+    torch.linalg.vector_norm(x, ord=math.inf).backward()
+
+
+# -- infinities that come to nothing -----------------------------------------------------------------------------------
+
+
+@healthy
+def the_log_of_zero_under_an_exponential():
+    (zeros(2).detach().log().exp() + torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@healthy
+def positions_in_buckets():
+    positions = torch.log(torch.arange(4).float()).to(torch.long)
+    torch.where(torch.arange(4) < 1, torch.arange(4), positions)
+
+
+@healthy
+def a_division_that_is_clamped():
+    weights = (1 / torch.tensor([0.0, 2.0])).clamp(max=10.0)
+    (weights * torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@healthy
+def a_sigmoid_by_hand_of_a_large_number():
+    x = torch.tensor([-200.0, 1.0])
+    (torch.ones(2, requires_grad=True) / (1 + torch.exp(-x))).sum().backward()
+
+
+@healthy
+def an_arctangent_of_a_large_half():
+    x = torch.tensor([300.0], dtype=torch.float16, requires_grad=True)
+    x.atan().sum().backward()
+
+
+@healthy
+def ratios_of_which_empty_ones_are_chosen_away():
+    hits, total = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])
+    ratio = hits / total
+    (torch.where(total > 0, ratio, 0.0) * torch.ones(2, requires_grad=True)).sum().backward()
+
+
+@healthy
+def an_accuracy_of_an_empty_class_that_is_logged():
+    loss = nn.Linear(2, 1)(torch.ones(1, 2)).sum()
+    loss.backward()
+    accuracy = torch.tensor([3.0, 0.0]) / torch.tensor([4.0, 0.0])
+    print(accuracy.tolist())
+
+
+@healthy
+def a_perplexity_that_overflows_in_the_log():
+    loss = nn.Linear(2, 1)(torch.ones(1, 2)).sum()
+    loss.backward()
+    (loss.detach() * 0 + 200).exp().item()
+
+
+@healthy
+def gradients_through_the_other_branch():
+    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    safe = torch.where(x > 0, x, 1.0)
+    torch.where(x > 0, safe.sqrt(), 0.0).sum().backward()
+
+
+# -- training ---------------------------------------------------------------------------------------------------------------
+
+
+def trained(model, make_batch, *, steps=4, scaler=None, optimizer=None, context=None, lr=0.05):
+    torch.manual_seed(0)
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with torch.autocast(**(context or {**BF16, "enabled": False})):
+            loss = model(make_batch()).float().square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@healthy
+def a_loss_scale_that_comes_down():
+    model = nn.Linear(4, 4)
+    trained(
+        model,
+        lambda: torch.randn(3, 4),
+        steps=14,
+        context=FP16,
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**22),
+    )
+
+
+@healthy
+def bf16_autocast():
+    trained(
+        nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1)), lambda: torch.randn(8, 4), context=BF16
+    )
+
+
+@healthy
+def fp16_autocast_with_a_scaler():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+    trained(
+        model, lambda: torch.randn(8, 4), context=FP16, scaler=amp_plugin.GradScaler("cpu", init_scale=1024.0)
+    )
+
+
+@healthy
+def bf16_weights_that_do_move():
+    model = nn.Linear(8, 1).bfloat16()
+    nn.init.zeros_(model.weight)
+    trained(model, lambda: torch.randn(8, 8, dtype=torch.bfloat16) + 1, lr=0.5)
+
+
+@healthy
+def weights_that_a_warm_up_leaves_for_a_step():
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(step / 2, 1.0))
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@healthy
+def weights_that_grow_from_zero():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    nn.init.zeros_(model[1].weight)
+    torch.manual_seed(0)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4)) - 5).square().mean().backward()
+        optimizer.step()
+
+
+@healthy
+def a_frozen_backbone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    trained(model, lambda: torch.randn(3, 4), optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+
+@healthy
+def two_optimizers_in_turns():
+    one, two = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizers = [torch.optim.Adam(net.parameters(), lr=1e-3) for net in (one, two)]
+    for step in range(4):
+        loss = two(one(torch.randn(3, 4))).square().mean()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizers[step % 2].step()
+
+
+@healthy
+def a_saliency_map_without_an_optimizer():
+    model, x = nn.Linear(4, 1), torch.randn(2, 4, requires_grad=True)
+    for _ in range(4):
+        model(x).sum().backward()
+
+
+@healthy
+def checkpoints_in_both_forms():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    x = torch.randn(2, 4, requires_grad=True)
+    for reentrant in (False, True):
+        checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+
+@healthy
+def a_lazy_model():
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d(), nn.Linear(4, 1))
+    x = torch.randn(6, 3)
+    model(x)
+    trained(model, lambda: x)
+
+
+@healthy
+def nested_tensors_of_both_layouts():
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+        nn.Linear(4, 4)(nested)
+
+
+@healthy
+def a_hessian():
+    torch.func.hessian(lambda x: (x**3).sum())(torch.randn(3))
+
+
+@healthy
+def gradients_per_sample():
+    model = nn.Linear(3, 1)
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, x):
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, torch.randn(4, 3))
+
+
+@healthy
+def a_branch_of_a_higher_order_op():
+    x = torch.randn(4)
+    torch.cond(x.sum() > 0, lambda x: x.cos(), lambda x: x.sin(), (x,))
+
+
+@healthy
+def flexible_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    q = torch.randn(1, 2, 16, 16)
+    flex_attention(q, q, q)
+
+
+@healthy
+def an_lstm_in_bf16():
+    model = nn.LSTM(4, 8, batch_first=True)
+    with torch.autocast(**BF16):
+        output, _ = model(torch.randn(2, 5, 4))
+    output.float().square().mean().backward()
+
+
+@healthy
+def a_step_that_the_program_itself_leaves_out():
+    """The gradients are looked at before they are used, and put right."""
+    x = torch.tensor([1e-30, 1.0], requires_grad=True)
+    (x * 2).sum().backward()
+    with torch.no_grad():
+        x.grad.nan_to_num_()

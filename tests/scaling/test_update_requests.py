@@ -1,0 +1,166 @@
+"""``update()`` is a request: gradients that wait for their step keep their scale, or are converted."""
+
+import gc
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from tests.scaling.runs import fresh
+
+
+def test_the_update_waits_for_pending_gradients(weights):
+    a, b = weights(), weights()
+    scaler = fresh(a.optimizer, b.optimizer)
+    scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
+    scaler.step(a.optimizer)
+    scaler.update()
+    assert (scaler.get_scale(), b.grad) == (8.0, 40.0)
+    scaler.step(b.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 16.0
+    assert scaler._get_growth_tracker() == 0
+
+
+@pytest.mark.parametrize("boundary", ["end_iteration", "scale", "state_dict"])
+def test_the_update_is_applied_at_the_boundary(weights, boundary):
+    a, b = weights(), weights()
+    scaler = fresh(a.optimizer, b.optimizer)
+    scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
+    scaler.step(a.optimizer)
+    scaler.update()
+    call = getattr(scaler, boundary)
+    call(torch.ones(())) if boundary == "scale" else call()
+    assert (scaler.get_scale(), b.grad) == (16.0, 80.0)
+    scaler.step(b.optimizer)
+    assert b.value == -5.0
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_a_forgotten_update_is_noticed(weights, dynamic):
+    """torch.amp refuses the second step; ours may belong to one iteration, so many are needed to tell."""
+    scaler, one = GradScaler("cpu", init_scale=8.0, dynamic=dynamic), weights()
+
+    def steps(count):
+        for _ in range(count):
+            scaler.scale(one.loss(1.0)).backward()
+            scaler.step(one.optimizer)
+
+    steps(199)
+    scaler.update()
+    steps(199)
+    if dynamic:
+        with pytest.warns(UserWarning, match=r"200 steps of SGD without scaler.update\(\): .* Call update"):
+            steps(1)
+    steps(200)  # said once
+
+
+def test_a_step_past_the_scaler_is_noticed(weights):
+    """torch.amp raises there; ours may accumulate over updates, if it knows the optimizer."""
+    scaler, one = GradScaler("cpu", init_scale=8.0), weights()
+    scaler.scale(torch.ones(()))
+    scaler.update()
+    scaler.scale(one.loss(1.0)).backward()
+    one.optimizer.step()
+    assert one.value == -8.0, "the scaled gradients"
+    with pytest.warns(
+        UserWarning, match=r"Call scaler.step\(optimizer\) instead of optimizer.step\(\)"
+    ) as seen:
+        scaler.update()
+    assert seen[0].filename == __file__
+    scaler.register(one.optimizer)
+    scaler.update()
+
+
+def test_an_optimizer_of_one_step_is_no_step_past_the_scaler(weights):
+    scaler = GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        one = weights()
+        scaler.scale(one.loss(1.0)).backward()
+        scaler.step(one.optimizer)
+        del one
+        gc.collect()
+        assert scaler.optimizers == []
+        scaler.update()
+
+
+def test_no_update_without_a_check(weights):
+    one = weights()
+    scaler = fresh(one.optimizer)
+    scaler.scale(one.loss())
+    scaler.update()
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+def test_setting_the_scale_by_hand_converts_pending_gradients(weights):
+    one = weights()
+    scaler = fresh(one.optimizer)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.update(32.0)
+    assert one.grad == 96.0
+    scaler.step(one.optimizer)
+    assert one.value == -3.0
+
+
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_loading_a_state_converts_pending_gradients(weights, scaler_class):
+    one = weights()
+    scaler = scaler_class("cpu", init_scale=8.0)
+    scaler.scale(one.loss(3.0)).backward()
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0})
+    scaler.step(one.optimizer)
+    assert one.value == (-3.0 if scaler_class is GradScaler else -0.75)
+
+
+def test_an_overflow_by_rescaling_skips_the_step(weights):
+    one = weights()
+    scaler = fresh(one.optimizer)
+    scaler.scale(one.loss(1e30)).backward()
+    scaler.update(2.0**60)
+    assert one.grad == float("inf")
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped
+    assert one.value == 0.0
+
+
+def test_rescaling_to_another_than_a_power_of_two_is_right_to_an_ulp():
+    torch.manual_seed(0)
+    start = torch.randn(1000)
+    param = torch.nn.Parameter(torch.zeros(1000))
+    scaler = GradScaler("cpu", init_scale=3.0)
+    optimizer = torch.optim.SGD([param], lr=1.0)
+    scaler.register(optimizer)
+    scaler.scale((param * start).sum()).backward()
+    scaler.update(7.0)
+    scaler.ensure_unscaled(optimizer)
+    assert torch.allclose(param.grad, start, rtol=4e-7, atol=0)
+
+
+def test_fp16_gradients_are_not_rescaled_the_update_waits():
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    full = torch.nn.Parameter(torch.zeros(4))
+    a, b = torch.optim.SGD([full], lr=1.0), torch.optim.SGD([half], lr=1.0)
+    scaler = fresh(a, b, fp16_gradients=True)
+    scaler.scale((full * 3.0).sum() + (half * 5.0).sum()).backward()
+    scaler.step(a)
+    scaler.update()
+    scaler.end_iteration()
+    assert (scaler.get_scale(), half.grad[0].item()) == (8.0, 40.0)
+    scaler.step(b)
+    scaler.end_iteration()
+    assert (scaler.get_scale(), half[0].item()) == (16.0, -5.0)
+
+
+def test_fp16_gradients_are_not_converted_by_hand_either():
+    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = torch.optim.SGD([half], lr=1.0)
+    scaler = fresh(optimizer, fp16_gradients=True)
+    scaler.scale((half * 5.0).sum()).backward()
+    state = scaler.state_dict()
+    for call in (lambda: scaler.update(2.0), lambda: scaler.load_state_dict(state)):
+        with pytest.raises(RuntimeError, match="float16 gradient of parameter 'group 0\\[0\\]'.*zero_grad"):
+            call()
+    scaler.step(optimizer)
+    scaler.update(2.0)
+    assert (scaler.get_scale(), half[0].item()) == (2.0, -5.0)

@@ -1,0 +1,107 @@
+"""Op rules in programs that never import amp_plugin: `amp-plugin run --rules` and AMP_PLUGIN_RULES."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomllib
+from typer.testing import CliRunner
+
+from amp_plugin.cli import app
+
+pytestmark = pytest.mark.native
+
+ROOT = Path(__file__).parent.parent
+ATTENTION = """\
+import sys
+import torch
+torch.manual_seed(0)
+x = torch.randn(2, 5, 16) * 300
+with torch.autocast("cpu", dtype=torch.float16):
+    scores = x @ x.transpose(-1, -2)
+    y = scores.softmax(-1) @ x
+assert not any(name.split(".")[0] == "amp_plugin" for name in globals())
+print("finite" if y.isfinite().all() else "nan", sys.argv[1:])
+"""
+RULES = "device_type: cpu\nrules:\n  aten::matmul: fp32\n  aten::bmm: fp32\n"
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(ATTENTION)
+    (tmp_path / "rules.yaml").write_text(RULES)
+    (tmp_path / "quiet.py").write_text("import torch\nprint(torch.ones(2).sum())\n")
+    return tmp_path
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["run", *words], env={"TERM": "dumb", "NO_COLOR": "1"})
+
+
+def test_a_program_is_cured_without_being_touched_and_names_are_given_back(files: Path) -> None:
+    import torch
+
+    before = torch.autocast.__enter__
+    result = run("--rules", str(files / "rules.yaml"), str(files / "train.py"), "--lr", "3")
+    assert result.exit_code == 0, result.output
+    assert "finite ['--lr', '3']" in result.stdout
+    assert f"torch.autocast on cpu follows {files / 'rules.yaml'}" in result.stderr
+    assert "nothing has read" not in result.stderr
+    assert torch.autocast.__enter__ is before
+    x = torch.full((2, 2), 300.0)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert (x @ x).isinf().all()
+
+
+def test_a_file_that_nothing_reads_is_told_at_the_end(files: Path) -> None:
+    result = run("--rules", str(files / "rules.yaml"), str(files / "quiet.py"))
+    assert result.exit_code == 0
+    assert "no autocast block on cpu was opened, so nothing has read the rules of" in result.stderr
+
+
+def test_a_file_that_holds_no_rules_is_refused(files: Path) -> None:
+    (files / "rules.yaml").write_text("rules: {aten::mumul: fp32}\n")
+    assert run("--rules", str(files / "rules.yaml"), str(files / "train.py")).exit_code == 2
+
+
+@pytest.fixture
+def installed(files: Path) -> dict[str, str]:
+    """An environment in which the entry points of pyproject.toml are installed, as pip installs them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    entries = project["entry-points"]["torch.backends"]
+    folder = files / "site" / "amp_plugin_entries-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
+    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
+    path = os.pathsep.join([str(folder.parent), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "AMP_PLUGIN_RULES": str(files / "rules.yaml")}
+
+
+def python(script: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(script)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_environment_binds_rules_where_torch_is_imported(files: Path, installed: dict[str, str]) -> None:
+    answer = python(files / "train.py", installed)
+    assert answer.stdout == "finite []\n", answer.stderr
+    assert answer.stderr == ""
+    quiet = python(files / "quiet.py", installed)
+    assert "nothing has read the rules of" in quiet.stderr
+    plain = {name: value for name, value in installed.items() if name != "AMP_PLUGIN_RULES"}
+    assert python(files / "train.py", plain).stdout == "nan []\n"
+    (files / "rules.yaml").unlink()
+    missing = python(files / "train.py", installed)
+    assert missing.returncode == 1
+    assert "No such file or directory; give the path of a YAML file of rules, or unset the" in missing.stderr

@@ -1,0 +1,154 @@
+"""Each option is stated once, and whoever shows options shows all of them, with types, defaults and meanings."""
+
+import inspect
+import pydoc
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
+from amp_plugin.environment_variables import KNOWN
+from amp_plugin.kernels.ops import HYSTERESIS_MODES
+from amp_plugin.options import (
+    AccelerateOptions,
+    GradScalerOptions,
+    HysteresisMode,
+    LightningOptions,
+    LossScaleOptions,
+    option_defaults,
+    option_docs,
+    option_names,
+    option_types,
+)
+from docs.api_tables import OPTIONS, with_options
+
+CLASSES = {
+    GradScaler: GradScalerOptions,
+    AmpPrecision: LightningOptions,
+    FabricAmpPrecision: LightningOptions,
+}
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_a_signature_has_each_option_with_its_type_and_default(kind):
+    options = CLASSES[kind]
+    shown = inspect.signature(kind).parameters
+    assert set(shown) == set(option_names(options))
+    assert {name: p.default for name, p in shown.items()} == option_defaults(options)
+    assert {name: p.annotation for name, p in shown.items()} == option_types(options)
+    assert {**get_type_hints(kind.__init__)} == option_types(options)
+
+
+def test_the_options_of_the_environment_have_no_defaults_of_their_own():
+    shown = inspect.signature(AmpKwargs).parameters
+    assert list(shown) == list(option_names(AccelerateOptions))
+    assert all(p.default is None and p.kind is p.KEYWORD_ONLY for p in shown.values())
+    assert {f"AMP_PLUGIN_{name.upper()}" for name in shown} < set(KNOWN)
+
+
+def test_positions_are_those_of_torchs_scaler_and_of_the_stock_plugin():
+    import torch
+
+    def positional(kind):
+        shown = inspect.signature(kind).parameters.values()
+        return [p.name for p in shown if p.kind is not p.KEYWORD_ONLY]
+
+    assert positional(GradScaler) == positional(torch.amp.GradScaler)
+    assert positional(AmpPrecision) == positional(FabricAmpPrecision) == ["precision"]
+
+
+@pytest.mark.parametrize(("kind", "options"), [*CLASSES.items(), (AmpKwargs, AccelerateOptions)])
+def test_help_says_what_each_option_means(kind, options):
+    text = " ".join(pydoc.plain(pydoc.render_doc(kind)).replace("|", " ").split())
+    assert "{options}" not in text
+    for name, meaning in option_docs(options).items():
+        assert f" {name}: {meaning}" in text
+
+
+def test_every_adapter_has_the_loss_scales_options_with_its_defaults():
+    stated = option_defaults(LossScaleOptions)
+    for options in (GradScalerOptions, LightningOptions, AccelerateOptions):
+        assert stated.items() <= option_defaults(options).items()
+    assert AmpPrecision().settings.loss_scale == GradScaler("cpu").loss_scale.options == LossScaleOptions()
+
+
+def test_words_are_those_of_the_kernels():
+    assert set(get_args(HysteresisMode)) == set(HYSTERESIS_MODES)
+
+
+@pytest.mark.parametrize("page", OPTIONS)
+def test_the_tables_of_the_documentation_are_up_to_date(page):
+    text = (DOCS / page).read_text(encoding="utf-8")
+    assert with_options(text, OPTIONS[page]) == text, "run python -m docs.api_tables"
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"init_scale": "8"}, TypeError, "init_scale='8' is not allowed; give a number"),
+        ({"min_scale": "8"}, TypeError, "min_scale='8' is not allowed; give a number or None"),
+        ({"dynamic": 1}, TypeError, "dynamic=1 is not allowed; give True or False"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop' is not known; use 'skip', 'raise' or"),
+        ({"hysteresis_mode": "x"}, ValueError, "hysteresis_mode='x' is not known; use 'apex', 'megatron' or"),
+        ({"init_scale": -1.0}, ValueError, "init_scale=-1.0 is not allowed; give a finite number greater"),
+        (
+            {"init_scal": 1.0},
+            TypeError,
+            r"unknown option 'init_scal'; allowed are .*; did you mean init_scale\?",
+        ),
+    ],
+)
+@pytest.mark.parametrize("make", [GradScaler, AmpPrecision, FabricAmpPrecision])
+def test_a_bad_value_is_refused_in_the_same_words(make, options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+def test_an_option_given_twice():
+    with pytest.raises(TypeError, match="GradScaler: 'device' is given twice"):
+        GradScaler("cpu", device="cpu")
+    with pytest.raises(TypeError, match="GradScaler: too many positional arguments; allowed are device, "):
+        GradScaler("cpu", 8.0, 2.0, 0.5, 100, True, 1.0)
+
+
+def test_jsonargparse_shows_and_parses_each_option():
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(AmpPrecision, "plugin", skip={"scaler"})
+    text = " ".join(parser.format_help().split())
+    for name, meaning in option_docs(LightningOptions).items():
+        if name != "scaler":
+            assert f"--plugin.{name} " in text
+            assert meaning.split(";")[0][:60] in text
+    assert "(type: float, default: 65536.0)" in text
+    given = parser.parse_args(["--plugin.init_scale=1024", "--plugin.on_nonfinite=raise"])
+    plugin = parser.instantiate(given).plugin
+    assert (plugin.settings.init_scale, plugin.settings.on_nonfinite) == (1024.0, "raise")
+    with pytest.raises(jsonargparse.ArgumentError):
+        parser.parse_args(["--plugin.on_nonfinite=stop"])
+
+
+@pytest.mark.slow
+def test_mypy_knows_each_option(tmp_path):
+    api = pytest.importorskip("mypy.api")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler\n"
+        'GradScaler("cpu", 8.0, min_scale=1.0)\n'
+        'AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])\n'
+        "AmpKwargs(fold_clip=True)\n"
+        "GradScaler(init_scal=8.0)\n"
+        'FabricAmpPrecision(init_scale="8")\n'
+        'AmpKwargs(on_nonfinite="stop")\n'
+    )
+    found, errors, _ = api.run(["--no-error-summary", str(program)])
+    assert not errors
+    assert [
+        line.split(": error: ")[0].rpartition(":")[2] for line in found.splitlines() if "error" in line
+    ] == [
+        "5",
+        "6",
+        "7",
+    ], found
