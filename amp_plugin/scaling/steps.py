@@ -68,13 +68,11 @@ class Steps:
                 raise RuntimeError(msg)
             value, result = self._once(state, optimizer, call, scaler)
         elif state.obstacle:
-            value, result = closures.step(
-                state,
-                optimizer,
-                closure,
-                lambda run: optimizer.step(run, *args, **kwargs),
-                scaled=scales.enabled,
-            )
+
+            def checked(run: Callable[[], Any]) -> Any:
+                return optimizer.step(run, *args, **kwargs)
+
+            value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
             _require_scale(scales)
