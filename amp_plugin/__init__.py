@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from amp_plugin.adapters.lightning import AmpMonitor as AmpMonitor
     from amp_plugin.adapters.lightning import AmpPrecision as AmpPrecision
     from amp_plugin.adapters.lightning import FabricAmpPrecision as FabricAmpPrecision
-    from amp_plugin.casting.autocast_module import autocast_module as autocast_module
     from amp_plugin.casting.cast_log import log_casts as log_casts
-    from amp_plugin.casting.custom_fwd import custom_bwd as custom_bwd
-    from amp_plugin.casting.custom_fwd import custom_fwd as custom_fwd
+    from amp_plugin.casting.custom_function import custom_bwd as custom_bwd
+    from amp_plugin.casting.custom_function import custom_fwd as custom_fwd
+    from amp_plugin.casting.dispatcher import set_default_rules as set_default_rules
     from amp_plugin.casting.region import autocast as autocast
     from amp_plugin.casting.region import is_autocast_available as is_autocast_available
-    from amp_plugin.casting.rule_sets import set_default_rules as set_default_rules
     from amp_plugin.casting.rules import OpRule as OpRule
     from amp_plugin.casting.rules import OpRules as OpRules
     from amp_plugin.casting.run_in import run_in as run_in
+    from amp_plugin.casting.threads import autocast_module as autocast_module
     from amp_plugin.numerics.diagnose import diagnose as diagnose
     from amp_plugin.numerics.diagnose import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
@@ -51,9 +51,9 @@ _HOME = {
     "OpRule": "amp_plugin.casting.rules",
     "OpRules": "amp_plugin.casting.rules",
     "autocast": "amp_plugin.casting.region",
-    "autocast_module": "amp_plugin.casting.autocast_module",
-    "custom_bwd": "amp_plugin.casting.custom_fwd",
-    "custom_fwd": "amp_plugin.casting.custom_fwd",
+    "autocast_module": "amp_plugin.casting.threads",
+    "custom_bwd": "amp_plugin.casting.custom_function",
+    "custom_fwd": "amp_plugin.casting.custom_function",
     "diagnose": "amp_plugin.numerics.diagnose",
     "diagnose_skip": "amp_plugin.numerics.diagnose",
     "dtype_report": "amp_plugin.sharding.dtype_report",
@@ -63,7 +63,7 @@ _HOME = {
     "log_collectives": "amp_plugin.sharding.collective_log",
     "restore_weights": "amp_plugin.weights.store",
     "run_in": "amp_plugin.casting.run_in",
-    "set_default_rules": "amp_plugin.casting.rule_sets",
+    "set_default_rules": "amp_plugin.casting.dispatcher",
     "shadow_run": "amp_plugin.numerics.shadow",
     "store_weights": "amp_plugin.weights.store",
     "tune": "amp_plugin.tuning.tune",

@@ -167,10 +167,9 @@ def _our_rules() -> Iterator[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones for a while."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.casting.environment_rules import environment_rules  # noqa: PLC0415 - loads torch
-    from amp_plugin.casting.rule_sets import set_default_rules  # noqa: PLC0415
-    from amp_plugin.casting.rule_tables import TABLES  # noqa: PLC0415
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415
+    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
+    from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
 
     for device_type in TABLES:
         if torch.amp.is_autocast_available(device_type):
@@ -187,7 +186,7 @@ def _our_rules() -> Iterator[None]:
 @contextmanager
 def default_rules(rules: Iterable[OpRules], around: AbstractContextManager[object]) -> Iterator[None]:
     """Open a region around a program in which torch's autocast blocks follow rules."""
-    from amp_plugin.casting.rule_sets import set_default_rules  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415 - loads torch
 
     for chosen in rules:
         set_default_rules(chosen)

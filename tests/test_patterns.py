@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from amp_plugin import DtypePlan, store_weights
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.patterns import found_patterns, matched_modules, require_matches
 
 

@@ -39,7 +39,7 @@ class BoundRules:
         """Let autocast follow the rules, and look which blocks are opened."""
         import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-        from amp_plugin.casting.rule_sets import set_default_rules  # noqa: PLC0415
+        from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
 
         set_default_rules(self._rules)
         entered = torch.autocast.__enter__
@@ -57,7 +57,7 @@ class BoundRules:
         """Give torch its own rules back."""
         import torch  # noqa: PLC0415
 
-        from amp_plugin.casting.rule_sets import set_default_rules  # noqa: PLC0415
+        from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
 
         torch.autocast.__enter__ = self._give_back  # type: ignore[method-assign]
         set_default_rules(None)

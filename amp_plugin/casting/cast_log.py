@@ -2,23 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, fields
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
 from rich import filesize
+from rich.box import SIMPLE
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 from torch import nn
 from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import KERNELS
-from amp_plugin.casting.cast_table import cast_table
-from amp_plugin.casting.casts import Cast, CastTotals, Kind
+from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
 from amp_plugin.precision import short_name
+
+Kind = Literal["weight", "input", "activation"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cast:
+    """One cast of one tensor.
+
+    Attributes:
+        module: path of the module that ran the op, beginning with the class of the outermost one;
+            empty outside modules.
+        op: ``"aten::linear.default"``.
+        argument: name of the op's argument.
+        kind: ``"weight"`` (a parameter or buffer), ``"input"`` (an argument of the outermost module)
+            or ``"activation"`` (all else).
+        parameter: path of the parameter or buffer in the outermost module; empty if it is none.
+        device: ``"cpu"``, ``"cuda"``, ...
+        before, after: the dtypes.
+        elements: number of elements.
+        bytes: read and written by the cast; 0 if it was cached.
+        cached: an earlier cast was used again.
+    """
+
+    module: str
+    op: str
+    argument: str
+    kind: Kind
+    parameter: str
+    device: str
+    before: torch.dtype
+    after: torch.dtype
+    elements: int
+    bytes: int
+    cached: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastTotals:
+    """Sums over casts.
+
+    Attributes:
+        casts: casts made.
+        cached: uses of an earlier cast.
+        elements: cast, without the cached ones.
+        bytes: read and written.
+    """
+
+    casts: int = 0
+    cached: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    @staticmethod
+    def of(casts: Iterable[Cast]) -> CastTotals:
+        """Add up casts."""
+        listed = list(casts)
+        made = [cast for cast in listed if not cast.cached]
+        return CastTotals(
+            casts=len(made),
+            cached=len(listed) - len(made),
+            elements=sum(cast.elements for cast in made),
+            bytes=sum(cast.bytes for cast in made),
+        )
+
+
+Row = tuple[str, ...]
+
+_COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
+_NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
+_PIECES = re.compile(r".+?(?=::|\.|\s|$)")  # of a dotted name, each with the dot before it
+_SMALLER_PIECES = re.compile(r".+?(?:_|(?<=[a-z0-9])(?=[A-Z])|$)")
+
+
+class FoldedName:
+    """A cell that breaks its lines at the dots of a name; inside a word only if that is too long.
+
+    Args:
+        name: such as ``"Net.block.linear"``, ``"amp_plugin::cast"`` or some words.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def lines(self, width: int) -> list[str]:
+        """Return the name in lines of at most ``width`` characters."""
+        lines = [""]
+        for piece in self._pieces(width):
+            if len(lines[-1]) + len(piece) > width:
+                lines.append("")
+            lines[-1] += piece if lines[-1] else piece.lstrip()
+        return lines
+
+    def _pieces(self, width: int) -> Iterable[str]:
+        for piece in _PIECES.findall(self._name):
+            if len(piece.strip()) <= width:
+                yield piece
+                continue
+            for smaller in _SMALLER_PIECES.findall(piece):
+                yield from (smaller[start : start + width] for start in range(0, len(smaller), width))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield Text("\n".join(self.lines(options.max_width)))
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        pieces = [len(piece.strip()) for piece in _PIECES.findall(self._name)]
+        return Measurement(min(max(pieces, default=0), options.max_width), len(self._name))
+
+
+def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
+    """Return a rich table; equal casts share a row, the most bytes come first.
+
+    Args:
+        casts: in any order.
+        by: what a row stands for.
+
+    Raises:
+        ValueError: ``by`` is something else.
+    """
+    if by not in _COLUMNS:
+        msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
+        raise ValueError(msg)
+    columns = _COLUMNS[by]
+    table = Table(
+        title="Casts",
+        box=SIMPLE,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        show_footer=True,
+        caption=None if casts else _NOTHING,
+    )
+    for column in columns:
+        footer = "total" if column == columns[0] else ""
+        table.add_column(column, no_wrap=column == "dtypes", footer=footer)
+    for column, footer in zip(("casts", "cached", "moved"), _counts(CastTotals.of(casts)), strict=True):
+        table.add_column(column, justify="right", no_wrap=True, footer=footer)
+    for row, totals in _rows(casts, by):
+        table.add_row(*map(FoldedName, row), *_counts(totals))
+    return table
+
+
+def _rows(casts: list[Cast], by: str) -> list[tuple[Row, CastTotals]]:
+    groups: dict[Row, list[Cast]] = {}
+    for cast in casts:
+        shown = _shown(cast)
+        groups.setdefault(tuple(shown[column] for column in _COLUMNS[by]), []).append(cast)
+    rows = [(row, CastTotals.of(alike)) for row, alike in groups.items()]
+    return sorted(rows, key=lambda row: -row[1].bytes)
+
+
+def _shown(cast: Cast) -> dict[str, str]:
+    return {
+        "module": cast.module or "(no module)",
+        "op": cast.op.removeprefix("aten::").removesuffix(".default"),
+        "argument": cast.argument if cast.argument == cast.kind else f"{cast.argument} ({cast.kind})",
+        "dtypes": f"{short_name(cast.before)} → {short_name(cast.after)}",
+    }
+
+
+def _counts(totals: CastTotals) -> Row:
+    return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
+
 
 _TEXTS = 4  # op, device, dtype before, dtype after
 _NUMBERS = 7  # argument, elements, bytes, cached, is a weight, scope, identity

@@ -64,7 +64,7 @@ class ModuleScopes:
         return self._parameters.get(identity, "")
 
     def is_input(self, identity: int) -> bool:
-        """Say whether the tensor is an argument of an outermost module that runs."""
+        """Return whether the tensor is an argument of an outermost module that runs."""
         return identity in self._inputs
 
     def _enter(self, module: nn.Module, args: Any) -> None:

@@ -85,13 +85,13 @@ def schema_of(full: str) -> torch._C.FunctionSchema:
 
 
 def names_an_op(name: str) -> bool:
-    """Say whether the installed torch has an op, or overloads, of a name as for ``overloads_of``."""
+    """Return whether the installed torch has an op, or overloads, of a name as for ``overloads_of``."""
     registered = map(full_name, torch._C._dispatch_get_all_op_names())
     return any(name in {full, full.split(".")[0]} for full in registered)
 
 
 def is_registered(full: str) -> bool:
-    """Say whether this build of torch has the op (cuDNN's ops are missing on the CPU build)."""
+    """Return whether this build of torch has the op (cuDNN's ops are missing on the CPU build)."""
     return "." in full and torch._C._dispatch_has_kernel(dispatcher_name(full))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,16 +13,60 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
-from amp_plugin.casting.rule_sets import number_by_default, number_of, rules_of
-from amp_plugin.casting.stepping import covers_each_step
-from amp_plugin.casting.torch_blocks import blocks_are_recorded, enter_block, exit_block
+from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, number_by_default, number_of, rules_of
+from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.kernels.tracers import untraced
 from amp_plugin.precision import DTYPES, known_precision
 from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
+
+
+class _OpenBlocks(threading.local):
+    def __init__(self) -> None:
+        self.blocks: list[tuple[torch.autocast, torch.autocast]] = []  # our region, torch's block
+
+
+_OPEN = _OpenBlocks()
+
+
+def has_block() -> bool:
+    """Return whether a region of ours is open as a block of torch's in this thread."""
+    return bool(_OPEN.blocks)
+
+
+def enter_block(region: torch.autocast) -> None:
+    """Open a region as a block of torch's own, in this thread."""
+    block = torch.autocast(region.device, region.fast_dtype, region._enabled, cache_enabled=False)
+    block.__enter__()  # type: ignore[no-untyped-call]
+    _OPEN.blocks.append((region, block))
+
+
+def exit_block(region: torch.autocast) -> None:
+    """Close the innermost block of torch's own that `region` opened in this thread.
+
+    Raises:
+        RuntimeError: it has none open here.
+    """
+    for index in reversed(range(len(_OPEN.blocks))):
+        if _OPEN.blocks[index][0] is region:
+            _OPEN.blocks.pop(index)[1].__exit__(None, None, None)
+            return
+    msg = "autocast: exit without enter; this region is not open in this thread"
+    raise RuntimeError(msg)
+
+
+def blocks_are_recorded() -> bool:
+    """Return whether torch.export or ``make_fx(pre_dispatch=True)`` records this thread's autocast blocks.
+
+    Other modes that see torch's functions, as of ``torch.set_default_device``, do not.
+    """
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return tracing is not None and any(
+        isinstance(mode, tracing.PreDispatchTorchFunctionMode)
+        for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    )
 
 
 _RULES_IN_COMPILED_CODE = (
@@ -33,7 +79,7 @@ _POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_numbe
 
 
 def is_autocast_available(device_type: str) -> bool:
-    """Say whether this build of torch has autocast for a device type.
+    """Return whether this build of torch has autocast for a device type.
 
     Args:
         device_type: ``"cuda"``, ``"cpu"``, ``"xpu"``, ...: the ``type`` of a ``torch.device``.
@@ -178,7 +224,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool, int]:
-    """Let torch check the arguments, with its own errors and warnings.
+    """Have torch check the arguments, with its own errors and warnings.
 
     Returns:
         The number of a device on which our kernels stand, else None, whether autocast is on, and the number

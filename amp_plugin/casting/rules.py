@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import yaml
 
@@ -20,9 +21,15 @@ from amp_plugin.casting.op_names import (
     names_an_op,
     overloads_of,
 )
-from amp_plugin.casting.rule_tables import RELEASES, TABLES, listed_rules
-from amp_plugin.casting.rules_file import RulesFile, read_rules_file, release_of
-from amp_plugin.casting.torch_version import torch_release
+from amp_plugin.casting.rules_files import (
+    RELEASES,
+    TABLES,
+    RulesFile,
+    listed_rules,
+    read_rules_file,
+    release_of,
+    torch_release,
+)
 from amp_plugin.did_you_mean import did_you_mean
 from amp_plugin.user_warnings import warn_user
 
@@ -279,3 +286,40 @@ def _check_has_dtype_overload(full: str) -> None:
     if dtype_overload(full) is None:
         msg = f"{full} has no overload that takes a dtype after its arguments; use 'fp32' for it"
         raise ValueError(msg)
+
+
+RULES_VARIABLE: Final = "AMP_PLUGIN_RULES"
+
+
+def environment_rules(device_type: str) -> OpRules | None:
+    """Return the rules of a device that the environment names; None for the default ones.
+
+    Warns where they are for another device.
+
+    Args:
+        device_type: the device of a region.
+
+    Raises:
+        ValueError: there is no such file, or it holds no rules; the text names the variable.
+    """
+    path = os.environ.get(RULES_VARIABLE, "")
+    if not path:
+        return None
+    rules = _read_once(path)
+    if rules.device_type == device_type:
+        return rules
+    warn_user(
+        f"{RULES_VARIABLE}={path}: the rules are for {rules.device_type}; a region on {device_type} follows "
+        f"the default ones. For the same policy there, write device_type: {device_type} into a copy of it"
+    )
+    return None
+
+
+@cache
+def _read_once(path: str) -> OpRules:
+    try:
+        return OpRules.from_yaml(path)
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        msg = f"{RULES_VARIABLE}={path}: {what}; give the path of a YAML file of rules, or unset the variable"
+        raise ValueError(msg) from error

@@ -1,4 +1,4 @@
-"""Force a module, class, function or method to one dtype, whatever region it is called in."""
+"""Run functions, modules and parts of models in a dtype of their own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,107 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_plugin.casting.module_class import change_class, made_class
 from amp_plugin.casting.op_names import nearest
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.torch_version import torch_older_than
+from amp_plugin.casting.rules_files import torch_older_than
+from amp_plugin.patterns import matched_modules, require_matches
+
+# (original class, settings) -> the methods that replace its own. An importable function: pickles name it.
+Methods = Callable[[type[nn.Module], Any], dict[str, Any]]
+Change = tuple[Methods, Any]
+
+
+def made_class(original: type[nn.Module], methods: Methods, settings: Any) -> type[nn.Module]:
+    """Return a subclass with other methods that shows the original's name; the same one each time."""
+    key: Any = (original, methods, settings)
+    kind: type[nn.Module] = _made_class(*key)
+    return kind
+
+
+@functools.cache
+def _made_class(original: Any, methods: Any, settings: Any) -> Any:
+    namespace: dict[str, Any] = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_made_from": original,
+        "_made_by": staticmethod(methods),
+        "_made_with": settings,
+        "__reduce_ex__": _reduce,
+        **methods(original, settings),
+    }
+    if hasattr(original, "__deepcopy__"):
+        namespace["__deepcopy__"] = _deepcopy
+    if getattr(original, "cls_to_become", None) is not None:  # a lazy module changes its class itself
+        namespace["cls_to_become"] = made_class(original.cls_to_become, methods, settings)
+    return type(original.__name__, (original,), namespace)
+
+
+def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Module:
+    """Give a module the class made with these methods; they replace what they made of it before."""
+    if isinstance(module, torch.jit.ScriptModule):
+        msg = f"{type(module).__name__} is TorchScript and cannot be changed; apply this before scripting"
+        raise TypeError(msg)
+    original, changes = _changes_of(type(module))
+    others = [change for change in changes if change[0] is not methods]
+    _set_class(module, original, [*others, (methods, settings)])
+    return module
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module], changes: Iterable[Change]) -> None:
+    for methods, settings in changes:
+        kind = made_class(kind, methods, settings)
+    object.__setattr__(module, "__class__", kind)
+
+
+def _changes_of(kind: type[nn.Module]) -> tuple[type[nn.Module], list[Change]]:
+    """Return the class that is under the made ones, and what they change, innermost first."""
+    changes: list[Change] = []
+    while "_made_from" in vars(kind) and not _is_importable(kind):
+        made: Any = kind
+        changes.insert(0, (made._made_by, made._made_with))
+        kind = made._made_from
+    return kind, changes
+
+
+def _reduce(self: nn.Module, protocol: Any) -> Any:
+    """Reduce as the original class does, then say how to change the class again."""
+    kind = type(self)
+    original, changes = _changes_of(kind)
+    build, arguments, *rest = super(_last_made(kind), self).__reduce_ex__(protocol)  # type: ignore[arg-type]
+    if not changes:  # a class the user derived from a made one
+        return (build, arguments, *rest)
+    plain = tuple(original if argument is kind else argument for argument in arguments)
+    return (_remake, (original if build is kind else build, plain, changes), *rest)
+
+
+def _remake(build: Callable[..., nn.Module], arguments: tuple[Any, ...], changes: list[Change]) -> nn.Module:
+    module = build(*arguments)
+    _set_class(module, type(module), changes)
+    return module
+
+
+def _deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    _, changes = _changes_of(type(self))
+    below: Any = super(_last_made(type(self)), self)
+    copy: nn.Module = below.__deepcopy__(memo)
+    if changes:
+        _set_class(copy, _changes_of(type(copy))[0], changes)
+    return copy
+
+
+def _last_made(kind: type) -> type:
+    """Return the made class nearest to the original: its methods for copying are the original's."""
+    return [base for base in kind.__mro__ if "_made_from" in vars(base)][-1]
+
+
+def _is_importable(made: type) -> bool:
+    """Return whether the class's name leads to the class itself, so that pickle can name it."""
+    found: Any = sys.modules.get(made.__module__)
+    for part in made.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is made
+
 
 Target = TypeVar("Target")
 
@@ -236,7 +333,7 @@ def _check_is_called(kind: type[nn.Module]) -> None:
 
 
 def _is_class_statement(kind: type, caller: FrameType) -> bool:
-    """Say whether the caller is just defining the class: of that scope, and its name not bound yet."""
+    """Return whether the caller is just defining the class: of that scope, and its name not bound yet."""
     scope = caller.f_locals.get("__qualname__")  # of a class body
     if scope is not None:
         qualname = f"{scope}.{kind.__name__}"
@@ -250,3 +347,31 @@ def _is_class_statement(kind: type, caller: FrameType) -> bool:
 
 def _bind(owner: Any, name: str, settings: RunIn) -> RunInMethod:
     return RunInMethod(MethodType(getattr(type(owner), name), owner), settings)
+
+
+def apply_fp32_modules(
+    model: nn.Module, patterns: Iterable[str], *, keep: Iterable[str] = (), cast_back: bool = False
+) -> list[str]:
+    """Keep the submodules that match a name pattern or a class name in fp32.
+
+    Args:
+        model: changed in place.
+        patterns: shell patterns for names of ``model.named_modules()``, such as ``"*.roi_pool"``, or
+            names of classes, such as ``"LayerNorm"``.
+        keep: names of arguments that are passed as they came, as for ``run_in``.
+        cast_back: hand outputs back in the dtype that came in, as for ``run_in``.
+
+    Returns:
+        The names of the modules, in the order of ``named_modules``.
+
+    Raises:
+        ValueError: a pattern matches nothing; the text names the nearest.
+        TypeError: a match can never be called (``ModuleList``); match its children instead.
+    """
+    patterns = [patterns] if isinstance(patterns, str) else list(patterns)
+    require_matches([model], patterns)
+    in_fp32 = run_in(torch.float32, keep=keep, cast_back=cast_back)
+    modules = matched_modules(model, patterns)
+    for module in modules.values():
+        in_fp32(module)
+    return list(modules)

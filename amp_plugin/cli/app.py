@@ -158,8 +158,7 @@ def casts(
     as_json: AsJson = False,
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
-    from amp_plugin.casting.cast_log import log_casts  # noqa: PLC0415 - loads torch
-    from amp_plugin.casting.cast_table import cast_table  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.cast_log import cast_table, log_casts  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.casts import compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from torch._dynamo.utils import counters
 
-from amp_plugin.casting.casts import Cast, CastTotals
+from amp_plugin.casting.cast_log import Cast, CastTotals
 from amp_plugin.numerics.report import fold
 
 _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {

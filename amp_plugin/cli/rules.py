@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.cli.arguments import AsJson, fail, show, word_option
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
 from amp_plugin.numerics.modules import Modules
 from amp_plugin.numerics.places import ForwardSites, Site, called_from, in_autocast_block, runs_backward

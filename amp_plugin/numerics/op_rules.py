@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from amp_plugin.casting.autocast_kernels import DEVICE_NUMBERS, KERNELS
+from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
 from amp_plugin.casting.op_names import names_an_op
-from amp_plugin.casting.rule_sets import rules_of
-from amp_plugin.casting.rule_tables import TABLES
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
 
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
 _CALLED_AS = {

@@ -280,8 +280,10 @@ class PerOptimizerState:
         return self.clip
 
     def forget_dropped_clip(self) -> None:
-        """Forget a folded clip whose gradients were dropped since: there are new ones."""
-        if self.clip is not None and any(gradients.is_new() for gradients in self.groups):
+        """Forget a folded clip whose gradients were dropped since: there are new ones, or none."""
+        if self.clip is None:
+            return
+        if any(gradients.is_new() for gradients in self.groups) or not self.has_gradients():
             self.clip = None
 
     def refuse_changed_after_clip(self) -> None:

@@ -122,12 +122,16 @@ class _Record:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
+        self.exact = False
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.since_update = 0
         self.in_a_row = 0
         self.owed = 0  # skips that have not held the schedulers back yet
         self.is_held = False
-        self.exact = False
 
     def count(self, found: Tensor, *, skipped: bool | None) -> None:
         """Count a step that is skipped where ``found`` is 1; ``skipped`` if the host knows."""
@@ -219,10 +223,11 @@ class StepLog:
             record.since_update = 0
 
     def begin_anew(self, skipped_before: int) -> None:
-        """Go on from a count, with no optimizer known and nothing left to learn."""
+        """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
         self.skipped_before = skipped_before
         self._late.clear()
-        self._records.clear()
+        for record in self._records.values():
+            record.begin_anew()
 
     def read(self, *, wait: bool = False) -> None:
         """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.sharding.dtype_plan import DtypePlan
 from amp_plugin.sharding.unit_policies import (
     apart_and_beside,

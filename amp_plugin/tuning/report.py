@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from amp_plugin.casting.torch_version import torch_release
+from amp_plugin.casting.rules_files import torch_release
 from amp_plugin.tuning.measure import Measurement
 from amp_plugin.tuning.search import Tried
 

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.numerics.diagnose import diagnose
 from amp_plugin.tuning.measure import Measurement, Trials
 from amp_plugin.tuning.workload import NoObserver, Workload

@@ -29,9 +29,9 @@ from torch.optim.optimizer import (
 )
 from typing_extensions import Self
 
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.program import Program, run_program
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient

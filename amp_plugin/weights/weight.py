@@ -195,11 +195,13 @@ def has_room(param: Tensor) -> bool:
     return free + cached - 4 * param.numel() > total // 8
 
 
+@torch.no_grad()
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return the low half of a parameter that is stored as a pair, for ops that step both halves.
+    """Return what a stored parameter lacks of float32, for ops that step a parameter with it.
 
     Returns:
-        int16, of its shape; None if the parameter, as it is now, is all there is.
+        The low half of a pair (int16), or the master of a parameter in fp16 (float32), of its shape; None if
+        the parameter, as it is now, is all there is.
 
     Raises:
         ValueError: It is stored in a way that no op steps.
@@ -207,10 +209,13 @@ def remainder_of(param: Tensor) -> Tensor | None:
     weight = stored_weight(param)
     if weight is None or weight.shows:
         return None
-    if weight.kept.dtype is not torch.int16:
+    if not weight.format.kept_bytes:
         msg = f"a weight is stored with weights={weight.name!r}"
         raise ValueError(msg)
-    return _settled(param).kept
+    kept = _settled(param).kept
+    if kept.dtype is torch.float32:
+        weight.format.join([param], [kept])  # with what somebody else has written
+    return kept
 
 
 def _settled(param: Tensor) -> StoredWeight:

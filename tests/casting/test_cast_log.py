@@ -14,9 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import OpRules, autocast, dtype_report, log_casts, set_default_rules
-from amp_plugin.casting.cast_table import FoldedName
-from amp_plugin.casting.casts import CastTotals
-from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
+from amp_plugin.casting.cast_log import CastTotals, FoldedName
+from amp_plugin.casting.threads import checkpoint_contexts
 from amp_plugin.kernels.build import native_core
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_plugin import autocast, run_in
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from tests.process_groups import group_of_one
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, is_registered
-from amp_plugin.casting.rule_tables import RELEASES, TABLES, listed_rules
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.torch_version import torch_release
+from amp_plugin.casting.rules_files import RELEASES, TABLES, listed_rules, torch_release
 
 # What torch registers on each autocast key, read in each torch with
 # torch._C._dispatch_get_registrations_for_dispatch_key: device -> releases that register them -> ops.

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_plugin
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 from tests.torchs_own import torchs_own
 
 LISTS = torchs_own("autocast_test_lists")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import amp_plugin
-from amp_plugin.casting.autocast_kernels import KERNELS
+from amp_plugin.casting.dispatcher import KERNELS
 
 
 @pytest.fixture(autouse=True)

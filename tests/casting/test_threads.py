@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp_plugin import OpRules, autocast, autocast_module, run_in
-from amp_plugin.casting.region_state import RegionState, current_state
+from amp_plugin.casting.threads import RegionState, current_state
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from amp_plugin.casting.autocast_kernels import KERNELS
-from amp_plugin.casting.checkpoint_contexts import checkpoint_contexts
+from amp_plugin.casting.dispatcher import KERNELS
+from amp_plugin.casting.threads import checkpoint_contexts
 from tests.process_groups import group_of_one
 from tests.warm_processes import call
 
@@ -240,7 +240,7 @@ class TestCompile:
             with amp_plugin.autocast("cpu", dtype=BF16):
                 raise KeyError
 
-        amp_plugin.casting.autocast_kernels.KERNELS.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
+        amp_plugin.casting.dispatcher.KERNELS.checked.clear()  # as in a new process: the region's arguments are checked, ours installed
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(KeyError):

@@ -92,7 +92,7 @@ class Model:
         params: The weights; ``.grad`` is the true gradient.
         optimizers: Plain torch optimizers on them.
         members: The parameters of each optimizer, by index.
-        known: The optimizers that the scaler knows.
+        known: The optimizers that the scaler knows, in the order in which it has met them.
         joined: Parameters that have joined an optimizer since the scaler has looked at it.
         seen: Overflows that were looked at.
         used: The scales that a loss was scaled by.
@@ -112,7 +112,7 @@ class Model:
         self.windows = [Window() for _ in self.optimizers]
         self.scales: ScaleModel = setup.scale_model()
         self.seen = SeenOverflows()
-        self.known: set[int] = set()
+        self.known: dict[int, None] = {}
         self.joined: set[tuple[int, int]] = set()
         self.used: set[str] = set()
         self.updates = 0

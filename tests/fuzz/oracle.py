@@ -103,7 +103,7 @@ class Oracle(Model):
 
     def meet(self, o: int) -> None:
         """The scaler gets to know an optimizer."""
-        self.known.add(o)
+        self.known[o] = None
         self.joined = {pair for pair in self.joined if pair[0] != o}
 
     def check(self, o: int, *, write: bool = True, certain: bool = True, met: bool = True) -> set[bool]:

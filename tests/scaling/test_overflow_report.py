@@ -64,3 +64,98 @@ def test_no_overflow_is_never_said_beside_a_norm_that_is_nan(weights):
     assert str(scaler.last_step(one.optimizer).overflow_report()).startswith(
         "the norm of the gradients is not"
     )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("names", ["module", "pairs", "mapping", "none"])
+def test_the_report_names_the_parameters(fused, names):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    scaler = GradScaler("cpu")
+    given = {
+        "module": model,
+        "pairs": model.named_parameters(),
+        "mapping": dict(model.named_parameters()),
+        "none": None,
+    }[names]
+    scaler.register(optimizer, names=given)
+    model[0].bias.requires_grad_(False)
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    model[0].weight.grad[0, 0] = math.inf
+    model[1].bias.grad[0] = math.nan
+    model[1].bias.grad[1] = math.inf
+    scaler.step(optimizer)
+    optimizer.zero_grad()
+    report = scaler.last_step(optimizer).overflow_report()
+    first, last = ("group 0[0]", "group 0[3]") if names == "none" else ("0.weight", "1.bias")
+    assert report == OverflowReport(inf=(first, last), nan=(last,))
+    assert report.summary() == f"inf in 2 gradients: {last}, {first}; nan in 1 gradient: {last}"
+    assert str(report).startswith(f"{report.summary()}\nOthers are finite: ")
+    assert ("call scaler.register(optimizer, names=model)" in str(report)) is (names == "none")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_report_knows_what_has_been_overwritten(weights, fused):
+    one = weights(fused=fused)
+    scaler = GradScaler("cpu", init_scale=8.0)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(1.0) + one.params[1].sum() * math.inf).backward()
+    scaler.clip_grad_value_(one.optimizer, 1.0)
+    one.params[2].grad[0] = math.nan
+    scaler.step(one.optimizer)
+    report = scaler.last_step(one.optimizer).overflow_report()
+    assert report == OverflowReport(inf=("group 0[1]",), nan=("group 0[2]",))
+    one.optimizer.zero_grad()
+    scaler.update()
+    scaler.scale(one.loss(1.0)).backward()
+    scaler.step(one.optimizer)
+    assert not scaler.last_step(one.optimizer).overflow_report()
+
+
+def test_names_outlive_a_change_of_the_parameters():
+    """Layers that are unfrozen later are in the registered module already."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.register(optimizer, names=model)
+
+    def overflow():
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+        for param in (model[0].weight, model[1].bias):
+            param.grad[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.last_step(optimizer)
+
+    first = overflow()
+    optimizer.add_param_group({"params": [model[0].weight, torch.nn.Parameter(torch.zeros(1))]})
+    assert overflow().overflow_report().inf == ("1.bias", "0.weight")
+    optimizer.param_groups[:] = optimizer.param_groups[1:]
+    assert overflow().overflow_report().inf == ("0.weight",)
+    assert first.overflow_report().inf == ("1.bias",), "the parameters of then"
+
+
+def test_what_cannot_be_registered():
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    with pytest.raises(TypeError, match="expected an optimizer with param_groups, got Linear"):
+        scaler.register(model)
+    scaler.register(optimizer, names=model)
+    with pytest.raises(TypeError, match="expected an optimizer with param_groups, got Linear"):
+        scaler.register(model)
+    for names in (["a"], 3, {"a": 1}):
+        with pytest.raises(TypeError, match=r"names=\.\.\.\): a module, .* is wanted, got (list|int|dict)"):
+            scaler.register(optimizer, names=names)
+    with pytest.raises(ValueError, match="none of the 2 names is of a parameter of this SGD"):
+        scaler.register(optimizer, names=torch.nn.Linear(3, 3))
+
+
+def test_names_from_the_optimizer():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.named_parameters(), lr=0.1)
+    scaler = GradScaler("cpu")
+    scaler.scale(model(torch.full((1, 2), math.inf)).sum()).backward()
+    scaler.step(optimizer)
+    assert scaler.last_step(optimizer).overflow_report().inf == ("weight",)

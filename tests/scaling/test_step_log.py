@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_plugin import GradScaler
@@ -52,12 +52,14 @@ def held(skips, delays, *, exact=False, of_one=False):
     return told
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=12))
 def test_a_skip_known_at_once_holds_schedulers_at_once(skips):
     assert held(skips, [0] * len(skips)) == skips
 
 
 @pytest.mark.parametrize("options", [{"exact": True}, {"of_one": True}])
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=12), st.data())
 def test_an_exact_log_waits(options, skips, data):
     delays = data.draw(st.lists(st.integers(0, 3), min_size=len(skips), max_size=len(skips)))
@@ -68,6 +70,7 @@ def test_a_skip_known_one_step_later_holds_schedulers_one_step_later():
     assert held([True, False, False, True, False], [1] * 5) == [False, True, False, False, True]
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), max_size=10), st.integers(0, 3))
 def test_schedulers_are_held_once_for_each_skip(skips, delay):
     calm = [False] * (len(skips) * (delay + 2) + delay)  # good steps, in which what is owed can be paid
@@ -101,6 +104,21 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
     log.read(wait=True)
     assert seen == {"a": [1, 2, 0, 1], "b": [1, 2, 0, 1]}
     assert (log.skips_read, log.unread(), log.is_skipping()) == (3, 0, True)
+
+
+def test_an_optimizer_is_still_waited_for_after_a_state_was_loaded():
+    log, optimizer = StepLog(), sgd()
+    log.wait_for(optimizer)
+    add(log, optimizer, Result([0], skipped=True, delay=0))
+    log.begin_anew(7)
+    assert (log.holds_schedulers(optimizer), log.skipped_steps(optimizer), log.skipped_steps()) == (
+        False,
+        0,
+        7,
+    )
+    add(log, optimizer, Result([0], skipped=True, delay=1))
+    assert log.holds_schedulers(optimizer)
+    assert (log.skipped_steps(optimizer), log.skipped_steps()) == (1, 8)
 
 
 def test_what_a_subscriber_raises_ends_the_step_and_loses_no_other():

@@ -124,7 +124,7 @@ def wrap(net, policy, **options):
 def plain(strategy, precision="bf16", *, fused=False, steps=STEPS, poison=None, log=(), **options):
     dtypes, net = replace(plan(precision, fp32_modules_of(strategy)), **options), Net()
     if strategy == "fsdp1":
-        from amp_plugin.casting.fp32_modules import apply_fp32_modules
+        from amp_plugin.casting.run_in import apply_fp32_modules
 
         apply_fp32_modules(net, dtypes.fp32_modules)
         model = wrap(net, fsdp1_policy(dtypes))

@@ -57,7 +57,7 @@ def optimizer_of(params, *, fused=False):
 
 def alone(shares, precision="bf16", fp32_modules=IN_FP32, steps=STEPS):
     """Train in one process on the rows of all, one micro-batch for each of the others' processes."""
-    from amp_plugin.casting.fp32_modules import apply_fp32_modules
+    from amp_plugin.casting.run_in import apply_fp32_modules
 
     net = Net()
     apply_fp32_modules(net, fp32_modules)

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from amp_plugin import autocast, fully_shard
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from tests.sharding.models import IN_FP32, Net, flat, loss_of, optimizer_of, plan
 
 SHARES, STEPS = 4, 3

@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import amp_plugin
+from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.casting.trial_rules import rules_on_trial
 from amp_plugin.tuning.measure import (
     GradientError,
     Measurement,

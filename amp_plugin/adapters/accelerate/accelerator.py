@@ -35,7 +35,7 @@ from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
 from amp_plugin.adapters.float8 import refuse_device
 from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns

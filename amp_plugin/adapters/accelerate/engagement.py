@@ -12,9 +12,9 @@ from accelerate.utils import AutocastKwargs, DistributedType, FullyShardedDataPa
 from amp_plugin.adapters.accelerate.forward import RegionOptions
 from amp_plugin.adapters.accelerate.settings import Settings
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rule_tables import TABLES
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.precision import (
     TRAINING_DTYPES,
     WEIGHTS_IN_16_BITS,

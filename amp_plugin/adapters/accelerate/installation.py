@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
-from amp_plugin.casting.rule_sets import set_default_rules
+from amp_plugin.casting.dispatcher import set_default_rules
 
 _IN_CHILDREN = "amp_plugin.adapters.accelerate"
 _originals: list[Callable[..., None]] = []

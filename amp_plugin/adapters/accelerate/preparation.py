@@ -10,7 +10,7 @@ from torch import nn
 
 from amp_plugin.adapters.float8 import leave_out
 from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.patterns import found_patterns, require_matches
 
 

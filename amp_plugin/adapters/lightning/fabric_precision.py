@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
 from amp_plugin.adapters.parameter_names import names_in, names_of
-from amp_plugin.casting.autocast_module import autocast_module
+from amp_plugin.casting.threads import autocast_module
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts

@@ -17,11 +17,10 @@ from amp_plugin.adapters.given_scaler import scaler_for
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.model_weights import ModelWeights
 from amp_plugin.adapters.option_checks import refuse_other_eval_precision
-from amp_plugin.casting.environment_rules import environment_rules
-from amp_plugin.casting.fp32_modules import apply_fp32_modules
+from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
-from amp_plugin.casting.rule_sets import set_default_rules
-from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules import OpRules, environment_rules
+from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.device_speed import warn_of_slow_fp16
 from amp_plugin.options import LightningOptions, takes
 from amp_plugin.precision import (

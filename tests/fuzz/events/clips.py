@@ -80,7 +80,7 @@ def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
 def _clip_params(run: Run, indices: Any, line: str) -> bool:
     """Run a clip of parameters, which unscales those of their optimizers, or of the one that has no others; return whether it was not refused."""
     oracle = run.oracle
-    touched = [o for o in sorted(oracle.known) if set(run.members(o)) & set(indices)]
+    touched = [o for o in oracle.known if set(run.members(o)) & set(indices)]
     exactly = [o for o in touched if set(run.members(o)) == set(indices)]
     touched = exactly if len(exactly) == 1 else touched
     if not oracle.used or any(is_disputed(oracle, o) for o in touched):

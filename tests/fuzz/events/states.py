@@ -71,6 +71,8 @@ def load(run: Run) -> None:
         scales.load({name: s[:3] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
         scales.growth_factor, scales.backoff_factor, scales.growth_interval = run.saved["rule"]
         run.skipped = run.saved["skipped"]
+        for window in run.oracle.windows:  # those of each optimizer are counted from here on
+            window.skipped = 0
 
 
 def set_rule(run: Run, name: str, value: float) -> None:

@@ -1,17 +1,70 @@
-"""A file of op rules as it was written: its head and its entries, checked for form."""
+"""Rules as data: torch's op lists by release, and the files that users write."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import yaml
 
-from amp_plugin.casting.rule_tables import RELEASES, TABLES
 from amp_plugin.did_you_mean import did_you_mean
+
+TABLES: Final = ("cpu", "cuda", "mps", "xpu")
+
+RELEASES: Final = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The torch releases whose op lists the tables hold."""
+
+
+def listed_rules(device_type: str, release: str) -> dict[str, str]:
+    """Return op -> rule as a torch release registers them, ops that the installed torch lacks included.
+
+    A release after the last in ``RELEASES`` has the lists of the last.
+    """
+    table = _table(device_type)
+    since, until = table.get("since", {}), table.get("until", {})
+    return {
+        op: group["rule"]
+        for group in table["groups"]
+        for op in group["ops"]
+        if not (op in since and is_older(release, since[op]))
+        if not (op in until and not is_older(release, until[op]))
+    }
+
+
+@cache
+def _table(device_type: str) -> dict[str, Any]:
+    if device_type not in TABLES:
+        msg = f"no autocast rules for device {device_type!r}; allowed: {', '.join(TABLES)}"
+        raise ValueError(msg)
+    file = resources.files("amp_plugin.casting") / "tables" / f"{device_type}.yaml"
+    return dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+
+
+def is_older(release: str, than: str) -> bool:
+    """Return whether a release, ``"2.9"`` for example, comes before another, ``"2.12"``."""
+    return _numbers(release) < _numbers(than)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    return tuple(map(int, release.split(".")[:2]))
+
+
+def torch_release() -> str:
+    """Return the release of the installed torch, ``"2.13"`` for example."""
+    import torch  # noqa: PLC0415 -- the command line lists policies without it
+
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+def torch_older_than(release: str) -> bool:
+    """Return whether the installed torch is older than a release; a pre-release of it is not older."""
+    return is_older(torch_release(), release)
+
 
 _KEYS = ("device_type", "rules", "torch", "base")
 
@@ -34,12 +87,7 @@ class RulesFile:
 
 
 def read_rules_file(path: str | Path) -> RulesFile:
-    """Read a rules file without looking its ops up.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: a key is unknown or missing, or a value is not allowed; the text names the file.
-    """
+    """Read a rules file without looking its ops up; a ValueError names the file."""
     try:
         return _rules_file(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError, yaml.YAMLError) as error:
@@ -48,11 +96,7 @@ def read_rules_file(path: str | Path) -> RulesFile:
 
 
 def release_of(policy: str) -> str:
-    """Return ``"2.13"`` for the policy ``"torch-2.13"``.
-
-    Raises:
-        ValueError: there is no such policy.
-    """
+    """Return ``"2.13"`` for the policy ``"torch-2.13"``; raise ValueError if there is no such policy."""
     names = [f"torch-{release}" for release in RELEASES]
     if policy in names:
         return policy.removeprefix("torch-")

@@ -1,13 +1,16 @@
-"""Our autocast kernels in torch's dispatcher: installed once per process, and taken back.
+"""Our autocast kernels in torch's dispatcher, and the rule sets that they follow.
 
-With the native core, rules live in functors on torch's autocast dispatch keys. Without it,
-regions are torch's own with the weight cache off, which follow the default rules.
+With the native core, rules live in functors on torch's autocast dispatch keys. Without it, regions are
+torch's own with the weight cache off, which follow the default rules.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,10 +19,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.op_names import argument_names, dispatcher_name, written_arguments
-from amp_plugin.casting.rule_tables import TABLES
-from amp_plugin.casting.rules import OpRule, OpRules
-from amp_plugin.casting.watched_ops import watched_ops
-from amp_plugin.kernels.build import NativeCore, native_core
+from amp_plugin.casting.rules import RULES_VARIABLE, OpRule, OpRules, environment_rules
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
@@ -176,7 +178,7 @@ def _is_managed_by_fsdp(tensor: torch.Tensor) -> bool:
 
 
 def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None:
-    """Give the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
+    """Set the dispatcher's functors the rules of one set; it names the cleared ops no longer."""
     ops = sorted({*rules.rules, *rules.keep})
     codes = [RULE_CODES[rules[op]] for op in ops]
     default = OpRules.default(rules.device_type).rules
@@ -190,3 +192,175 @@ def _define(rules: OpRules, number: int, *, cleared: Iterable[str] = ()) -> None
 
 def _bits(op: str, kept: frozenset[str]) -> int:
     return sum(1 << index for index, name in enumerate(argument_names(op)) if name in kept) if kept else 0
+
+
+# A functor costs an op some 0.1 us. These write activations in ordinary forward passes, and hardly a weight.
+UNWATCHED = frozenset(
+    {
+        *("relu_", "relu6_", "leaky_relu_", "rrelu_", "rrelu_with_noise_", "hardtanh_", "hardsigmoid_"),
+        *(
+            "hardswish_",
+            "silu_",
+            "mish_",
+            "gelu_",
+            "elu_",
+            "selu_",
+            "celu_",
+            "threshold_",
+            "sigmoid_",
+            "tanh_",
+        ),
+        *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "bernoulli_"),
+    }
+)
+
+# torch's own quick ops are made of these.
+UNWATCHED_OVERLOADS = frozenset(
+    {
+        *("exp_", "log_", "random_.from", "scatter_.value"),
+        *("abs.out", "arange.start_out", "clamp.out", "complex.out", "eye.m_out", "hardtanh.out"),
+        *("linspace.out", "logical_and.out", "logical_not.out", "logsumexp.out", "mean.out"),
+        *("sum.IntList_out", "where.self_out"),
+    }
+)
+
+
+def watched_ops() -> list[str]:
+    """Return the dispatcher's names of torch's ops that write, in place or by ``out=``, what they are given.
+
+    Left out are ``UNWATCHED`` and ``UNWATCHED_OVERLOADS``, ops that change a shape or the storage rather than
+    values, and the ``out=`` forms that only ``torch.ops`` reaches.
+    """
+    return [name for name in torch._C._dispatch_get_all_op_names() if _is_watched(name)]
+
+
+def _is_watched(dispatcher_name: str) -> bool:
+    name, _, overload = dispatcher_name.partition(".")
+    namespace, _, base = name.partition("::")
+    if namespace != "aten" or base in UNWATCHED or base.endswith("_backward"):
+        return False
+    if dispatcher_name.removeprefix("aten::") in UNWATCHED_OVERLOADS:
+        return False
+    arguments = torch._C._get_schema(name, overload).arguments
+    written = [given for given in arguments if given.alias_info is not None and given.alias_info.is_write]
+    is_in_place = base.endswith("_") and not base.endswith("__")
+    if not written or not (is_in_place or any(given.kwarg_only for given in written)):
+        return False
+    tags = torch._C._get_operation_overload(name, overload)[2]
+    return torch.Tag.inplace_view not in tags and torch.Tag.generated not in tags
+
+
+_TAG = "amp_plugin:"
+
+
+def number_of(rules: OpRules | None, device_type: str) -> int:
+    """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
+    if rules is None:
+        return DEFAULT
+    _check_is_rules(rules)
+    if rules.device_type != device_type:
+        msg = (
+            f"rules for {rules.device_type!r} were given to a region on {device_type!r}; "
+            f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
+        )
+        raise ValueError(msg)
+    KERNELS.install()
+    if rules == OpRules.default(device_type):
+        return DEFAULT
+    require_native("a rule set other than the default one")
+    number, is_new = KERNELS.number_of(rules)
+    if is_new:
+        _tag_compile_caches()
+    return number
+
+
+def number_by_default(device_type: str) -> int:
+    """Return the number of the rules that regions without rules of their own follow on a device.
+
+    Those of ``set_default_rules`` come first, then the file that the environment names: ``torch.autocast``
+    blocks follow it from now on, too.
+    """
+    if (followed := KERNELS.followed(device_type)) != NO_RULES:
+        return followed
+    rules = environment_rules(device_type)
+    if rules is None:
+        return DEFAULT
+    number = number_of(rules, device_type)
+    KERNELS.follow_by_default(device_type, number)
+    return number
+
+
+def _tag_compile_caches() -> None:
+    """Record in torch.compile's disk caches what this process means by the numbers of its rule sets."""
+    from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
+
+    others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
+    numbered = ",".join(f"{number}={rules.fingerprint()}" for number, rules in KERNELS.rule_sets().items())
+    config.cache_key_tag = "|".join([*others, _TAG + numbered])
+
+
+def rules_of(number: int) -> OpRules | None:
+    """Return the rule set that has a number; None for the default rules."""
+    return KERNELS.rule_sets().get(number)
+
+
+def set_default_rules(rules: OpRules | None) -> None:
+    """Make every autocast block of the process follow our rules, torch's own blocks included.
+
+    A region of ours that was given rules keeps them, and so does one that was made before this call.
+    Adapters call it for the length of a run: so the rules reach checkpoint's recomputation,
+    DataParallel's threads and ``torch.autocast`` blocks inside models. Call it before threads
+    compile with ``torch.compile``: only the calling thread's guards see rules unlike torch's.
+
+    Args:
+        rules: the rules of their device; None gives torch's kernels back on every device.
+
+    Raises:
+        TypeError: they are no OpRules.
+        RuntimeError: other rules than torch's, and no native core.
+    """
+    if rules is None:
+        for device_type in TABLES:
+            KERNELS.follow_by_default(device_type, NO_RULES)
+        return
+    _check_is_rules(rules)
+    KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
+
+
+def _check_is_rules(rules: object) -> None:
+    if not isinstance(rules, OpRules):
+        is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
+        read = f"OpRules.from_yaml({str(rules)!r})" if is_file else "OpRules.default('cpu')"
+        msg = f"rules={rules!r}: an amp_plugin.OpRules is wanted, for example {read}"
+        raise TypeError(msg)
+
+
+@contextmanager
+def rules_on_trial(rules: OpRules) -> Iterator[None]:
+    """Let regions without rules of their own, and torch's blocks, follow rules while the block runs.
+
+    Any number of rule sets can be tried: none of them takes one of the process's numbers. Compiled functions
+    run eagerly meanwhile.
+
+    Args:
+        rules: of their device; other devices keep theirs.
+
+    Raises:
+        RuntimeError: there is no native core.
+        ValueError: ``AMP_PLUGIN_RULES`` is set, whose rules regions would follow instead.
+    """
+    require_native("a trial of rules")
+    if os.environ.get(RULES_VARIABLE):
+        given = f"{RULES_VARIABLE}={os.environ[RULES_VARIABLE]}"
+        msg = f"{given} decides which rules regions follow; unset it to try others"
+        raise ValueError(msg)
+    KERNELS.install()
+    device_type = rules.device_type
+    with torch.compiler.set_stance("force_eager"):
+        KERNELS.put_default(rules)
+        KERNELS.follow_by_default(device_type, DEFAULT)
+        try:
+            yield
+        finally:
+            KERNELS.put_default(OpRules.default(device_type))
+            KERNELS.follow_by_default(device_type, NO_RULES)

@@ -1,0 +1,208 @@
+"""The autocast state of a thread, carried into other threads, processes and recomputations.
+
+A new thread starts with autocast off and the default dtypes. ``nn.DataParallel`` hands its threads torch's
+enabled flag for one device, but neither the dtype nor the cache flag, nor any rules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.compiler import is_compiling
+
+from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
+from amp_plugin.casting.region import autocast, has_block
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.casting.run_in import change_class
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RegionState:
+    """What a region of one device is opened with; can be pickled and sent to another process.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        dtype: the lower precision.
+        enabled: False for a region in which autocast is off.
+        cache_enabled: keep the casts of weights inside the region.
+        rules: None for the default rules.
+    """
+
+    device_type: str
+    dtype: torch.dtype
+    enabled: bool = True
+    cache_enabled: bool = True
+    rules: OpRules | None = None
+
+    def region(self) -> torch.autocast:
+        """Make a region with this state."""
+        if self.rules is None:
+            return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
+        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, rules=self.rules)
+
+
+def current_state() -> tuple[RegionState, ...]:
+    """Return the autocast state of this thread, one entry per device where it is on or in a region."""
+    KERNELS.install()
+    opened = _open_regions()
+    on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]
+    return tuple(
+        RegionState(
+            device_type=device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+            cache_enabled=opened.get(device, (None, torch.is_autocast_cache_enabled()))[1],
+            rules=opened.get(device, (None, True))[0],
+        )
+        for device in on
+    )
+
+
+def _open_regions() -> dict[str, tuple[OpRules | None, bool]]:
+    """Return the rules and the cache flag of this thread's innermost region of each device."""
+    names = {number: name for name, number in DEVICE_NUMBERS.items()}
+    regions = KERNELS.innermost_regions()
+    return {names[device]: (rules_of(number), cached) for device, number, cached in regions}
+
+
+def has_region() -> bool:
+    """Return whether this thread has a region of ours open."""
+    return has_block() or bool(KERNELS.innermost_regions())
+
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_CARRIED = "_amp_plugin_carried"
+_in_carried = threading.local()
+
+
+def autocast_module(module: Module, *states: RegionState) -> Module:
+    """Autocast a module in every thread that runs it, with the full state.
+
+    The state is that of the thread which calls this function (inside a region), or the one given.
+    A thread that has an autocast block of its own keeps what it has; any other runs the module in
+    the state. Replicas made by ``nn.DataParallel`` run in the state of the thread that calls it,
+    whatever that is at each call: dtype, cache flag and rules too, where torch hands over no more
+    than the enabled flag.
+
+    Inside compiled code the state is opened where autocast is off on its devices; rules cannot
+    be: apply this to what ``torch.compile`` returns, and the region stays outside.
+
+    Args:
+        module: changed in place; hand over the ``nn.DataParallel``, or the module inside.
+        states: one ``RegionState`` per device; default: the state of this thread, if autocast is on.
+
+    Returns:
+        The module.
+
+    Raises:
+        TypeError: the module is TorchScript.
+
+    Example:
+        >>> net = torch.nn.Linear(2, 2)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     net = autocast_module(net)
+        >>> results = []
+        >>> thread = threading.Thread(target=lambda: results.append(net(torch.ones(1, 2)).dtype))
+        >>> thread.start(), thread.join()
+        (None, None)
+        >>> results
+        [torch.bfloat16]
+    """
+    target = module.module if isinstance(module, nn.DataParallel) else module
+    change_class(target, _methods_of_threads, states or current_state())
+    return module
+
+
+def _methods_of_threads(original: type[nn.Module], states: tuple[RegionState, ...]) -> dict[str, Any]:
+    call, replicate = original.__call__, original._replicate_for_data_parallel
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        opened = _missing_states(self, states)
+        if not opened:
+            return call(self, *args, **kwargs)
+        return _call_in(opened, call, (self, *args), kwargs)
+
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        replica = replicate(self)  # type: ignore[no-untyped-call]
+        vars(replica)[_CARRIED] = (threading.get_ident(), current_state())
+        return replica
+
+    return {"__call__": run, "_replicate_for_data_parallel": _replicate_for_data_parallel}
+
+
+def _missing_states(module: nn.Module, states: tuple[RegionState, ...]) -> tuple[RegionState, ...]:
+    """Return what this thread still has to open to run the module."""
+    if is_compiling():
+        on = any(torch.is_autocast_enabled(state.device_type) for state in states)
+        return () if on else states
+    if getattr(_in_carried, "depth", 0):
+        return ()
+    maker, carried = vars(module).get(_CARRIED, (None, ()))
+    if carried:  # a replica: the block around it is DataParallel's, not the user's
+        return () if maker == threading.get_ident() or has_region() else carried
+    return states if _nesting() == 0 else ()
+
+
+def _nesting() -> int:
+    inside = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return inside - 1
+
+
+def _call_in(states: tuple[RegionState, ...], call: Any, args: Any, kwargs: Any) -> Any:
+    if is_compiling():
+        return _call_in_compiled(states, call, args, kwargs)
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.region())
+        _in_carried.depth = 1
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _in_carried.depth = 0
+
+
+def _call_in_compiled(states: tuple[RegionState, ...], call: Any, args: Any, kwargs: Any) -> Any:
+    if not states:
+        return call(*args, **kwargs)
+    with states[0].region():
+        return _call_in_compiled(states[1:], call, args, kwargs)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
+    """Make the contexts that ``torch.utils.checkpoint`` enters in forward and recomputation.
+
+    Checkpoint restores torch's autocast state by itself: enabled, dtype. A region opened with
+    ``rules=`` needs this besides, in the non-reentrant form; default rules
+    (``set_default_rules``) need nothing. The reentrant form takes no contexts and recomputes by
+    the default rules: open a region with your rules inside the checkpointed function instead.
+
+    Returns:
+        A context for the forward pass, which does nothing, and one for the recomputation,
+        which opens the innermost region of each device anew.
+
+    Example:
+        >>> import torch
+        >>> from amp_plugin import autocast
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> with autocast("cpu", dtype=torch.bfloat16):
+        ...     y = checkpoint(torch.matmul, x, x, use_reentrant=False, context_fn=checkpoint_contexts)
+    """
+    return nullcontext(), _opened_again(current_state() if has_region() else ())
+
+
+@contextmanager
+def _opened_again(states: tuple[RegionState, ...]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for state in states:
+            stack.enter_context(state.region())
+        yield

@@ -1,0 +1,305 @@
+"""Invariant 2: a step with a gradient that is not finite changes nothing, with a loss scale and without."""
+
+import math
+
+import pytest
+import torch
+
+from amp_plugin import GradScaler
+from tests.scaling.ops_seen import OpsSeen
+from tests.scaling.runs import OPTIMIZERS, SCALES, build, everything, scaler_of
+
+
+def step(model, optimizer, scaler, x):
+    optimizer.zero_grad()
+    loss = model(x).square().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+BATCHES, POISONED = 20, 7
+
+
+def train(scaler, cls, options, poison=None, clip=None, drop=False):
+    """Twenty batches, one of them poisoned or dropped; return all numbers and the results of the steps."""
+    model, optimizer = build(cls, options)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    generator = torch.Generator().manual_seed(1)
+    results = []
+    for i in range(BATCHES):
+        x = torch.randn(2, 4, generator=generator)
+        if i == POISONED:
+            if drop:
+                continue
+            x = x * poison
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+        scaler.step(optimizer)
+        scaler.update()
+        results.append(scaler.last_step(optimizer))
+        if not results[-1].skipped:
+            schedule.step()
+    return everything(model, optimizer), results
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, scale):
+    (params, state), results = train(
+        scaler_of(scale, dynamic=False), cls, options, poison=math.nan, clip=clip
+    )
+    (other_params, other_state), _ = train(
+        scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True
+    )
+    assert all(map(torch.equal, params + state, other_params + other_state))
+    assert all(param.isfinite().all() for param in params)
+    assert [result.skipped for result in results] == [i == POISONED for i in range(BATCHES)]
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_without_poison_every_bit_is_torchs(clip):
+    ours, _ = train(
+        scaler_of(None, one_pass=False), torch.optim.AdamW, {"fused": True}, poison=1.0, clip=clip
+    )
+    theirs, _ = train(
+        scaler_of(None, on_nonfinite="ignore"), torch.optim.AdamW, {"fused": True}, poison=1.0, clip=clip
+    )
+    assert all(map(torch.equal, ours[0] + ours[1], theirs[0] + theirs[1]))
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
+def test_a_skip_changes_nothing(cls, options, poison, scale):
+    model, optimizer = build(cls, options)
+    scaler = scaler_of(scale)
+    good, bad = torch.ones(2, 4), torch.full((2, 4), poison)
+    step(model, optimizer, scaler, good)
+    before = everything(model, optimizer)
+    step(model, optimizer, scaler, bad)
+    after = everything(model, optimizer)
+    assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
+    assert scaler.last_step(optimizer).skipped
+    assert scaler.get_scale() == (1.0 if scale is None else 4.0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
+    """torch's fused SGD allocates its momentum with empty_like and returns before writing it."""
+    bad = torch.full((2, 4), math.inf)
+    results = []
+    for first in ([bad], []):
+        model, optimizer = build(cls, options)
+        scaler = scaler_of(scale, growth_interval=100)
+        for x in [*first, torch.ones(2, 4), torch.ones(2, 4) * 2]:
+            step(model, optimizer, scaler, x)
+        results.append(everything(model, optimizer))
+    assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
+
+
+def test_torchs_skipped_first_step_leaves_momentum_behind():
+    """Memory that was never written: the next good step multiplies it by the momentum and adds it."""
+    state = {}
+    for cls in (torch.amp.GradScaler, GradScaler):
+        model, optimizer = build(torch.optim.SGD, {"momentum": 0.9, "fused": True})
+        step(model, optimizer, cls("cpu", init_scale=8.0), torch.full((2, 4), math.inf))
+        state[cls] = [s for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
+    assert state[torch.amp.GradScaler]
+    assert not state[GradScaler]
+
+
+def test_torchs_sum_of_flags_makes_the_fused_kernel_step():
+    """What two devices that both overflow give: 2.0."""
+    param = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.AdamW([param], lr=1.0, fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale((param * math.inf).sum()).backward()
+    scaler.unscale_(optimizer)
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    found["another device"] = torch.ones(())
+    scaler.step(optimizer)
+    assert param.isnan().any()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_that_are_mended_after_a_clip_has_seen_them(weights, scale):
+    """Without a loss scale those of the step count; with one an overflow stays one, as in torch.amp."""
+    one, scaler = weights(), scaler_of(scale)
+    scaler.register(one.optimizer)
+    scaler.scale(one.loss(math.nan)).backward()
+    scaler.clip_grad_norm_(one.optimizer, 1.0)
+    for param in one.params:
+        param.grad.data.nan_to_num_(1.0)
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped is (scale is not None)
+    assert one.value == (-1.0 if scale is None else 0.0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_gradients_that_are_spoilt_after_a_clip_has_seen_them(weights, scale):
+    one, scaler = weights(), scaler_of(scale)
+    scaler.scale(one.loss(1.0)).backward()
+    scaler.clip_grad_norm_(one.optimizer, 100.0)
+    one.params[0].grad.data[0] = math.nan
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped
+    assert one.value == 0.0
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_what_a_clip_has_measured_is_not_read_again(weights, scale):
+    one, scaler = weights(), scaler_of(scale, dynamic=False)
+
+    def step(gradient):
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(gradient)).backward()
+        with OpsSeen() as seen:
+            scaler.clip_grad_norm_(one.optimizer, 1.0)
+            scaler.assume_unchanged(one.optimizer)
+            scaler.step(one.optimizer)
+        assert seen.names.count("norm_check") + seen.names.count("unscale_") == 1
+        return scaler.last_step(one.optimizer)
+
+    assert not step(1.0).skipped
+    assert step(math.nan).overflow_report().nan == tuple(f"group 0[{i}]" for i in range(3))
+    assert not step(1e30).skipped  # squares overflow float32, the norm does not
+    assert one.value == pytest.approx(-2 * 12**-0.5)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("order", [0.0, -1.0])
+def test_orders_whose_norm_hides_a_nan_are_read(weights, order, scale):
+    one, scaler = weights(), scaler_of(scale)
+    scaler.scale(one.loss(1.0)).backward()
+    one.params[0].grad[0] = math.inf
+    scaler.clip_grad_norm_(one.optimizer, 1e9, order)
+    scaler.assume_unchanged(one.optimizer)
+    scaler.step(one.optimizer)
+    assert scaler.last_step(one.optimizer).skipped
+
+
+def test_raise_names_the_parameters_and_leaves_the_weights(weights):
+    one, scaler = weights(), scaler_of(None, on_nonfinite="raise")
+    scaler.register(one.optimizer, names={"a.weight": one.params[0]})
+    (one.params[0].sum() * math.nan).backward()
+    with pytest.raises(
+        FloatingPointError, match=r"SGD: gradients are not finite \(nan in 1 gradient: a\.weight"
+    ):
+        scaler.step(one.optimizer)
+    assert one.value == 0.0
+    assert scaler.last_step(one.optimizer).skipped
+
+
+def test_raise_waits_for_the_loss_scale(weights):
+    """Overflows at a scale above 1 are how a scale is found."""
+    one, scaler = weights(), GradScaler("cpu", init_scale=4.0, on_nonfinite="raise")
+
+    def step():
+        one.optimizer.zero_grad()
+        scaler.scale(one.loss(math.inf)).backward()
+        scaler.step(one.optimizer)
+        scaler.update()
+
+    step(), step()
+    with pytest.raises(FloatingPointError, match=r"are not finite \(inf in 3 gradients.*'skip' goes on"):
+        step()
+    constant = GradScaler("cpu", init_scale=4.0, dynamic=False, on_nonfinite="raise")
+    constant.scale(one.loss(math.inf)).backward()
+    with pytest.raises(FloatingPointError, match=r"are not finite at a loss scale of 4 \(inf"):
+        constant.step(one.optimizer)
+
+
+def test_ignore_is_torchs_step(weights):
+    one, scaler = weights(), scaler_of(None, on_nonfinite="ignore")
+    one.loss(math.nan).backward()
+    scaler.step(one.optimizer)
+    assert all(param.isnan().all() for param in one.params)
+    assert (scaler.last_step(one.optimizer).skipped, scaler.skipped_steps()) == (False, 0)
+    assert GradScaler("cpu", on_nonfinite="ignore").is_enabled()
+
+
+def test_a_wrong_word_is_refused():
+    with pytest.raises(ValueError, match="on_nonfinite='stop' is not known; use 'skip', 'raise' or 'ignore'"):
+        GradScaler("cpu", on_nonfinite="stop")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_sparse_and_complex_gradients_and_the_fallback(without_native, scale):
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    wave = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    optimizer, scaler = torch.optim.SGD([*table.parameters(), wave], lr=1.0), scaler_of(scale)
+    for poison, skipped in ((1.0, False), (math.nan, True)):
+        optimizer.zero_grad()
+        scaler.scale(table(torch.tensor([1, 1])).sum() * poison + wave.sum().abs()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.last_step(optimizer).skipped is skipped
+
+
+def test_a_run_that_only_skips_says_so_once(weights):
+    one, scaler = weights(), scaler_of(None)
+
+    def step():
+        one.optimizer.zero_grad()
+        one.loss(math.nan).backward()
+        scaler.step(one.optimizer)
+
+    for _ in range(49):
+        step()
+    with pytest.warns(
+        UserWarning, match=r"50 steps of SGD in a row were skipped.*although nothing is scaled"
+    ):
+        step()
+    for _ in range(60):
+        step()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("clip", [None, 1.0])
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_a_fused_step_skips_on_the_device(clip, with_closure):
+    params = [torch.nn.Parameter(torch.zeros(4, device="cuda")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(params, lr=1.0, fused=True)
+    scaler = GradScaler("cuda", enabled=False)
+
+    def backward(poison):
+        optimizer.zero_grad()
+        loss = sum((param * poison).sum() for param in params)
+        loss.backward()
+        if clip is not None:
+            scaler.clip_grad_norm_(optimizer, clip)
+            scaler.assume_unchanged(optimizer)
+        return loss
+
+    def step(poison):
+        poison = torch.tensor(poison, device="cuda")
+        if not with_closure:
+            backward(poison)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            scaler.step(optimizer, *([lambda: backward(poison)] if with_closure else []))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return scaler.last_step(optimizer)
+
+    assert not step(1.0).skipped
+    before = [param.detach().clone() for param in params]
+    first = step(math.nan)
+    assert first.skipped
+    assert all(map(torch.equal, before, params))
+    second = step(math.inf)
+    assert second.skipped
+    assert second.overflow_report().named is False
+    assert len(second.overflow_report().inf + second.overflow_report().nan) >= 2, (
+        "after a skip names are read"
+    )
+    assert not step(1.0).skipped
+    assert scaler.skipped_steps() == 2
+    assert not hasattr(optimizer, "found_inf")
