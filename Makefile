@@ -6,7 +6,7 @@
 #              which plays a few; SEED=1 plays others
 # make test-gpu       on a machine with a GPU: all tests marked gpu, compute-sanitizer, the benchmarks, one
 #              summary; in the PYTHON given, with its torch, which needs pytest and what the package depends on.
-#              STEPS="kernel-tests bandwidth" takes some of it, STEPS="--rest --within 540" what is left, as far
+#              STEPS=first-ten-minutes takes what matters most, STEPS="--rest --within 540" what is left, as far
 #              as it fits in 540 s; python -m tests.on_gpu --help tells the rest
 # make lint    ruff, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape

@@ -321,7 +321,7 @@ def _other_types() -> dict[str, Any]:
 def takes(
     options: Callable[P, Any], *, by_position: int | None = None, or_none: bool = False
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Let an ``__init__`` take the options of a dataclass; it is called with those given, by name.
+    """Make an ``__init__`` take the options of a dataclass; it is called with those given, by name.
 
     Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
 
@@ -368,7 +368,7 @@ def _signature(options: Any, *, by_position: int | None, or_none: bool) -> inspe
 
 
 def lists_options(options: type) -> Callable[[Class], Class]:
-    """Let the docstring of a class list the options, in place of ``{options}``."""
+    """List the options in the docstring of a class, in place of ``{options}``."""
 
     def decorate(kind: Class) -> Class:
         lines = [f"{name}: {text}" for name, text in option_docs(options).items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -102,28 +103,82 @@ class Bandwidth(Section):
 def bandwidths(setting: Setting, name: str) -> Iterator[Comparison]:
     """Yield each op over a set of gradients."""
     grads = [torch.randn(shape, device=setting.device) for shape in shapes_of(name, setting)]
-    half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
     flat = torch.randn(sum(grad.numel() for grad in grads), device=setting.device)
-    copied, factor = torch.empty_like(flat), torch.tensor(1.0000001, device=setting.device)
-    calls: dict[str, tuple[Call, float]] = {
-        "norm_check": (lambda: OP.norm_check(grads, factor), 1),
-        "unscale_": (lambda: OP.unscale_(grads, factor), 2),
-        "multiply_": (lambda: OP.multiply_(grads, factor), 2),
-        "cast to bf16": (lambda: OP.cast(grads, half), 1.5),
-    }
-    for label, (call, times) in calls.items():
-        copy = setting.device_clock(lambda: copied.copy_(flat))
+    copied = torch.empty_like(flat)
+    copy = setting.device_clock(lambda: copied.copy_(flat))
+    for label, (call, of_torch, times) in {**gradient_calls(grads), **step_calls(grads)}.items():
+        samples = {
+            OURS: bandwidth(setting.device_clock(call), times * flat.nbytes),
+            "copy_": bandwidth(copy, 2 * flat.nbytes),
+        }
+        if of_torch is not None:
+            samples["torch"] = bandwidth(setting.device_clock(of_torch), times * flat.nbytes)
         yield Comparison(
             name=label,
             table=f"GB a second over {name}, read and written",
-            samples={
-                OURS: bandwidth(setting.device_clock(call), times * flat.nbytes),
-                "copy_": bandwidth(copy, 2 * flat.nbytes),
-            },
+            samples=samples,
             unit="GB/s",
             rounds=setting.rounds(61),
             gates=(Gate(limit=0.85, measure="share of theirs", against="copy_"),),
         )
+
+
+Calls = dict[str, tuple[Call, Call | None, float]]
+"""By name: an op, torch's that does the same, and how many times the bytes of the gradients they move."""
+
+
+def gradient_calls(grads: list[Tensor]) -> Calls:
+    """Return what is done to gradients, and the rounding of weights in 32 bits."""
+    half = [torch.empty_like(grad, dtype=torch.bfloat16) for grad in grads]
+    low = [torch.empty_like(grad, dtype=torch.int16) for grad in grads]
+    factor = torch.tensor(1.0000001, device=grads[0].device)
+    return {
+        "norm_check": (lambda: OP.norm_check(grads, factor), None, 1),
+        "unscale_": (lambda: OP.unscale_(grads, factor), None, 2),
+        "multiply_": (lambda: OP.multiply_(grads, factor), None, 2),
+        "cast to bf16": (lambda: OP.cast(grads, half), None, 1.5),
+        "pack_weights_": (lambda: OP.pack_weights_(grads, half, low), None, 2),
+        "unpack_weights_": (lambda: OP.unpack_weights_(half, low, grads), None, 2),
+    }
+
+
+def step_calls(grads: list[Tensor]) -> Calls:
+    """Return steps of AdamW and SGD with gradients that are divided and written, and torch's fused ones."""
+    device = grads[0].device
+    params, first, second = ([torch.rand_like(grad) for grad in grads] for _ in range(3))
+    steps = [torch.ones((), device=device) for _ in grads]
+    late = {"grad_scale": torch.tensor(1.0000001, device=device), "found_inf": torch.zeros((), device=device)}
+    adam = {"lr": 1e-9, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "maximize": False}
+    sgd = {"lr": 1e-9, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+    sgd["maximize"] = False
+    states = [params, grads, first, second, []]
+    return {
+        "adam_": (
+            lambda: OP.adam_(*states, steps, [], decoupled_weight_decay=True, **adam, **late),
+            lambda: torch._fused_adamw_(*states, steps, amsgrad=False, **adam, **late),
+            8,
+        ),
+        "sgd_": (
+            lambda: OP.sgd_(params, grads, first, [], first_step=False, **sgd, **late),
+            lambda: torch._fused_sgd_(params, grads, first, is_first_step=False, **sgd, **late),
+            6,
+        ),
+    }
+
+
+def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
+    """Return, for each op over a set of gradients, GB a second and shares of ``copy_``, ours and torch's."""
+    found = {}
+    for comparison in bandwidths(setting, name):
+        rates = {
+            label: statistics.median(sample() for _ in range(5))
+            for label, sample in comparison.samples.items()
+        }
+        copy = rates["copy_"]
+        found[comparison.name] = {"GB/s": rates[OURS], "share": rates[OURS] / copy}
+        if "torch" in rates:
+            found[comparison.name]["torch's share"] = rates["torch"] / copy
+    return found
 
 
 def bandwidth(sample: Sample, moved: float) -> Sample:

@@ -27,7 +27,7 @@ class Step:
 
     Attributes:
         name: For the summary, and to ask for it.
-        command: What is run, in the folder of the project.
+        command: What is run, in the folder of the project; ``{results}`` stands for the log's folder.
         needs: Packages or programs without which it is left out.
         limit: Seconds after which it is ended.
         environment: Added to this process's.
@@ -94,7 +94,8 @@ def run(step: Step, log: Path, limit: float | None = None) -> Outcome:
         output.write(f"\n===== {step.name}: {' '.join(step.command)}\n".encode())
         output.flush()
         start = output.tell()
-        status = _status((*step.command, *recorded), output.fileno(), most, dict(step.environment))
+        command = [word.format(results=log.parent) if word == "{results}" else word for word in step.command]
+        status = _status((*command, *recorded), output.fileno(), most, dict(step.environment))
         said = log.read_bytes()[start:].decode(errors="replace")
         if status is None:
             verdict, failures = _ended(step, said, most), []

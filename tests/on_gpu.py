@@ -5,10 +5,14 @@ is not installed. What is promised comes first. Each step has a time limit and a
 goes to a log, and its outcome is kept when it ends, so nothing is lost if the run is cut off.
 
     python -m tests.on_gpu                        every step
+    python -m tests.on_gpu first-ten-minutes      what no machine without a GPU can show; most for the time
     python -m tests.on_gpu doctor bandwidth       some, by the names in the summary; outcomes of others are kept
     python -m tests.on_gpu --rest --within 540    those without an outcome yet, as many as fit in 540 s
     python -m tests.on_gpu --list                 the steps, and how long each may take
     python -m tests.on_gpu --results FOLDER       for outcomes.json, summary.txt, on-gpu.log, and the figures
+
+Where the work tree is replaced between calls, keep the folder of results outside of it, and copy it out: what --rest
+and the promises go by is there, and nowhere else.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import argparse
 import importlib.util
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,25 +29,27 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.catalogue import CPU
+from tests.first_ten_minutes import PARTS
 from tests.gpu_step import ROOT, Outcome, Step, load, run, save
 
 KERNELS = ("tests/kernels", "tests/host_device", "tests/benchmarks")
-UNDER_THE_SANITIZER = ("tests/kernels/test_cuda_kernels.py", "tests/kernels/test_cuda_steps.py")
-FEW = "(grid and float32) or many or bad_element_in or (bit_for_bit and fp32 and True)"  # hours, were it all of them
+FIRST_LIMITS = {"load": 300.0, "streams": 120.0, "bandwidth": 120.0, "sweep": 240.0}  # others take a minute
 FIGURES = ROOT / "benchmarks" / "results"
 PROMISED = ("bandwidth", "launches", "clipping", "steps", "kernels", "tensors")  # the sections of most weight
 LATER = tuple(key for key in CPU if key not in PROMISED and key != "host")  # host needs no GPU
 FRAMEWORKS = {"lightning": ("lightning",), "accelerate": ("accelerate",)}
-SHOWN = 2  # failed tests of a step that the summary names
-WIDTH = 130
+FIRST = "first-ten-minutes"
+FIRST_STEPS = (*(f"first-{part}" for part in PARTS), "memcheck", "initcheck")
+SHOWN = 1  # failed test of a step that the summary names
+WIDTH = 110
 CONSOLE = Console(width=WIDTH)
 
 
-def tests(*where: str) -> tuple[str, ...]:
-    """Return pytest's command; no test takes the rest of its step's time with it."""
-    patient = ("--timeout", "150", "--timeout-method", "thread")
+def pytest_over(*where: str, marked: str = "gpu and not slow") -> tuple[str, ...]:
+    """Return pytest's command; a test that is too slow fails alone, by a signal, and the others go on."""
+    patient = ("--timeout", "150", "--timeout-method", "signal")
     return (
-        *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", "gpu", "-p", "tests.gpu_files"),
+        *(sys.executable, "-m", "pytest", "-v", "--tb", "short", "-m", marked, "-p", "tests.gpu_files"),
         *("--continue-on-collection-errors", "-p", "no:cacheprovider"),
         *(patient if importlib.util.find_spec("pytest_timeout") else ()),
         *where,
@@ -55,20 +62,20 @@ def section(key: str) -> Step:
     return Step(name=key, command=command, needs=FRAMEWORKS.get(key, ()), limit=200.0)
 
 
+def first(part: str) -> Step:
+    """Return the step of a part of the first ten minutes."""
+    command = (sys.executable, "-m", "tests.first_ten_minutes", part, "--figures", "{results}")
+    return Step(name=f"first-{part}", command=command, limit=FIRST_LIMITS.get(part, 60.0))
+
+
 def checked(tool: str) -> Step:
-    """Return the step that runs some of the kernels' tests under a tool of compute-sanitizer."""
+    """Return the step that runs our kernels, and nearly nothing else, under a tool of compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     # Each tensor an allocation of its own: torch's cache would hide an access behind the end of one.
     apart = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),) if tool == "memcheck" else ()
-    command = (
-        sanitizer,
-        "--tool",
-        tool,
-        "--error-exitcode",
-        "9",
-        *tests(*UNDER_THE_SANITIZER, "-x", "-k", FEW),
-    )
-    return Step(name=tool, command=command, needs=("pytest", sanitizer), limit=280.0, environment=apart)
+    program = (sys.executable, "-m", "tests.first_ten_minutes", "ops")
+    command = (sanitizer, "--tool", tool, "--error-exitcode", "9", *program)
+    return Step(name=tool, command=command, needs=(sanitizer,), limit=280.0, environment=apart)
 
 
 def steps() -> list[Step]:
@@ -78,17 +85,20 @@ def steps() -> list[Step]:
     adapters = ("pytest", "hypothesis", "lightning", "accelerate")
     recipes = ("pytest", "omegaconf", "sklearn", "matplotlib", "tensorboard", "lightning", "accelerate")
     return [
+        *(first(part) for part in PARTS),
+        *map(checked, ("memcheck", "initcheck")),
         Step(
             name="doctor", command=doctor, needs=("typer",)
         ),  # compiles the core, unless that was done before
-        Step(name="kernel-tests", command=tests(*KERNELS), needs=("pytest",)),
+        Step(name="kernel-tests", command=pytest_over(*KERNELS), needs=("pytest",)),
         *map(section, PROMISED),
         Step(name="promises", command=promises, limit=60.0),
-        Step(name="scaling-tests", command=tests("tests/scaling"), needs=("pytest",)),
-        Step(name="casting-tests", command=tests("tests/casting"), needs=("pytest",)),
-        *map(checked, ("memcheck", "racecheck", "synccheck")),
-        Step(name="adapter-tests", command=tests("tests/adapters"), needs=adapters),
-        Step(name="recipe-tests", command=tests("tests/recipes"), needs=recipes),
+        Step(name="scaling-tests", command=pytest_over("tests/scaling"), needs=("pytest",)),
+        Step(name="casting-tests", command=pytest_over("tests/casting"), needs=("pytest",)),
+        *map(checked, ("racecheck", "synccheck")),
+        Step(name="slow-tests", command=pytest_over(*KERNELS, marked="gpu and slow"), needs=("pytest",)),
+        Step(name="adapter-tests", command=pytest_over("tests/adapters"), needs=adapters),
+        Step(name="recipe-tests", command=pytest_over("tests/recipes"), needs=recipes),
         *map(section, LATER),
     ]
 
@@ -109,7 +119,9 @@ def asked_for(words: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.on_gpu", description="Run all that needs a GPU.")
     names = [step.name for step in steps()]
-    parser.add_argument("only", nargs="*", metavar="step", help=f"of {', '.join(names)}; all by default")
+    parser.add_argument(
+        "only", nargs="*", metavar="step", help=f"of {FIRST}, {', '.join(names)}; all by default"
+    )
     parser.add_argument("--rest", action="store_true", help="only what has no outcome in the results yet")
     parser.add_argument("--list", action="store_true", help="show the steps and their limits, run none")
     parser.add_argument(
@@ -117,9 +129,14 @@ def asked_for(words: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--within", type=float, help="seconds for all; what does not fit is left for --rest")
     parser.add_argument(
-        "--results", type=Path, default=ROOT / "build" / "on-gpu", help="folder for what is kept"
+        "--results",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "amp-plugin-on-gpu",
+        help="folder for what is kept, outside of the work tree, which may be replaced; copy it out at the end",
     )
     asked = parser.parse_args(words)
+    if FIRST in asked.only:
+        asked.only = [name for name in names if name in {*asked.only, *FIRST_STEPS}]
     if unknown := [name for name in asked.only if name not in names]:
         parser.error(f"there is no step {', '.join(unknown)}; there are {', '.join(names)}")
     return asked
@@ -143,7 +160,15 @@ class Results:
             self._file.unlink(missing_ok=True)
             self.log.unlink(missing_ok=True)
         self.outcomes = load(self._file)
+        self._give_back_figures()
         self._begin = time.time()
+
+    def _give_back_figures(self) -> None:
+        """Let a work tree that was replaced have the figures of earlier calls, which promises go by."""
+        for figures in self._folder.glob("nvidia-*.json"):
+            if not (FIGURES / figures.name).exists():
+                FIGURES.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(figures, FIGURES)
 
     def add(self, outcome: Outcome) -> None:
         """Keep an outcome in place of the step's last one, and all figures that have been made since."""

@@ -106,6 +106,52 @@ def test_the_rest_is_what_has_no_outcome_yet(on_a_gpu, capsys, tmp_path):
     assert kept(tmp_path) == {"passes": "passed", "slow": "passed"}
 
 
+def test_the_first_ten_minutes_are_asked_for_by_one_name(on_a_gpu, capsys, tmp_path):
+    first, later = replace(PASSES, name="first-load"), PASSES
+    assert on_a_gpu("first-ten-minutes", of=[later, first, replace(FAILS, name="memcheck")]) == 1
+    assert kept(tmp_path) == {"first-load": "passed", "memcheck": LOST}
+
+
+def test_they_come_first_and_take_ten_minutes():
+    """On a GPU; the limits are for one that hangs, or compiles for the first time."""
+    names = [step.name for step in steps()]
+    assert tuple(names[: len(on_gpu.FIRST_STEPS)]) == on_gpu.FIRST_STEPS
+    assert names[0] == "first-versions"
+
+
+def test_the_folder_of_results_is_outside_of_the_work_tree_and_gives_figures_back(
+    on_a_gpu, monkeypatch, tmp_path, capsys
+):
+    assert not on_gpu.asked_for([]).results.is_relative_to(ROOT)
+    figures, folder = tmp_path / "figures", tmp_path / "kept"
+    monkeypatch.setattr(on_gpu, "FIGURES", figures)
+    folder.mkdir()
+    (folder / "nvidia-h200.json").write_text("[1]")
+    assert (
+        on_a_gpu(
+            "--rest", of=[python("promises", f"print(open({str(figures / 'nvidia-h200.json')!r}).read())")]
+        )
+        == 0
+    )
+    assert "\n[1]\n" in (folder / "on-gpu.log").read_text()
+
+
+def test_a_step_is_told_where_the_results_go(on_a_gpu, tmp_path):
+    writes = "import sys, pathlib; pathlib.Path(sys.argv[1], 'first-it.json').write_text('{}')"
+    step = Step(name="first-it", command=(sys.executable, "-c", writes, "{results}"))
+    assert on_a_gpu(of=[step]) == 0
+    assert (tmp_path / "kept" / "first-it.json").exists()
+
+
+def test_one_slow_test_does_not_end_its_step(tmp_path, log):
+    (tmp_path / "test_it.py").write_text("import time\ndef test_slow(): time.sleep(9)\ndef test_next(): pass")
+    words = [str(word) for word in on_gpu.pytest_over(str(tmp_path), marked="") if word != "tests.gpu_files"]
+    words[words.index("--timeout") + 1] = "1"
+    del words[words.index("-p")]
+    outcome = run(Step(name="tests", command=(*words, "--noconftest", "-c", "/dev/null")), log)
+    assert outcome.verdict == "FAILED, exit status 1: 1 passed, 1 failed, 0 skipped"
+
+
 def test_what_does_not_fit_into_the_time_is_left(on_a_gpu, capsys, tmp_path):
     assert on_a_gpu("--within", "5", of=[replace(PASSES, limit=4.0), replace(FAILS, limit=100.0)]) == 0
     assert "fails: not begun, " in capsys.readouterr().out
@@ -199,7 +245,7 @@ def test_steps_have_names_of_their_own_and_fit_a_command_of_ten_minutes():
     names = [step.name for step in steps()]
     assert len(set(names)) == len(names)
     assert max(step.limit for step in steps()) <= 300
-    assert names.index("clipping") < names.index("promises") < names.index("memcheck")
+    assert names.index("clipping") < names.index("promises") < names.index("racecheck")
 
 
 def test_the_benchmarks_understand_their_steps():

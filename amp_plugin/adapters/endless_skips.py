@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from amp_plugin.scaling.step_log import LoggedStep, StepLog
+from amp_plugin.scaling.step_log import LoggedStep, Replay, StepLog
 
 
 def refuse_endless_skips(
@@ -54,9 +53,11 @@ def explanation(log: StepLog, step: LoggedStep, params: Iterable[Tensor], model:
         params: the parameters whose gradients are set aside meanwhile.
         model: gives the names of modules; None: whatever module is called.
     """
-    replay = log.replay_of(step, params)
-    if replay is None:
-        return ""
-    from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
 
-    return f"The last of them was run once more:\n{log.explain(replay, partial(diagnose_skip, model=model))}"
+    def diagnosed(replay: Replay) -> str:
+        from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+
+        return diagnose_skip(replay, model=model)
+
+    text = log.explain(step, diagnosed, params)
+    return "" if text is None else f"The last of them was run once more:\n{text}"

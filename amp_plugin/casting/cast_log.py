@@ -96,11 +96,7 @@ _SMALLER_PIECES = re.compile(r".+?(?:_|(?<=[a-z0-9])(?=[A-Z])|$)")
 
 
 class FoldedName:
-    """A cell that breaks its lines at the dots of a name; inside a word only if that is too long.
-
-    Args:
-        name: such as ``"Net.block.linear"``, ``"amp_plugin::cast"`` or some words.
-    """
+    """A cell that breaks its lines at the dots of a name; inside a word only if that is too long."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -131,15 +127,7 @@ class FoldedName:
 
 
 def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
-    """Return a rich table; equal casts share a row, the most bytes come first.
-
-    Args:
-        casts: in any order.
-        by: what a row stands for.
-
-    Raises:
-        ValueError: ``by`` is something else.
-    """
+    """Return a rich table with a row per ``by``; the most bytes come first."""
     if by not in _COLUMNS:
         msg = f"table(by={by!r}): allowed are {', '.join(_COLUMNS)}"
         raise ValueError(msg)

@@ -139,13 +139,7 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
 
 
 def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:  # noqa: PLR0911 - one per kind
-    """Cast the floating-point tensors (not fp64) of a device in nested containers.
-
-    Args:
-        value: a tensor, or a mapping, list, tuple or iterable of such; anything else passes.
-        device_type: only tensors on this device are cast.
-        dtype: the target.
-    """
+    """Cast the floating-point tensors (not fp64) of a device in nested containers; anything else passes."""
     if isinstance(value, torch.Tensor):
         eligible = value.is_floating_point() and value.device.type == device_type
         return value.to(dtype) if eligible and value.dtype is not torch.float64 else value

@@ -59,11 +59,7 @@ class AutocastKernels:
         self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
 
     def install(self) -> NativeCore:
-        """Install the default rules of every device in the dispatcher, once per process.
-
-        Returns:
-            The native core; where it is not loaded nothing was installed.
-        """
+        """Install every device's default rules once per process, if the native core is loaded; return it."""
         core = native_core()
         with self._lock, outside_tracers():
             if not self._is_installed and core.region is not None:
@@ -97,11 +93,7 @@ class AutocastKernels:
         self.checked.clear()
 
     def number_of(self, rules: OpRules) -> tuple[int, bool]:
-        """Return the number of a rule set other than the default ones, and whether it was new.
-
-        Raises:
-            ValueError: there are too many rule sets.
-        """
+        """Return the number of a rule set other than the default ones, and whether it was new."""
         with self._lock, outside_tracers():
             if rules in self._numbers:
                 return self._numbers[rules], False
@@ -113,7 +105,7 @@ class AutocastKernels:
             return self._numbers[rules], True
 
     def put_default(self, rules: OpRules) -> None:
-        """Let the number of the default rules mean others on their device, until they are put back.
+        """Set what the number of the default rules means on their device, until they are put back.
 
         Every region without rules of its own follows them at once; what is compiled does not.
         """
@@ -277,8 +269,7 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
 def number_by_default(device_type: str) -> int:
     """Return the number of the rules that regions without rules of their own follow on a device.
 
-    Those of ``set_default_rules`` come first, then the file that the environment names: ``torch.autocast``
-    blocks follow it from now on, too.
+    From now on ``torch.autocast`` blocks follow the file that the environment names, too.
     """
     if (followed := KERNELS.followed(device_type)) != NO_RULES:
         return followed
@@ -337,7 +328,7 @@ def _check_is_rules(rules: object) -> None:
 
 @contextmanager
 def rules_on_trial(rules: OpRules) -> Iterator[None]:
-    """Let regions without rules of their own, and torch's blocks, follow rules while the block runs.
+    """Make regions without rules of their own, and torch's blocks, follow rules while the block runs.
 
     Any number of rule sets can be tried: none of them takes one of the process's numbers. Compiled functions
     run eagerly meanwhile.

@@ -16,12 +16,7 @@ Func = TypeVar("Func", bound=Callable[..., Any])
 
 
 def covers_each_step(func: Func, context: AbstractContextManager[Any]) -> Func:
-    """Return `func` with `context` open while its body runs, and only then.
-
-    Args:
-        func: a function, generator function, coroutine function or asynchronous generator function.
-        context: a context manager that may be entered many times, from several threads.
-    """
+    """Return `func` with `context` open while its body runs, and only then; it is entered many times."""
     wrapped: Callable[..., Any]
     if inspect.isasyncgenfunction(func):
         wrapped = _cover_async_generator(func, context)

@@ -17,11 +17,9 @@ _OUTSIDE = -1
 
 
 class ModuleScopes:
-    """Number the modules that are called and tell the native log which one runs in each thread.
+    """Number the modules that are called, and tell the native log which one runs in each thread.
 
-    Args:
-        model: follow only this module and its children; None follows every module that is called.
-        when_done: called when an outermost module returns, while its arguments are alive.
+    ``when_done`` is called when an outermost module returns, while its arguments are alive.
     """
 
     def __init__(self, model: nn.Module | None, when_done: Callable[[], None]) -> None:

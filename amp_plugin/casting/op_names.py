@@ -13,12 +13,7 @@ _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})
 
 
 def overloads_of(op: object) -> list[str]:
-    """Return the full names of the overloads that a rule for an op or a name is for.
-
-    Raises:
-        ValueError: the name is not registered, the text names the nearest; or the op writes into
-            a tensor it was given, whose dtype is not autocast's to choose.
-    """
+    """Return the full names of the overloads that a rule for an op or a name is for."""
     name = _name_of(op)
     registered = {full_name(name) for name in torch._C._dispatch_get_all_op_names()}
     overloads = [name] if name in registered else [full for full in registered if full.split(".")[0] == name]

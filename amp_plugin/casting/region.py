@@ -44,11 +44,7 @@ def enter_block(region: torch.autocast) -> None:
 
 
 def exit_block(region: torch.autocast) -> None:
-    """Close the innermost block of torch's own that `region` opened in this thread.
-
-    Raises:
-        RuntimeError: it has none open here.
-    """
+    """Close the innermost block of torch's own that `region` opened in this thread."""
     for index in reversed(range(len(_OPEN.blocks))):
         if _OPEN.blocks[index][0] is region:
             _OPEN.blocks.pop(index)[1].__exit__(None, None, None)
@@ -224,12 +220,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
 
 @untraced
 def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[int | None, bool, int]:
-    """Have torch check the arguments, with its own errors and warnings.
-
-    Returns:
-        The number of a device on which our kernels stand, else None, whether autocast is on, and the number
-        of the rules to follow by default.
-    """
+    """Have torch check the arguments, with its own errors and warnings; return what KERNELS.checked keeps."""
     if dtype is not None and not isinstance(dtype, torch.dtype):
         name = known_precision(dtype)
         near = str(DTYPES[name]) if name in {"bf16", "fp16"} else "torch.float16 or torch.bfloat16"

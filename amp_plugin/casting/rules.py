@@ -294,13 +294,7 @@ RULES_VARIABLE: Final = "AMP_PLUGIN_RULES"
 def environment_rules(device_type: str) -> OpRules | None:
     """Return the rules of a device that the environment names; None for the default ones.
 
-    Warns where they are for another device.
-
-    Args:
-        device_type: the device of a region.
-
-    Raises:
-        ValueError: there is no such file, or it holds no rules; the text names the variable.
+    Warns where they are for another device; a ValueError about the file names the variable.
     """
     path = os.environ.get(RULES_VARIABLE, "")
     if not path:

@@ -51,7 +51,7 @@ def _made_class(original: Any, methods: Any, settings: Any) -> Any:
 
 
 def change_class(module: nn.Module, methods: Methods, settings: Any) -> nn.Module:
-    """Give a module the class made with these methods; they replace what they made of it before."""
+    """Set a module's class to the one made with these methods; they replace what they made of it before."""
     if isinstance(module, torch.jit.ScriptModule):
         msg = f"{type(module).__name__} is TorchScript and cannot be changed; apply this before scripting"
         raise TypeError(msg)

@@ -159,7 +159,7 @@ def casts(
 ) -> None:
     """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
     from amp_plugin.casting.cast_log import cast_table, log_casts  # noqa: PLC0415 - loads torch
-    from amp_plugin.cli.casts import compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
+    from amp_plugin.cli.casts import count_compiled_graphs, folded, rows  # noqa: PLC0415 - loads torch
     from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415
 
@@ -168,10 +168,10 @@ def casts(
         require_native("amp-plugin casts")
     except (RuntimeError, ValueError) as error:
         fail(str(error), code=1)
-    log, before = log_casts(), compiled_graphs()
+    log, compiled_graphs = log_casts(), count_compiled_graphs()
     with output_of_script(as_json=as_json):
         ran = run_program(program, arguments or [], around=log)
-    graphs = compiled_graphs() - before
+    graphs = compiled_graphs()
     made = log.records() if every else folded(log.records())
     if as_json:
         print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows(made, by)}))

@@ -25,9 +25,10 @@ _KEYS: Final[dict[str, Callable[[Cast], dict[str, str]]]] = {
 }
 
 
-def compiled_graphs() -> int:
-    """Return how many graphs torch.compile has made in this process."""
-    return int(counters["stats"]["unique_graphs"])
+def count_compiled_graphs() -> Callable[[], int]:
+    """Return a function that returns how many graphs torch.compile has made since."""
+    counters["stats"]["unique_graphs"] = 0
+    return lambda: int(counters["stats"]["unique_graphs"])
 
 
 def folded(casts: Sequence[Cast]) -> list[Cast]:

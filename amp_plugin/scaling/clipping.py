@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_group import GradientGroup
-from amp_plugin.scaling.gradients import parameter_layouts
+from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.one_pass import OPTIMIZERS
-from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared, clip_factor
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
@@ -132,23 +131,18 @@ def _states_written(
     return states
 
 
-def limit(name: str, given: object) -> float:
-    """Return a limit of clipping as a float."""
-    value = number(name, given)
-    if not value >= 0:
-        msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
-        raise ValueError(msg)
-    return value
-
-
-def number(name: str, given: Any) -> float:
+def number(name: str, given: Any, *, least: float | None = None) -> float:
     """Return an argument of clipping as a float."""
     try:
-        return float(given)
+        value = float(given)
     except (TypeError, ValueError):
         order = "; the optimizer or its parameters come first" if isinstance(given, Optimizer) else ""
         msg = f"clip: {name}={_short(given)} is not allowed; give a number{order}"
         raise TypeError(msg) from None
+    if least is not None and not value >= least:
+        msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
+        raise ValueError(msg)
+    return value
 
 
 def _params_in(target: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from amp_plugin.scaling.backward import is_watched
 from amp_plugin.scaling.gradients import match_memory_order
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.units import is_watched
 from amp_plugin.weights.weight import fp32_shown
 
 Closure = Callable[[], Any]
@@ -61,8 +61,8 @@ def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:
     state.norm = None  # of an earlier call
     with torch.enable_grad():
         loss = closure()
-    unseen = scaled and state.backwards == before
-    if unseen and any(gradients.is_changed_unscaled() for gradients in state.groups):
+    unseen = [gradients for gradients in state.groups if scaled and state.backwards == before]
+    if any(gr.scaled_by is None and gr.has_gradients() and gr.is_changed() for gr in unseen):
         msg = (
             "the closure ran backward() on a loss that was not scaled: call "
             "scaler.scale(loss).backward() in it, and return the unscaled loss"
@@ -78,19 +78,18 @@ def step(
     state: PerOptimizerState,
     optimizer: Optimizer,
     closure: Closure,
-    args: Any,
-    kwargs: dict[str, Any],
+    call: Callable[[Closure], Any],
     *,
     scaled: bool,
 ) -> tuple[Any, StepResult]:
-    """Step an optimizer that calls a closure; waits for the device in each call."""
+    """Step an optimizer by ``call`` of a checked closure; waits for the device in each call."""
     calls = _CheckedCalls(state, optimizer, closure, scaled=scaled)
     saved = value = None
     skipped = scaled and overflowed_before(state, optimizer)
     if not skipped:
         saved = Snapshot(optimizer) if calls.may_change_early() else None
         try:
-            value = optimizer.step(calls.run, *args, **kwargs)
+            value = call(calls.run)
         except _NonfiniteError:
             skipped, value = True, None if scaled else calls.loss
             if saved is not None:

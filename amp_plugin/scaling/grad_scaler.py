@@ -18,11 +18,10 @@ from typing_extensions import Self
 from amp_plugin.kernels.build import native_core
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
-from amp_plugin.scaling.backward import Backwards
-from amp_plugin.scaling.clipping import NormClip, clip_norm, limit, number
+from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
 from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
-from amp_plugin.scaling.parameter_names import checked_names
+from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
@@ -30,7 +29,7 @@ from amp_plugin.scaling.step_log import Explainer, StepLog, raise_for_nonfinite
 from amp_plugin.scaling.step_result import StepResult
 from amp_plugin.scaling.steps import Steps
 from amp_plugin.scaling.torch_names import TorchNames
-from amp_plugin.scaling.update import Updates
+from amp_plugin.scaling.units import Units
 from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class GradScaler(TorchNames):
     """
 
     _one_pass = True  # of scalers pickled without it
-    _collaborators = frozenset({"step_log", "_shared", "_registry", "_updates", "_backwards", "_steps"})
+    _collaborators = frozenset({"step_log", "_shared", "_registry", "_units", "_steps"})
 
     @takes(GradScalerOptions)
     def __init__(self, **given: Any) -> None:
@@ -113,8 +112,7 @@ class GradScaler(TorchNames):
         )
         self.step_log, self._shared = log, shared
         self._registry = registry = Registry(shared)
-        self._updates = Updates(self._scales, registry, log)
-        self._backwards = Backwards(registry)
+        self._units = Units(self._scales, registry, log)
         self._steps = Steps(shared=shared, registry=registry, log=log)
         if self._enabled:
             native_core()
@@ -159,7 +157,7 @@ class GradScaler(TorchNames):
         loss_scale = self._scales.of(name)
         again = self.step_log.replaying  # no optimizer steps with its gradients
         if not again:
-            self._updates.settle(force=True)
+            self._units.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
             loss_scale.materialize(tensor.device)
@@ -168,7 +166,7 @@ class GradScaler(TorchNames):
             reading = loss_scale.read()
             scaled = tensor * reading.on(tensor.device)
             if not again:
-                self._backwards.watch(scaled, reading)
+                self._units.watch(scaled, reading)
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))
@@ -319,7 +317,9 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(limit("max_norm", max_norm), number("norm_type", norm_type), error_if_nonfinite, fold)
+        clip = NormClip(
+            number("max_norm", max_norm, least=0), number("norm_type", norm_type), error_if_nonfinite, fold
+        )
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
     def clip_grad_value_(
@@ -335,7 +335,7 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        largest = limit("clip_value", clip_value)
+        largest = number("clip_value", clip_value, least=0)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -405,9 +405,9 @@ class GradScaler(TorchNames):
         if self._enabled:
             self._scales.require("update")
             if new_scale is None:
-                self._updates.request()
+                self._units.request()
             else:
-                self._updates.set_scale(new_scale)
+                self._units.set_scale(new_scale)
 
     def end_iteration(self) -> None:
         """Apply a requested update now.
@@ -419,7 +419,7 @@ class GradScaler(TorchNames):
             FloatingPointError: As :meth:`update`.
         """
         if self._enabled:
-            self._updates.settle(force=True)
+            self._units.settle(force=True)
 
     @property
     def has_scaled(self) -> bool:
@@ -506,10 +506,10 @@ class GradScaler(TorchNames):
         """
         if not (self._enabled and is_state(state_dict)):
             return
-        self._updates.refuse_half("load_state_dict()")
+        self._units.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         self.step_log.begin_anew(self._scales.load_state_dict(state_dict))
-        self._updates.begin_anew(before)
+        self._units.begin_anew(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""

@@ -102,10 +102,6 @@ class GradientGroup:
         """Whether a gradient was seen to be written to or replaced since the last measurement."""
         return bool(self._ledger.compare(self.params, _MEASURED) != GradientLedger.SAME)
 
-    def is_changed_unscaled(self) -> bool:
-        """Whether there are gradients that changed since the last measurement and carry no loss scale."""
-        return self.scaled_by is None and self.has_gradients() and self.is_changed()
-
     def batches(self) -> list[GradientBatch]:
         """Return the present gradients, ready for the kernels."""
         return batches_of(self._ledger, self.params)

@@ -99,17 +99,17 @@ class GradientLedger:
         return sum(param.grad is not None for param in params)
 
     def remember(self, params: list[Tensor], slot: int) -> None:
-        """Note the present gradients under ``slot``."""
+        """Record the present gradients under ``slot``."""
         self._marks[slot] = [_mark(param.grad) for param in params]
 
     def compare(self, params: list[Tensor], slot: int) -> int:
-        """Compare the present gradients with those noted under ``slot``."""
+        """Compare the present gradients with those recorded under ``slot``."""
         marks = self._marks.get(slot) or [None] * len(params)
         changes = [_change(param.grad, mark) for param, mark in zip(params, marks, strict=True)]
         return max(changes, default=self.SAME) or min(changes, default=self.SAME)
 
     def split(self, positions: Sequence[int]) -> GradientLedger:
-        """Return a ledger of the parameters at ``positions``, with all that was noted of them."""
+        """Return a ledger of the parameters at ``positions``, with all that was recorded of them."""
         part = GradientLedger()
         part._marks = {slot: [marks[i] for i in positions] for slot, marks in self._marks.items()}
         return part
@@ -254,6 +254,12 @@ def _is_dtensor(grad: Tensor) -> bool:
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 -- only tensor subclasses pay for it
 
     return isinstance(grad, DTensor)
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    groups = optimizer.param_groups
+    return groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
 
 
 def parameter_layouts(params: Sequence[Tensor]) -> tuple[ShardLayout, ...]:

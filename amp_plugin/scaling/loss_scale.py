@@ -17,7 +17,8 @@ from amp_plugin.kernels import ops
 from amp_plugin.options import LossScaleOptions
 from amp_plugin.user_warnings import warn_user
 
-_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}
+_TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 _OUR_KEY = "amp_plugin"
 
 
@@ -156,19 +157,10 @@ class LossScale:
         value = self.require()
         watched = options.on_min_scale == "raise" or options.min_scale is not None
         at_floor = torch.logical_and(found > 0, value <= self.floor).float() if watched else None
-        torch.ops.amp_plugin.update_scale_(
-            value,
-            self.growth_tracker,
-            self.hysteresis_tracker,
-            found,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
-            self.floor,
-            self._ceiling,
-            options.hysteresis,
-            ops.HYSTERESIS_MODES[options.hysteresis_mode],
-        )
+        trackers = (self.growth_tracker, self.hysteresis_tracker)
+        rule = (self.growth_factor, self.backoff_factor, self.growth_interval, self.floor, self._ceiling)
+        tolerated = (options.hysteresis, ops.HYSTERESIS_MODES[options.hysteresis_mode])
+        torch.ops.amp_plugin.update_scale_(value, *trackers, found, *rule, *tolerated)
         self.generation += 1
         return at_floor
 
@@ -201,13 +193,8 @@ class LossScale:
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers under torch's names: a host sync; a constant scale has torch's default rule."""
         rule = self if self.options.dynamic else LossScaleOptions()
-        return {
-            "scale": self.item(),
-            "growth_factor": rule.growth_factor,
-            "backoff_factor": rule.backoff_factor,
-            "growth_interval": rule.growth_interval,
-            "_growth_tracker": self.tracker(),
-        }
+        factors = {name: getattr(rule, name) for name in _RULE}
+        return {"scale": self.item(), **factors, "_growth_tracker": self.tracker()}
 
     def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
         """Take over saved numbers, on the device if the tensors exist."""
@@ -216,7 +203,7 @@ class LossScale:
         if hysteresis_tracker is not None:
             self.init_hysteresis_tracker = int(hysteresis_tracker)
         if self.options.dynamic:
-            for name, kind in (("growth_factor", float), ("backoff_factor", float), ("growth_interval", int)):
+            for name, kind in _RULE.items():
                 setattr(self, name, kind(saved.get(name, getattr(self, name))))
         self.found_inf = None
         if self.value is not None and self.growth_tracker is not None:
@@ -245,9 +232,8 @@ class LossScales:
 
     def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
         if isinstance(names, str) or len(set(names)) < len(names):
-            msg = (
-                f"losses={names!r} is not allowed; give a list of different names, such as ['pixel', 'edges']"
-            )
+            example = "['pixel', 'edges']"
+            msg = f"losses={names!r} is not allowed; give a list of different names, such as {example}"
             raise ValueError(msg)
         self.enabled = enabled
         self.default = LossScale(options)

@@ -23,17 +23,15 @@ from amp_plugin.kernels.cuda.register import cuda_core
 from amp_plugin.weights.weight import remainder_of
 
 _Group = dict[str, Any]
-
-
-class NotInOnePassError(Exception):
-    """Says why an optimizer's own step has to run."""
+_Part = tuple[Callable[..., None], tuple[Any, ...], Tensor | None]  # an op, its options, lr on a GPU
 
 
 def why_not(optimizer: Optimizer) -> str:
     """Return what keeps every step of an optimizer from being taken in one pass; empty if nothing does."""
     if type(optimizer) not in _RULES:
         return f"it is {type(optimizer).__name__}, not exactly Adam, AdamW or SGD of torch.optim"
-    missing = unavailable(_device_type_of(optimizer))
+    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    missing = unavailable(next((param.device.type for param in params), "cpu"))
     if missing:
         return missing
     if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -53,8 +51,8 @@ def unavailable(device_type: str) -> str:
     return "" if device_type == "cpu" else f"there is no op for {device_type}"
 
 
-def collect(optimizer: Optimizer) -> OnePassStep:
-    """Look up all that a step needs."""
+def collect(optimizer: Optimizer) -> OnePassStep | str:
+    """Return all that a step needs, or why it cannot be taken in one pass now."""
     rule = _RULES[type(optimizer)]
     parts: list[_Part] = []
     for group in optimizer.param_groups:
@@ -64,10 +62,10 @@ def collect(optimizer: Optimizer) -> OnePassStep:
                     params, remainders, optimizer.state, rule.states(group), rule.counts
                 )
                 if len(tensors) > 0:
-                    parts.append(_Part(getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
+                    parts.append((getattr(tensors, rule.op), rule.options(group), _lr_on_device(group)))
         except ValueError as error:
-            raise NotInOnePassError(str(error)) from None
-    return OnePassStep(optimizer, parts)
+            return str(error)
+    return OnePassStep(optimizer, parts) if parts else "it has no gradients"
 
 
 @dataclass
@@ -76,10 +74,6 @@ class OnePassStep:
 
     _optimizer: Optimizer
     _parts: list[_Part]
-
-    def __bool__(self) -> bool:
-        """Whether there is a gradient."""
-        return bool(self._parts)
 
     def take(self, divisor: Tensor | None, found_inf: Tensor, *, skipped: bool | None) -> None:
         """Divide the gradients and step, unless ``found_inf`` is 1; then run the optimizer's hooks."""
@@ -92,12 +86,6 @@ class OnePassStep:
             optimizer._opt_called = True  # type: ignore[attr-defined] # read by learning rate schedulers
             for hook in _post_hooks(optimizer):
                 hook(optimizer, (optimizer,), {})
-
-
-class _Part(NamedTuple):
-    call: Callable[..., None]
-    options: tuple[Any, ...]
-    lr: Tensor | None
 
 
 class _Rule(NamedTuple):
@@ -137,11 +125,6 @@ def _lr_on_device(group: _Group) -> Tensor | None:
 
 def _lr_on_host(group: _Group) -> Any:
     return group["lr"] if _lr_on_device(group) is None else 0.0
-
-
-def _device_type_of(optimizer: Optimizer) -> str:
-    params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return next((param.device.type for param in params), "cpu")
 
 
 _ADAM = _Rule("adam_", ("exp_avg", "exp_avg_sq"), ("amsgrad", "max_exp_avg_sq"), True, _adam_options)

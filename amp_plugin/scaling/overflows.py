@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 from amp_plugin.kernels.reference import INF_FLAG, NAN_FLAG
 from amp_plugin.scaling.gradients import Measurement
 from amp_plugin.scaling.loss_scale import moved
-from amp_plugin.scaling.parameter_names import ParameterNames
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,19 +62,15 @@ class OverflowReport:
         """Return what the report says about the cause, in one line; empty if nothing overflowed."""
         return " ".join(self._meanings())
 
-    def _meanings(self) -> list[str]:
+    def _meanings(self) -> Iterator[str]:
         if self.elsewhere:
-            return [
-                "The report of the rank with the overflow names its parameters: look at that rank's batch."
-            ]
-        if self.unattributed:
-            return [
-                "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
-            ]
-        if not self:
-            return []
-        unnamed = "The parameters have no names yet: call scaler.register(optimizer, names=model)."
-        return [self._place(), *([] if self.named else [unnamed])]
+            yield "The report of the rank with the overflow names its parameters: look at that rank's batch."
+        elif self.unattributed:
+            yield "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
+        elif self:
+            yield self._place()
+            if not self.named:
+                yield "The parameters have no names yet: call scaler.register(optimizer, names=model)."
 
     def _place(self) -> str:
         """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
@@ -94,6 +90,56 @@ def _first(names: Sequence[str], count: int = 5) -> str:
     more = f" and {len(names) - count} more" if len(names) > count else ""
     gradients = "1 gradient" if len(names) == 1 else f"{len(names)} gradients"
     return f"{gradients}: {', '.join(names[:count])}{more}"
+
+
+class ParameterNames:
+    """Names given to parameters, also to those that may join an optimizer later."""
+
+    def __init__(self) -> None:
+        self._given: dict[int, tuple[Tensor, str]] = {}  # swap_tensors forbids weak references
+
+    def add(self, named: Mapping[str, Tensor]) -> None:
+        """Take over names."""
+        self._given.update((id(param), (param, name)) for name, param in named.items())
+
+    def of(self, params: Iterable[Tensor], optimizer: Optimizer | None) -> list[str]:
+        """Return the name of each parameter: a given one, else by the optimizer's group and index."""
+        params = list(params)
+        known = [] if optimizer is None else default_names(optimizer)
+        known += [f"parameter {i}" for i in range(len(known), len(params))]
+        pairs = zip(params, known, strict=False)
+        return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
+
+    def has(self, param: Tensor, optimizer: Optimizer | None) -> bool:
+        """Whether a parameter has a name of its own, given here or by the optimizer."""
+        groups = [] if optimizer is None else optimizer.param_groups
+        return id(param) in self._given or any("param_names" in group for group in groups)
+
+
+def default_names(optimizer: Optimizer) -> list[str]:
+    """Name parameters by what the optimizer knows: their names, else group and index."""
+    names: list[str] = []
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names")
+        label = group.get("name", f"group {number}")
+        names += given or [f"{label}[{i}]" for i in range(len(group["params"]))]
+    return names
+
+
+def checked_names(names: Any) -> dict[str, Tensor]:
+    """Return names as a mapping."""
+    pairs = names.named_parameters() if isinstance(names, torch.nn.Module) else names or {}
+    try:
+        named = dict(pairs)
+    except (TypeError, ValueError):
+        named = {"": None}
+    if not all(isinstance(param, Tensor) for param in named.values()):
+        msg = (
+            f"register(names=...): a module, its named_parameters(), or a mapping of names to parameters is "
+            f"wanted, got {type(names).__name__}"
+        )
+        raise TypeError(msg)
+    return named
 
 
 class OverflowHistory:

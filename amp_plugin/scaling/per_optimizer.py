@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
-from amp_plugin.scaling.overflows import report_of
-from amp_plugin.scaling.parameter_names import ParameterNames
+from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_result import StepResult
 
@@ -71,11 +70,9 @@ class PerOptimizerState:
         self.layouts: tuple[ShardLayout, ...] = ()
         self.is_shared = False  # whether another optimizer steps some of the parameters too
         self.spans_ranks = bool(shared.ranks.groups)
-        self.takes_scaler: bool | None = (
-            None  # in ``optimizer.step``; None if not looked up, as the next but one
-        )
+        self.takes_scaler: bool | None = None  # whether ``optimizer.step`` does; None if not looked up
         self.has_momentum = False  # whether all momentum buffers of a fused SGD are known to exist
-        self.changes_early: bool | None = None  # whether weights change before the last call of a closure
+        self.changes_early: bool | None = None  # weights, before the last closure call; None if not seen
         self.backwards = 0  # scaled ones that have begun since it was met
         self.obstacle = ""  # why the last step was not taken in one pass
         self.result: StepResult | None = None
@@ -207,7 +204,7 @@ class PerOptimizerState:
         return norm, found
 
     def _measure(self, *, write: bool, norm_type: float) -> tuple[bool, Tensor, Tensor]:
-        """As :meth:`check`, but nothing is noted; also returns whether there was a gradient."""
+        """As :meth:`check`, but nothing is recorded; also returns whether there was a gradient."""
         measurements, earlier = list[Measurement](), list[Tensor]()
         for gradients in self.groups:
             loss_scale = gradients.scaled_by

@@ -122,11 +122,11 @@ def _all_reduce(packed: Tensor, groups: Groups, norm_type: float) -> None:
 
 
 def _agree_on_core(groups: Groups, device: torch.device) -> None:
-    """Check that all ranks have the native core, or none, and so with the CUDA kernels.
+    """Check that all ranks have the native core, or none, and the same CUDA kernels, or none.
 
-    With and without they compute the same to the last few bits only; replicated parameters would drift apart.
+    Others compute the same to the last few bits only; replicated parameters would drift apart.
     """
-    cuda = device.type == "cuda" and cuda_core(device.index).loaded
+    cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded
     for group in (*groups.agree, *groups.sharded):
@@ -136,7 +136,8 @@ def _agree_on_core(groups: Groups, device: torch.device) -> None:
     for name, any_has, all_have in zip(_CORES, most.tolist(), (-least).tolist(), strict=True):
         if any_has != all_have:
             msg = (
-                f"some ranks have amp_plugin's {name} and others do not, and both differ in the last bits; "
+                f"some ranks have amp_plugin's {name} and others do not, or have others (for another GPU, by "
+                "another NVRTC), and these differ in the last bits; "
                 "run `amp-plugin doctor` on every machine, which says what is missing, or set "
                 "AMP_PLUGIN_NATIVE=0 on all"
             )

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_group import GradientGroup
-from amp_plugin.scaling.gradients import parameter_layouts
+from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.loss_scale import PendingScale
-from amp_plugin.scaling.parameter_names import params_of
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 
 
@@ -81,8 +80,7 @@ class Registry:
     def refresh(self, states: Iterable[PerOptimizerState]) -> bool:
         """Look at the parameters of optimizers again; returns whether some have joined or left."""
         changed = bool(self._gone)
-        if changed:
-            self._gone.clear()
+        self._gone.clear()
         for state in states:
             params, known = params_of(state.optimizer), state.params
             if len(params) != len(known) or not all(map(is_, params, known)):

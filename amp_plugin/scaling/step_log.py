@@ -304,21 +304,20 @@ class StepLog:
         if self._keeps_calls:
             self.calls.append(RecordedCall(call, _random_state()))
 
-    def replay_of(self, step: LoggedStep, params: Iterable[Tensor]) -> Replay | None:
-        """Return a step that was just skipped, ready to be run once more; None if no call was remembered."""
-        optimizer = step.optimizer()
-        if optimizer is None or not self.calls:
-            return None
-        calls, kept = tuple(self.calls), list(params)
-        return Replay(
-            optimizer=optimizer, result=step.result, in_a_row=step.in_a_row, calls=calls, params=kept
-        )
+    def explain(self, step: LoggedStep, explainer: Explainer, params: Iterable[Tensor]) -> str | None:
+        """Return what ``explainer`` finds in a step that was just skipped, once it has run it again.
 
-    def explain(self, replay: Replay, explainer: Explainer) -> str:
-        """Run a step again by ``explainer``, which changes nothing here; return what it has found."""
+        Nothing here is changed by that. None if no call was remembered.
+        """
+        optimizer, calls, result = step.optimizer(), tuple(self.calls), step.result
+        if optimizer is None or not calls:
+            return None
         before, self.replaying = self.replaying, True
         try:
-            return explainer(replay)
+            again = Replay(
+                optimizer=optimizer, result=result, in_a_row=step.in_a_row, calls=calls, params=list(params)
+            )
+            return explainer(again)
         finally:
             self.replaying = before
 
@@ -333,11 +332,10 @@ class StepLog:
             raise ValueError(msg)
 
         def look(step: LoggedStep) -> None:
-            replay = self.replay_of(step, params()) if step.in_a_row == after else None
-            if replay is None or self.replaying:
+            if step.in_a_row != after or self.replaying or not self.calls or step.optimizer() is None:
                 return
             self.unsubscribe(look)
-            text = self.explain(replay, explainer)
+            text = self.explain(step, explainer, params())
             warn_user(
                 f"{step.in_a_row} steps of {step.kind} in a row were skipped "
                 f"({step.result.overflow_report().summary()}). The last was run once more:\n{text}"
@@ -347,11 +345,7 @@ class StepLog:
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
-    """Return what raises FloatingPointError for a skipped step, unless a lower loss scale would help.
-
-    Args:
-        blameless_scale: The largest loss scale at which it would not.
-    """
+    """Return what raises FloatingPointError for a step skipped at a loss scale of at most this."""
 
     def look(step: LoggedStep) -> None:
         result = step.result

@@ -15,13 +15,10 @@ _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
 
 
 class HostFlag:
-    """A device flag on its way to the host.
+    """A device flag (one element; above 0 means set) on its way to the host.
 
     On CUDA and XPU it is copied to pinned memory behind the work already queued; on the CPU it is read at
     once, on other devices when somebody waits for it.
-
-    Args:
-        flag: One element; above 0 means set.
     """
 
     def __init__(self, flag: Tensor) -> None:

@@ -15,9 +15,10 @@ the gradients are unscaled and clipped in place.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +27,9 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from amp_plugin.scaling import closures, one_pass
-from amp_plugin.scaling.gradients import match_memory_order
-from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.one_pass import NotInOnePassError, OnePassStep
-from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.gradients import match_memory_order, params_of
+from amp_plugin.scaling.loss_scale import LossScales, capturing
+from amp_plugin.scaling.one_pass import OnePassStep
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
@@ -55,26 +55,32 @@ class Steps:
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
         if closure is None:
-            self._require_scale()
+            _require_scale(scales)
         state = self.registry.state(optimizer)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
+        call = partial(optimizer.step, *args, **kwargs)
         if closure is None:
-            _refuse_repeated(state, scaled=scales.enabled)
-            value, result = self._once(state, optimizer, args, kwargs, scaler)
+            if scales.enabled and state.stage is OptState.STEPPED and not state.is_awaited():
+                msg = (
+                    "step() has already been called since the last update(). "
+                    "Run backward() or update() first."
+                )
+                raise RuntimeError(msg)
+            value, result = self._once(state, optimizer, call, scaler)
         elif state.obstacle:
-            value, result = closures.step(state, optimizer, closure, args, kwargs, scaled=scales.enabled)
+
+            def checked(run: Callable[[], Any]) -> Any:
+                return optimizer.step(run, *args, **kwargs)
+
+            value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
-            self._require_scale()
-            _, result = self._once(state, optimizer, args, kwargs, scaler)
+            _require_scale(scales)
+            _, result = self._once(state, optimizer, call, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
         dynamic = scales.enabled and scales.default.options.dynamic
         self.log.add(state.optimizer, result, scaled_dynamically=dynamic)
         return value
-
-    def _require_scale(self) -> None:
-        if self.shared.scales.enabled:
-            self.shared.scales.require("step")
 
     def why_not_one_pass(self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
         """Return why a step cannot be taken in one pass, whatever the gradients; empty if it can."""
@@ -96,12 +102,7 @@ class Steps:
         return result
 
     def _once(
-        self,
-        state: PerOptimizerState,
-        optimizer: Optimizer,
-        args: Any,
-        kwargs: dict[str, Any],
-        scaler: object,
+        self, state: PerOptimizerState, optimizer: Optimizer, call: Callable[..., Any], scaler: object
     ) -> tuple[Any, StepResult]:
         """Step by the gradients that are there."""
         state.begin_call()
@@ -109,7 +110,7 @@ class Steps:
         scaled, left = self.shared.scales.enabled, may_be_left_to_kernel(state)
         tensors = self._collected(state, optimizer, left=left)
         if tensors is None and scaled and _takes_scaler(state, optimizer):
-            return _step_with_scaler(state, optimizer, args, {**kwargs, "grad_scaler": scaler})
+            return _step_with_scaler(state, optimizer, partial(call, grad_scaler=scaler))
         left = left and (tensors is not None or is_fused(optimizer))
         state.refuse_changed_after_clip()
         norm_type = 2.0 if state.clip is None else state.clip.norm_type
@@ -124,11 +125,11 @@ class Steps:
             tensors.take(_times_given(divisor, optimizer), found, skipped=known)
         elif kernel_skips and (divisor is not None or known is None):
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
-                value, known = _take_fused(state, optimizer, found, args, kwargs)
+                value, known = _take_fused(state, optimizer, found, call)
             if divisor is not None and known is not False:
                 state.multiply_(_where_skipped(found, divisor))
         else:
-            value, known = _take_plain(optimizer, found, args, kwargs)
+            value, known = _take_plain(optimizer, found, call)
         for gradients in state.groups:
             gradients.carries = None
         return value, state.close(state.result_of_step(norm, found, known=known))
@@ -138,13 +139,11 @@ class Steps:
         state.obstacle = state.obstacle or self._obstacle_in_gradients(state, optimizer, left=left)
         if state.obstacle:
             return None
-        try:
-            tensors = one_pass.collect(optimizer)
-        except NotInOnePassError as error:
-            state.obstacle = str(error)
+        tensors = one_pass.collect(optimizer)
+        if isinstance(tensors, str):
+            state.obstacle = tensors
             return None
-        state.obstacle = "" if tensors else "it has no gradients"
-        return tensors or None
+        return tensors
 
     def _obstacle_in_gradients(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> str:
         on_host = all(param.is_cpu for param in state.params[:1])
@@ -159,10 +158,9 @@ class Steps:
         return "its gradients are unscaled already, shared, or of several scales"
 
 
-def _refuse_repeated(state: PerOptimizerState, *, scaled: bool) -> None:
-    if scaled and state.stage is OptState.STEPPED and not state.is_awaited():
-        msg = "step() has already been called since the last update(). Run backward() or update() first."
-        raise RuntimeError(msg)
+def _require_scale(scales: LossScales) -> None:
+    if scales.enabled:
+        scales.require("step")
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -197,7 +195,7 @@ def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:
 
 
 def _take_fused(
-    state: PerOptimizerState, optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
+    state: PerOptimizerState, optimizer: Optimizer, found: Tensor, call: Callable[[], Any]
 ) -> tuple[Any, bool | None]:
     """Let torch's kernel divide and skip."""
     known = HostFlag.at_once(found)
@@ -207,12 +205,10 @@ def _take_fused(
         if any(param.grad is not None for param in without) and found.item() > 0:
             return None, True
     match_memory_order(optimizer)
-    return optimizer.step(*args, **kwargs), known
+    return call(), known
 
 
-def _take_plain(
-    optimizer: Optimizer, found: Tensor, args: Any, kwargs: dict[str, Any]
-) -> tuple[Any, bool | None]:
+def _take_plain(optimizer: Optimizer, found: Tensor, call: Callable[[], Any]) -> tuple[Any, bool]:
     """Step unless the host finds that it is to be skipped."""
     captured = capturing(found.device)
     if captured:
@@ -222,11 +218,11 @@ def _take_plain(
         )
     skipped = not captured and bool(found.item() > 0)
     match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
-    return (None if skipped else optimizer.step(*args, **kwargs)), skipped
+    return (None if skipped else call()), skipped
 
 
 def _step_with_scaler(
-    state: PerOptimizerState, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]
+    state: PerOptimizerState, optimizer: Optimizer, call: Callable[[], Any]
 ) -> tuple[Any, StepResult]:
     """Step an optimizer of the older contract: ``step(grad_scaler=...)`` divides and skips by itself."""
     warn_user(
@@ -235,7 +231,7 @@ def _step_with_scaler(
         FutureWarning,
     )
     norm, found = state.check(write=False)
-    value = optimizer.step(*args, **kwargs)
+    value = call()
     for gradients in state.groups:
         loss_scale = gradients.scaled_by
         if loss_scale is not None:

@@ -77,7 +77,7 @@ class CollectiveLog:
         self._collectives = list(collectives)
 
     def append(self, collective: Collective) -> None:
-        """Note one more."""
+        """Record one more."""
         self._collectives.append(collective)
 
     def __iter__(self) -> Iterator[Collective]:
@@ -104,7 +104,7 @@ class CollectiveLog:
         return table
 
     def __repr__(self) -> str:
-        """Say how many there are."""
+        """Return how many there are, in words."""
         return f"CollectiveLog({len(self)} collectives)"
 
 
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log = log
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a collective; a DTensor's op comes back as those it is made of."""
+        """Record a collective; a DTensor's op comes back as those it is made of."""
         if any(_is_dtensor(kind) for kind in types):
             return NotImplemented
         name = _NAMES.get(getattr(func, "namespace", ""), {}).get(getattr(func, "_opname", ""))

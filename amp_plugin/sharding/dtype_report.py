@@ -80,7 +80,7 @@ class ModelDtypes:
         return Group(self.units_table(), *([self.table()] if self.rows() else []))
 
     def __repr__(self) -> str:
-        """Say how much it holds."""
+        """Return how much it holds, in words."""
         return f"ModelDtypes({len(self.units)} units, {len(self.rows())} module calls)"
 
 

@@ -62,7 +62,7 @@ def shard_units(model: nn.Module) -> list[ShardUnit]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Say whether FSDP, of either version, shards a model or a part of it."""
+    """Return whether FSDP, of either version, shards a model or a part of it."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
 
     return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())

@@ -73,7 +73,7 @@ def bottom_up(model: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
 
 
 def has_dtypes_by_parameter() -> bool:
-    """Say whether torch gathers weights of several dtypes in one unit, as bytes: from 2.15 on."""
+    """Return whether torch gathers weights of several dtypes in one unit, as bytes: from 2.15 on."""
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
 
     return any(field.name == _OVERRIDE for field in fields(MixedPrecisionPolicy))

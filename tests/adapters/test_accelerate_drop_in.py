@@ -134,8 +134,9 @@ def test_weights_in_16_bits_are_no_mixed_precision(given, monkeypatch):
     wanted = f"mixed_precision='{given}' keeps.*Use mixed_precision='{mine}'"
     with pytest.raises(ValueError, match=wanted) as error:
         AmpAccelerator(mixed_precision=given, cpu=True)
-    assert f"With AmpKwargs(weights='{mine}') too they stay in 16 bits, and are trained as exactly" in str(
-        error.value
+    assert (
+        f"With AmpKwargs(weights='{mine}-true') they all stay in 16 bits, and are trained as exactly"
+        in str(error.value)
     )
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", given)
     with pytest.raises(ValueError, match=f"'{given}' from ACCELERATE_MIXED_PRECISION keeps"):

@@ -225,16 +225,22 @@ def test_weights_that_are_made_later_are_told_of_once():
     model[0].requires_grad_(False)
     net, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=LR))
 
+    loose = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+
     def step():
         optimizer.zero_grad()
         fabric.backward(net(torch.ones(1, 8)).sum())
+        loose.grad = torch.ones_like(loose)
         return texts_of(optimizer.step)
 
     assert step() == []
     model[0] = nn.Linear(8, model[0].out_features, dtype=torch.bfloat16)
     optimizer.optimizer.add_param_group({"params": list(model[0].parameters())})
+    assert step() == []
+    assert model[0].weight.dtype is torch.float32, "parameters of the model, before their first forward"
+    optimizer.optimizer.add_param_group({"params": [loose]})
     (line,) = step()
-    assert line.startswith("2 parameters in 16 bits were frozen, or not made yet, when the model was set up")
+    assert line.startswith("1 parameters in 16 bits were frozen, or not made yet, when the model was set up")
     assert "AdamW steps them now: updates below 1/256 of a weight" in line
     assert step() == []
 

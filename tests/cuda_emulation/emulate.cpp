@@ -7,8 +7,12 @@ extern "C" const char* emulate(unsigned blocks, unsigned threads, void** argumen
   return emulation::launch(KERNEL, blocks, threads, arguments, descending != 0);
 }
 
+extern "C" uint64_t barriers_met() { return std::exchange(emulation::barriers, 0); }
+
 extern "C" const size_t* parameter_sizes() { return emulation::parameter_sizes(KERNEL); }
 
 // Of tests: the conversions the header supplies.
-extern "C" float emulated_half_to_float(unsigned short bits) { return amp_plugin::half_to_float(bits); }
-extern "C" unsigned short emulated_float_to_half(float value) { return amp_plugin::float_to_half(value); }
+extern "C" float emulated_half_to_float(unsigned short bits) { return amp_plugin::cuda::half_to_float(bits); }
+extern "C" unsigned short emulated_float_to_half(float value) {
+  return amp_plugin::cuda::float_to_half(value);
+}

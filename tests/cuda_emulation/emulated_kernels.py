@@ -9,10 +9,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from amp_plugin.kernels.cuda.catalogue import Kernel
+from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, Kernel, Tuning
 
 HERE = Path(__file__).parent
-SOURCES = Path(__file__).parents[2] / "amp_plugin" / "kernels" / "cuda"
 FLAGS = [
     "-std=c++20",
     "-O1",
@@ -37,12 +36,13 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def build(kernel: Kernel, folder: Path, file: Path | None = None) -> Path:
+def build(kernel: Kernel, folder: Path, sources: Path = SOURCES) -> Path:
     """Compile a kernel for the CPU; an object of the same sources is used again."""
-    source = file or SOURCES / f"{kernel.name}.cu"
-    command = [compiler(), *FLAGS, f"-I{SOURCES}", f"-I{HERE}", str(HERE / "emulate.cpp")]
+    source = sources / f"{kernel.name}.cu"
+    command = [compiler(), *FLAGS, f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
     command += [f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{source}"', f"-DNORM={kernel.norm}"]
-    inputs = sorted([*SOURCES.glob("*.cu*"), *HERE.glob("*.h"), *HERE.glob("*.cpp"), source])
+    command += [f"-D{name}={value}" for name, value in Tuning().macros()]
+    inputs = sorted([*sources.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
     target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
     if not target.exists():

@@ -20,6 +20,7 @@
 #define __device__
 #define __shared__ static  // blocks run one after the other
 #define __launch_bounds__(...)
+#define __noinline__ __attribute__((noinline)) static
 #define __grid_constant__
 
 struct alignas(8) uint2 {
@@ -55,6 +56,7 @@ static char* stacks = nullptr;
 static void (*body)(void* arguments);
 static void* body_arguments;
 static const char* error = nullptr;
+static uint64_t barriers = 0;  // that a block met
 
 static void wait_for(Waits what) {
   Fiber& fiber = fibers[threadIdx.x];
@@ -119,6 +121,7 @@ static void run_block(unsigned threads, bool descending) {
       fibers[thread].waits = Waits::kRuns;
       ++at_barrier;
     }
+    barriers += at_barrier > 0;
   }
 }
 
@@ -195,11 +198,6 @@ static inline unsigned __ballot_sync(unsigned, bool vote) {
   return votes;
 }
 
-// Threads take turns, so what one has written the next one sees.
-static inline void __threadfence() {}
-static inline unsigned atomicAdd(unsigned* address, unsigned value) {
-  return std::exchange(*address, *address + value);
-}
 static inline unsigned atomicOr(unsigned* address, unsigned value) {
   return std::exchange(*address, *address | value);
 }
@@ -230,7 +228,10 @@ void __stwb(T* address, T word) {
   *address = word;
 }
 
-namespace amp_plugin {
+namespace amp_plugin::cuda {
+
+// Threads take turns, so what one has written the next one sees.
+static inline unsigned count_block(unsigned* count) { return (*count)++; }
 
 static inline float half_to_float(unsigned short bits) {
   const float sign = bits >> 15 ? -1.0f : 1.0f;
@@ -252,4 +253,4 @@ static inline unsigned short float_to_half(float value) {
   return static_cast<unsigned short>(sign | (unsigned(unit + 24) * 1024u + steps));
 }
 
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

@@ -3,6 +3,7 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -128,7 +129,7 @@ c10::DataPtr device_memory(void* memory, size_t bytes, c10::Device device, std::
 
 namespace {
 
-struct Memory final : c10::Allocator {
+struct Memory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, device_at(-1)};
     void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
@@ -142,14 +143,33 @@ struct Memory final : c10::Allocator {
   void copy_data(void* target, const void* source, std::size_t bytes) const override {
     std::memcpy(target, source, bytes);
   }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t) override { card_is_full = false; }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    Guard().recordDataPtrOnStream(data, stream);
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
 };
 
 }  // namespace
+
+std::atomic<bool> card_is_full{false};
 
 c10::Allocator* allocator() {
   static Memory memory;
   return &memory;
 }
+
+namespace {
+
+[[maybe_unused]] const bool is_known = [] {
+  c10::SetAllocator(c10::kCUDA, allocator());
+  return true;
+}();
+
+}  // namespace
 
 void check_may_wait(const std::string& what) {
   TORCH_CHECK(debug_mode != 2, "called a synchronizing CUDA operation: ", what);
@@ -185,6 +205,7 @@ namespace {
 TORCH_LIBRARY(host_device, library) {
   library.def("set_sync_debug_mode(int mode) -> ()", [](int64_t mode) { debug_mode = mode; });
   library.def("synchronize() -> ()", [] { Guard().synchronizeDevice(-1); });
+  library.def("card_is_full(bool on) -> ()", [](bool on) { card_is_full = on; });
   library.def("memory_allocated() -> int", [] { return bytes_in_use.load(); });
   library.def(
       "copy_of(Storage storage, Device device) -> Tensor",

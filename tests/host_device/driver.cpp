@@ -19,6 +19,7 @@ struct Kernel {
   std::string name;
   const char* (*run)(unsigned blocks, unsigned threads, void** arguments, int descending);
   const size_t* sizes;  // of the parameters, with 0 behind the last
+  uint64_t (*barriers)();  // that its blocks have met since it was asked last
 };
 
 struct UserObject {
@@ -46,6 +47,14 @@ std::atomic<bool> descending{false};
 std::atomic<bool> launches_do_nothing{false};
 std::mutex mutex;
 std::vector<std::string> launched;
+std::atomic<uint64_t> barriers{0};
+std::atomic<int64_t> driver_bytes{0};
+
+// HOST_DEVICE_FAULT plants what a test of the device is to find.
+bool planted(const char* fault) {
+  const char* asked = std::getenv("HOST_DEVICE_FAULT");
+  return asked != nullptr && std::strcmp(asked, fault) == 0;
+}
 thread_local uintptr_t context = 0;
 constexpr uintptr_t kContexts = 0xC0;  // + device
 
@@ -55,12 +64,15 @@ void run(const Kernel& kernel, unsigned blocks, unsigned threads, Arguments& arg
   std::vector<void*> pointers;
   for (auto& value : arguments.values) pointers.push_back(value.data());
   const char* error = kernel.run(blocks, threads, pointers.data(), descending);
+  barriers += kernel.barriers();
   TORCH_CHECK(error == nullptr, kernel.name, ": ", error);
 }
 
 TORCH_LIBRARY_FRAGMENT(host_device, library) {
   library.def("descending(bool on) -> ()", [](bool on) { descending = on; });
   library.def("launches_do_nothing(bool on) -> ()", [](bool on) { launches_do_nothing = on; });
+  library.def("driver_bytes() -> int", [] { return driver_bytes.load(); });
+  library.def("barriers() -> int", [] { return static_cast<int64_t>(barriers.exchange(0)); });
   library.def("launched() -> str[]", [] {
     std::lock_guard lock(mutex);
     return std::exchange(launched, {});
@@ -74,6 +86,7 @@ using namespace host_device;
 
 extern "C" {
 
+int cuCtxGetDevice(int* device) { return *device = int(context - kContexts), context == 0 ? 201 : 0; }
 int cuCtxGetCurrent(uintptr_t* current) { return *current = context, 0; }
 int cuCtxSetCurrent(uintptr_t current) { return context = current, 0; }
 int cuDevicePrimaryCtxRetain(uintptr_t* made, int device) { return *made = kContexts + device, 0; }
@@ -84,12 +97,16 @@ int cuLibraryLoadData(void** library, const char* code, void*, void*, unsigned, 
 }
 int cuLibraryGetKernel(Kernel** kernel, void* library, const char* name) {
   auto sizes = reinterpret_cast<const size_t* (*)()>(dlsym(library, "parameter_sizes"));
-  *kernel = new Kernel{name, reinterpret_cast<decltype(Kernel::run)>(dlsym(library, "emulate")), sizes()};
+  *kernel = new Kernel{
+      name, reinterpret_cast<decltype(Kernel::run)>(dlsym(library, "emulate")), sizes(),
+      reinterpret_cast<uint64_t (*)()>(dlsym(library, "barriers_met"))};
   return 0;
 }
 int cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, 0; }
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  if (card_is_full) return 2;
+  driver_bytes += int64_t(bytes);
   void* memory = std::aligned_alloc(512, (bytes + 511) / 512 * 512);
   std::memset(memory, 0xAB, bytes);
   return *address = reinterpret_cast<uint64_t>(memory), 0;
@@ -108,6 +125,8 @@ int cuUserObjectCreate(void** object, void* data, void (*destroy)(void*), unsign
   return *object = new UserObject{data, destroy}, 0;
 }
 int cuGraphRetainUserObject(void*, void* object, unsigned, unsigned) {
+  if (planted("graphs leak")) return 0;
+  if (planted("tables are given back early")) return delete static_cast<UserObject*>(object), 0;
   return keep_with_graph(std::shared_ptr<void>(static_cast<UserObject*>(object))), 0;
 }
 int cuGetErrorName(int, const char** text) { return *text = "CUDA_ERROR_OF_THE_HOST_DEVICE", 0; }

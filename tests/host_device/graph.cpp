@@ -45,9 +45,12 @@ void replay(int64_t number) {
   for (const auto& work : graphs.at(number).work) submit(current_stream(), work);
 }
 
+// A graph that is still at work goes when that is done, as CUDA's.
 void release(int64_t number) {
   std::lock_guard lock(mutex);
-  graphs.erase(number);
+  auto node = graphs.extract(number);
+  if (works_late() && !node.empty())
+    when_all_is_done([gone = std::make_shared<decltype(node)>(std::move(node))] {});
 }
 
 }  // namespace

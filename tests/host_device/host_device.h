@@ -7,6 +7,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
+#include <atomic>
 #include <compare>
 #include <functional>
 #include <map>
@@ -23,6 +24,9 @@ extern thread_local c10::DeviceIndex current_index;
 inline c10::Device device_at(c10::DeviceIndex index) {
   return {c10::kCUDA, index < 0 ? current_index : index};
 }
+
+// Whether torch's cache holds all of the card, so that the driver has none left.
+extern std::atomic<bool> card_is_full;
 
 // Where the tensors of the device live; its memory is full of 0xAB when it is new.
 c10::Allocator* allocator();

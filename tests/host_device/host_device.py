@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import torch_flags
+from amp_plugin.kernels.cuda.catalogue import SOURCES, Kernel, all_kernels
 from tests.cuda_emulation.emulated_kernels import build, compiler, object_folder
 from tests.host_device.streams import (
     HostEvent,
@@ -111,7 +112,11 @@ def install_if_loaded(*, kernels: bool = True) -> None:
         ours = types.ModuleType(COMPILER)
         ours.architecture_for = lambda *_: "host"
         ours.nvrtc_version = lambda: "of g++"
-        ours.cached_cubin = lambda kernel, _: f"{build(kernel, object_folder())}\0".encode()
+        ours.identity_of = lambda *_: 1
+        ours.all_cubins = lambda *_: {
+            kernel: f"{build(kernel, object_folder(), _sources_of(kernel))}\0".encode()
+            for kernel in all_kernels()
+        }
         sys.modules[COMPILER] = ours
     torch.version.cuda = "13.0"
     for name, value in _namespace(device).items():
@@ -127,6 +132,12 @@ def install_if_loaded(*, kernels: bool = True) -> None:
     torch._C._broadcast_coalesced = lambda tensors, devices, size: [
         [tensor.to(f"cuda:{index}", copy=True) for tensor in tensors] for index in devices
     ]
+
+
+def _sources_of(kernel: Kernel) -> Path:
+    """Return the package's sources, or, for HOST_DEVICE_FAULTY="kernel folder", others with a fault in them."""
+    faulty, _, folder = os.environ.get("HOST_DEVICE_FAULTY", "").partition(" ")
+    return Path(folder) if kernel.name == faulty else SOURCES
 
 
 def _let_storages_move(device: Any) -> None:
@@ -179,7 +190,7 @@ def _namespace(device: Any) -> dict[str, Any]:
         "is_current_stream_capturing": device.capturing,
         "memory_allocated": lambda *_: device.memory_allocated(),
         "max_memory_allocated": lambda *_: device.memory_allocated(),
-        "mem_get_info": lambda *_: (0, 2**30),
+        "mem_get_info": lambda *_: (2**30 - device.driver_bytes(), 2**30),
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda *_: None,
         "manual_seed": lambda seed: None,

@@ -8,29 +8,25 @@ import sys
 import warnings
 
 import pytest
+import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from amp_plugin.kernels.cuda import compile as cuda_compile
-from amp_plugin.kernels.cuda.catalogue import (
-    CLIP_FACTOR,
-    NORM_CHECK,
-    NORMS,
-    UPDATE_SCALE,
-    Kernel,
-    all_kernels,
-)
+from amp_plugin.kernels.cuda.catalogue import NORMS, SOURCES, Kernel, Tuning, all_kernels
 from amp_plugin.kernels.cuda.compile import (
     ARCHITECTURES,
-    SOURCES,
+    all_cubins,
     architecture_for,
     build_ahead,
     cached_cubin,
     compile_cubin,
+    identity_of,
 )
 
+CLIP_FACTOR, UPDATE_SCALE = Kernel(name="clip_factor"), Kernel(name="update_scale")
 ELF = b"\x7fELF"
-OF_EACH_SOURCE = [kernel for kernel in all_kernels() if kernel.norm in (None, NORMS[0])]
+OF_EACH_SOURCE = [kernel for kernel in all_kernels() if kernel.norm in {"", NORMS[0]}]
 
 
 @pytest.fixture
@@ -53,10 +49,6 @@ def test_every_form_compiles(kernel):
     assert cached_cubin(kernel, "sm_90").startswith(ELF)
 
 
-def test_the_catalogue_names_every_source():
-    assert {kernel.name for kernel in all_kernels()} == {file.stem for file in SOURCES.glob("*.cu")}
-
-
 @pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)
 def test_no_header_of_a_toolkit_is_included(file):
     for header in re.findall(r"^\s*#\s*include\s+(.*)$", file.read_text(), re.MULTILINE):
@@ -73,21 +65,23 @@ def test_a_cubin_is_compiled_once(cache, monkeypatch):
     assert stat.S_IMODE(cache.stat().st_mode) == stat.S_IMODE(entry.stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("changed", ["nvrtc", "source", "architecture", "norm"])
+@pytest.mark.parametrize("changed", ["nvrtc", "source", "architecture", "norm", "tuning"])
 def test_a_cubin_belongs_to_its_source_architecture_and_compiler(cache, monkeypatch, changed):
     compiled = []
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *what: compiled.append(what) or ELF)
-    kernel, architecture = NORM_CHECK["Squares"], "sm_90"
-    cached_cubin(kernel, architecture)
+    kernel, architecture, tuning = Kernel(name="norm_check", norm="Squares"), "sm_90", Tuning()
+    cached_cubin(kernel, architecture, tuning)
     if changed == "nvrtc":
         monkeypatch.setattr(cuda_compile, "nvrtc_version", lambda: "99.0")
     elif changed == "source":
         monkeypatch.setattr(cuda_compile, "_sources", lambda: "another source")
     elif changed == "architecture":
         architecture = "sm_80"
+    elif changed == "norm":
+        kernel = Kernel(name="norm_check", norm="Maximum")
     else:
-        kernel = NORM_CHECK["Maximum"]
-    cached_cubin(kernel, architecture)
+        tuning = Tuning(blocks=2)
+    cached_cubin(kernel, architecture, tuning)
     assert len(compiled) == 2
 
 
@@ -141,6 +135,24 @@ def test_a_gpu_that_is_too_new_for_nvrtc_is_refused():
     assert architecture_for(9, 0) == "sm_90"
 
 
+def test_all_are_compiled_with_one_line_and_only_once(cache, monkeypatch, capsys):
+    monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
+    for _ in range(2):
+        assert [*all_cubins("sm_90")] == [*all_kernels()]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("amp_plugin: compiling 16 CUDA kernels for sm_90 (once) ...")
+
+
+def test_what_decides_the_last_bits_has_a_number(monkeypatch):
+    """Ranks compare it in float32."""
+    ours = identity_of("sm_90", 528)
+    assert ours == identity_of("sm_90", 528) == torch.tensor(float(ours)).item() > 0
+    others = {identity_of("sm_80", 528), identity_of("sm_90", 456)}
+    monkeypatch.setattr(cuda_compile, "nvrtc_version", lambda: "99.0")
+    assert len({ours, *others, identity_of("sm_90", 528)}) == 4
+
+
 def test_build_ahead_fills_the_cache(cache, monkeypatch):
     monkeypatch.setattr(cuda_compile, "compile_cubin", lambda *_: ELF)
     count = len(list(all_kernels()))
@@ -175,7 +187,7 @@ def test_the_command_line_builds_ahead(amp, cache, monkeypatch):
 def test_the_command_line_refuses_what_it_cannot_build(amp, cache, monkeypatch):
     result = amp("build", "--cuda", "sm_12")
     assert result.exit_code == 1
-    assert "NVRTC cannot compile norm_check.cu for sm_12" in result.output
+    assert "NVRTC cannot compile update_scale.cu for sm_12" in result.output
     monkeypatch.setitem(sys.modules, "amp_plugin.kernels.cuda.compile", None)
     result = amp("build", "--cuda", "sm_90")
     assert result.exit_code == 1

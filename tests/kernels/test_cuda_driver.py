@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 
-from amp_plugin.kernels.cuda.catalogue import MULTIPLY, UPDATE_SCALE
-from amp_plugin.kernels.cuda.compile import cached_cubin
+from amp_plugin.kernels.cuda.catalogue import all_kernels
+from amp_plugin.kernels.cuda.compile import all_cubins, identity_of
 from tests.cuda_emulation.emulated_kernels import HERE, compiler
 from tests.warm_processes import run_program
 
@@ -30,10 +30,9 @@ from amp_plugin.kernels.cuda import register
 register._no_cuda = lambda: ""
 """
 
-LOADS = """
-print(register.cuda_core(0), flush=True)
+ASKS_TWICE = """
 for _ in range(2):
-    torch.ops.amp_plugin._cuda_load(0, "multiply", "")
+    print(register.cuda_core(0), flush=True)
 """
 ASKS = "print(register.cuda_core(0), flush=True)"
 
@@ -56,37 +55,34 @@ def run(tmp_path_factory):
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines(), done.stderr
 
-    for kernel in (MULTIPLY, UPDATE_SCALE):  # NVRTC itself would ask more of a driver
-        cached_cubin(kernel, "sm_90")
+    all_cubins("sm_90")  # NVRTC itself would ask more of a driver
     on_the_driver("register.native_core()", driver=None)  # compiles it where nobody has, and says so
     return on_the_driver
 
 
-def loading(name):
-    """Code is loaded in the device's context and outside of a capture; then both are as before."""
-    return [
-        "context 0",
+def test_all_kernels_are_loaded_when_the_device_is_opened(run):
+    """In its context and outside of a capture; then both are as before. No later step can fail for want of one."""
+    lines, errors = run(ASKS_TWICE)
+    core = f"CudaCore(loaded=True, reason='', architecture='sm_90', identity={identity_of('sm_90', 132 * 4)})"
+    assert lines[:2] == ["context 0", "capture mode 2"]
+    assert lines[-7:] == [
         "capture mode 2",
-        "library of machine code",
-        f"function {name}",
+        "memory 4194304",
+        "capture mode 2",
         "capture mode 0",
         "context -1",
+        core,
+        core,
     ]
-
-
-def test_what_reaches_the_driver(run):
-    lines, errors = run(LOADS)
-    assert lines == [
-        *loading("update_scale"),
-        "CudaCore(loaded=True, reason='', architecture='sm_90')",
-        *loading("multiply"),  # once
-    ]
+    loaded = lines[2:-7]
+    assert loaded[::2] == ["library of machine code"] * (len(loaded) // 2)
+    assert sorted(loaded[1::2]) == sorted(f"function {kernel.name}" for kernel in all_kernels())
     assert not errors
 
 
 def test_a_driver_that_does_not_take_the_code_is_told_of(run):
     lines, errors = run(ASKS, FAKE_LOAD_ERROR="222")
-    assert "the CUDA driver cannot load update_scale (CUDA_ERROR_OF_A_TEST 222, an error" in lines[-1]
+    assert "the CUDA driver cannot load norm_check Squares (CUDA_ERROR_OF_A_TEST 222, an error" in lines[-1]
     assert "update the driver" in lines[-1]
     assert "for sm_90" in lines[-1]
     assert "loaded=False" in lines[-1]

@@ -11,25 +11,30 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 
 from cuda.bindings import nvrtc
 
-from amp_plugin.kernels.cuda.compile import SOURCES
+from amp_plugin.kernels.cuda.catalogue import SOURCES, TUNING, Kernel, Tuning
+from amp_plugin.kernels.cuda.compile import options_for
 
-IN_FLIGHT = 4  # kInFlight
 LOAD = "ld.global.ca.v4.u32"
 STORE = "st.global.wb.v4.u32"
+IN_FLIGHT = TUNING.in_flight
 
 
 @functools.cache
-def ptx_of(name: str) -> str:
-    source = (SOURCES / f"{name}.cu").read_bytes()
-    _, program = nvrtc.nvrtcCreateProgram(source, b"", 0, [], [])
-    options = [b"-arch=compute_90", b"-std=c++17", b"-DNORM=Squares", f"-I{SOURCES}".encode()]
+def ptx_of(name: str, tuning: Tuning = TUNING) -> str:
+    kernel = Kernel(name=name, norm="Squares")
+    return ptx((SOURCES / f"{name}.cu").read_text(), kernel, tuning)
+
+
+def ptx(source: str, kernel: Kernel, tuning: Tuning = TUNING) -> str:
+    _, program = nvrtc.nvrtcCreateProgram(source.encode(), b"", 0, [], [])
+    options = options_for(kernel, "sm_90", tuning).as_bytes("nvrtc")
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     assert int(status) == 0
     _, size = nvrtc.nvrtcGetPTXSize(program)
-    ptx = bytearray(size)
-    nvrtc.nvrtcGetPTX(program, ptx)
+    text = bytearray(size)
+    nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
-    return ptx.decode()
+    return text.decode().rstrip("\0")
 
 
 @pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "cast"])
@@ -55,20 +60,53 @@ def test_a_thread_has_four_loads_on_their_way_before_it_uses_one(name):
     assert set(runs) == {IN_FLIGHT}
 
 
+@pytest.mark.parametrize("in_flight", [2, 8])
+def test_what_is_to_be_swept_is_compiled_in(in_flight):
+    assert set(loads_before_a_use(ptx_of("norm_check", Tuning(in_flight=in_flight)))) == {in_flight}
+    assert ".minnctapersm 2" in ptx_of("norm_check", Tuning(blocks=2))
+
+
 @pytest.mark.parametrize("name", ["norm_check", "unscale", "multiply", "adam"])
 def test_the_last_block_sees_what_the_others_wrote(name):
-    """A block's writes, a barrier, a fence, the count, a fence, a barrier, the reads: in this order."""
+    """A block's writes, a barrier, the count, a barrier, the reads; the count releases and acquires, alone."""
     marks = re.findall(r"(?m)^\s*(?:@%?\w+ )?(bar|barrier|membar|fence|atom)\.([\w.:]*)", ptx_of(name))
-    words = ["count" if (op, ".add" in rest) == ("atom", True) else op for op, rest in marks]
+    words = ["count" if (op, "acq_rel.gpu" in rest) == ("atom", True) else op for op, rest in marks]
     (at,) = [place for place, word in enumerate(words) if word == "count"]
-    around = [word.replace("barrier", "bar").replace("fence", "membar") for word in words[at - 2 : at + 3]]
-    assert around == ["bar", "membar", "count", "membar", "bar"]
-    assert not [rest for op, rest in marks if op in {"membar", "fence"} and "cta" in rest]
+    assert [word.replace("barrier", "bar") for word in words[at - 1 : at + 2]] == ["bar", "count", "bar"]
+    assert not {"membar", "fence"} & {*words}
 
 
 @pytest.mark.parametrize("name", ["norm_check", "unscale"])
 def test_the_last_block_waits_once_for_what_the_others_left(name):
     """The 528 results of an H100 are read by 256 threads; one after the other they would take three trips to L2."""
-    behind_the_count = ptx_of(name).rpartition("membar")[2]
-    before_the_first_is_used = behind_the_count.partition("add.f64")[0]
+    behind_the_count = ptx_of(name).rpartition("atom.acq_rel")[2]
+    before_the_first_is_used = behind_the_count.partition("add.f64")[0].partition("add.rn.f64")[0]
     assert before_the_first_is_used.count("ld.global.f64") == IN_FLIGHT
+
+
+def test_a_product_is_rounded_before_it_is_added_to():
+    """The split of float32 weights in halves, and the bits of the CPU's steps, rest on it."""
+    source = 'extern "C" __global__ void k(float* p) { *p = p[0] * p[1] + p[2]; }'
+    assert "fma" not in ptx(source, Kernel(name="k"))
+
+
+def test_whole_groups_of_loads_are_not_tested_one_by_one():
+    """Of the loads in the loop over whole groups, none is behind a branch: a group of bf16 has no other branch."""
+    blocks = re.split(r"(?m)^\$L__BB\d+_\d+:", ptx_of("norm_check"))
+    assert sum(block.count(LOAD) == IN_FLIGHT for block in blocks) >= 4  # for each width of element
+
+
+def test_one_thread_works_out_what_adam_multiplies_by():
+    """Two powers, a root and divisions in float64: on most GPUs a thousand threads would take 50 us for them."""
+    text = ptx_of("adam")
+    parts = re.split(r"\bbar(?:rier)?\.(?:cta\.)?sync", text)
+    (guarded,) = [part for part in parts if "sqrt.rn.f64" in part]
+    first_branch = re.search(r"@(%p\d+) bra", guarded)[1]
+    (tested,) = re.findall(rf"setp\.\w+\.\w+ \s*{first_branch}, (%r\d+), 0;", text)
+    assert re.search(rf"mov\.u32 \s*{tested}, %tid\.x;", text)
+
+
+def test_a_number_that_divides_all_elements_is_not_divided_by_one_by_one():
+    """What is left of divisions: by the root of a second moment, once for each root."""
+    assert "div.rn.f32" not in ptx_of("sgd")
+    assert ptx_of("adam").count("div.rn.f32") == ptx_of("adam").count("sqrt.rn.f32") > 0

@@ -19,7 +19,7 @@ from amp_plugin.kernels.cuda.register import CudaCore, cuda_core
 def undecided(monkeypatch):
     """A process in which no CUDA tensor has been seen, on a machine where cuda:0 exists."""
     monkeypatch.setattr(register, "_reasons", {})
-    monkeypatch.setattr(register, "_architectures", {})
+    monkeypatch.setattr(register, "_opened", {})
     monkeypatch.setattr(register, "_no_cuda", lambda: "")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     properties = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="a GPU")

@@ -127,6 +127,60 @@ def test_options_of_adam(device, options):
         torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("state", [3, 4], ids=["second moment", "largest so far"])
+def test_a_nan_is_the_largest_in_amsgrad(device, state):
+    host = adam_tensors(sizes=(23,), amsgrad=True)
+    for at in (2, 22):  # in a group of elements, and behind the last
+        host[state][0][at] = math.nan
+    ours = moved(host, device)
+    OP.adam_(*ours, **ADAM)
+    for part in (0, 4):
+        assert ours[part][0].isnan().nonzero().flatten().tolist() == [2, 22]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_adam_stays_close_to_torchs_fused_kernel(device, amsgrad, decoupled):
+    """Not its bits: torch's on CUDA rounds betas to float32 before it takes 1 - beta, and orders sums otherwise."""
+    ours = moved(adam_tensors(sizes=(70, 5000), amsgrad=amsgrad, step=0.0), device)
+    theirs, before = copied(ours), copied(ours)[0]
+    options = {**ADAM, "beta2": 0.999, "decoupled_weight_decay": decoupled}
+    late = {"grad_scale": torch.tensor(3.0, device=device), "found_inf": torch.tensor(0.0, device=device)}
+    of_torch = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    for _ in range(5):
+        OP.adam_(*ours, **late, **options)
+        torch._foreach_add_(theirs[5], 1)
+        plain = {name: value for name, value in options.items() if name != "decoupled_weight_decay"}
+        of_torch(*theirs[:6], amsgrad=amsgrad, **late, **plain)
+        assert all(map(torch.equal, ours[1], theirs[1]))  # gradients
+    for old, mine, right in zip(before, ours[0], theirs[0], strict=True):
+        assert ((mine - right).abs() <= 1e-4 * (mine - old).abs() + 1e-6 * right.abs()).all()
+    for part, rtol, atol in ((2, 1e-6, 1e-5), (3, 1e-4, 1e-9), (4, 1e-4, 1e-9)):
+        for mine, right in zip(ours[part], theirs[part], strict=True):
+            torch.testing.assert_close(mine, right, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True, "dampening": 0.0}, {"momentum": 0.0, "dampening": 0.0}], ids=str
+)
+def test_sgd_stays_close_to_torchs_fused_kernel(device, options):
+    options = {**SGD, **options}
+    lists = [
+        values(0, (70, 5000)),
+        values(1, (70, 5000)),
+        values(2, (70, 5000)) if options["momentum"] else [],
+    ]
+    ours = moved(lists, device)
+    theirs = copied(ours)
+    late = {"grad_scale": torch.tensor(3.0, device=device), "found_inf": torch.tensor(0.0, device=device)}
+    plain = {name: value for name, value in options.items() if name != "first_step"}
+    for _ in range(5):
+        OP.sgd_(*ours, [], **late, **options)
+        torch._fused_sgd_(*theirs, is_first_step=False, **late, **plain)
+        for mine, right in zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("how", STORED)
 @pytest.mark.parametrize(
     "options",

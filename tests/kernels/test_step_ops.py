@@ -194,6 +194,22 @@ def test_an_overflow_only_divides_gradients(kernel, scale):
     assert all(map(torch.equal, itertools.chain(*got), right))
 
 
+@pytest.mark.parametrize("place", ["second moment", "largest so far", "both"])
+def test_a_nan_is_the_largest_in_amsgrad(kernel, place):
+    """As torch.maximum has it, in whole vectors and behind them."""
+    given = Adam([(2 * VECTOR + 5,)], amsgrad=True)
+    for at in (3, 2 * VECTOR + 4):
+        if place != "largest so far":
+            given.exp_avg_sq[0][at] = math.nan
+        if place != "second moment":
+            given.largest[0][at] = math.nan
+    got = given.tensors()
+    kernel.adam_(*got, [], decoupled_weight_decay=True, **ADAM)
+    wrong = [3, 2 * VECTOR + 4]
+    assert got[4][0].isnan().nonzero().flatten().tolist() == wrong
+    assert got[0][0].isnan().nonzero().flatten().tolist() == wrong
+
+
 LAYOUTS = {
     "plain": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.view(-1, 3).t().contiguous().t(),

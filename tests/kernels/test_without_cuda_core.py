@@ -17,7 +17,7 @@ ONE_LINE = (
 )
 
 PROGRAM = """
-import json, os, sys
+import json, sys
 import torch
 from tests.host_device import host_device
 host_device.install_if_loaded(kernels=False)
@@ -118,50 +118,34 @@ def accelerate():
     return weights(model)
 
 
-def run(folder, with_cuda_core):
-    host_device.install_if_loaded(kernels=with_cuda_core)
-    if not with_cuda_core:
-        sys.modules["cuda.core"] = None
-    by_adam, skipped = plain(fused)
-    by_sgd, _ = plain(torch.optim.SGD)
-    result = dict(
-        loaded=cuda_core().loaded, adam=by_adam, sgd=by_sgd, skipped=skipped, stock_adam=stock(fused),
-        stock_sgd=stock(torch.optim.SGD), lightning=lightning(), accelerate=accelerate(),
-    )
-    with open(f"{folder}/result", "w") as file:
-        json.dump(result, file)
-
-
-for name in ("without", "with"):  # each in a copy of this process, which has the imports behind it
-    folder = os.path.join(sys.argv[1], name)
-    copy = os.fork()
-    if copy == 0:
-        sys.stderr = open(f"{folder}/errors", "w", buffering=1)
-        os.dup2(sys.stderr.fileno(), 2)
-        run(folder, with_cuda_core=name == "with")
-        os._exit(0)
-    if os.waitpid(copy, 0)[1]:
-        sys.exit(open(f"{folder}/errors").read())
+with_cuda_core = sys.argv[2] == "with"
+host_device.install_if_loaded(kernels=with_cuda_core)
+if not with_cuda_core:
+    sys.modules["cuda.core"] = None
+by_adam, skipped = plain(fused)
+by_sgd, _ = plain(torch.optim.SGD)
+result = dict(
+    loaded=cuda_core().loaded, adam=by_adam, sgd=by_sgd, skipped=skipped, stock_adam=stock(fused),
+    stock_sgd=stock(torch.optim.SGD), lightning=lightning(), accelerate=accelerate(),
+)
+with open(sys.argv[1], "w") as file:
+    json.dump(result, file)
 """
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
-    for name in ("without", "with"):
-        (folder / name).mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, folder],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
+@pytest.fixture
+def run(tmp_path):
     def on_the_device(*, with_cuda_core):
-        own = folder / ("with" if with_cuda_core else "without")
-        return json.loads((own / "result").read_text()), done.stderr + (own / "errors").read_text()
+        """In a process of its own: a copy of one that has the frameworks has their threads' locks, and no threads."""
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, tmp_path / "result", "with" if with_cuda_core else "without"],
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return json.loads((tmp_path / "result").read_text()), done.stderr
 
     return on_the_device
 

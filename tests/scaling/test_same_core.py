@@ -43,6 +43,29 @@ def test_ranks_with_other_code_are_refused(monkeypatch, others, missing):
             combine()
 
 
+def test_ranks_with_other_cuda_kernels_are_refused(monkeypatch):
+    """Both have them, for GPUs with another number of multiprocessors."""
+
+    def all_reduce(tensor, op, group):
+        if tensor.shape == (2, 2):
+            other = torch.tensor([1.0, 77.0])
+            tensor.copy_(torch.maximum(tensor, torch.stack([other, -other])))
+
+    monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
+    monkeypatch.setattr(collectives, "cuda_core", lambda _: SimpleNamespace(loaded=True, identity=78))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    on_any_device = torch.tensor
+
+    def tensor(values, device):
+        return on_any_device(values)
+
+    monkeypatch.setattr(torch, "tensor", tensor)
+    with pytest.raises(
+        RuntimeError, match=r"CUDA kernels and others do not, or have others \(for another GPU"
+    ):
+        collectives._agree_on_core(Groups(agree=(None,)), torch.device("cuda", 0))
+
+
 @pytest.fixture
 def collectives_seen(monkeypatch):
     """The group and the number of elements of each collective; nothing is sent."""

@@ -11,6 +11,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_plugin import store_weights
 from amp_plugin.weights.store import in_fp32, weight_bytes
+from amp_plugin.weights.weight import has_room
 
 
 def network(seed=0):
@@ -258,3 +259,52 @@ def test_unknown_ways_are_refused():
             ValueError, match=f"weights='{given}' is unknown; .* did you mean weights='{meant}'"
         ):
             store_weights(network(), weights=given)
+
+
+def test_a_state_dict_is_made_on_the_host_where_a_gpu_is_nearly_full(monkeypatch):
+    model, _, _ = trained()
+    wanted = exact(model)
+    monkeypatch.setattr("amp_plugin.weights.checkpoint.has_room", lambda _: False)
+    monkeypatch.setattr("amp_plugin.weights.weight.has_room", lambda _: False)
+    with pytest.warns(
+        UserWarning, match="the state dict is made on the host, tensor by tensor: cpu has no room"
+    ):
+        state = model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in wanted.items())
+
+
+def test_room_is_what_is_free_but_an_eighth(monkeypatch):
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+        def numel(self):
+            return 100
+
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 500)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 400)
+    for free, room in ((1500, True), (1300, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 8000))
+        assert has_room(OnGpu()) is room
+    assert has_room(torch.ones(1))
+
+
+def test_a_checkpoint_of_0_2_loads_all_bits():
+    plain = network()
+    wanted = plain.state_dict()
+    halves = {name: pack(value) for name, value in wanted.items()}
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    rests = {number: low for number, (_, low) in enumerate(halves.values())}
+    saved = {**optimizer.state_dict(), "amp_plugin_weights": {"form": "bf16", "steps": 3, "rests": rests}}
+    for weights in ("bf16", "fp32", "fp16"):
+        model = network(seed=1)
+        loaded = torch.optim.AdamW(model.parameters())
+        store_weights(model, loaded, weights=weights)
+        model.load_state_dict({name: high for name, (high, _) in halves.items()})
+        loaded.load_state_dict(copy.deepcopy(saved))
+        assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items()), weights
+
+
+def pack(value):
+    high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
+    torch.ops.amp_plugin.pack_weights_([value], [high], [low])
+    return high, low

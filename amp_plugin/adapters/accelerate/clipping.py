@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.accelerate.refusals import naming_unprepared, refuse_before_backward
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.gradients import params_of
 
 Parameters = Optimizer | Tensor | Iterable[Tensor]
 

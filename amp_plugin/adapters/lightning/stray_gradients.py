@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.parameter_names import params_of
+from amp_plugin.scaling.gradients import params_of
 
 
 class StrayGradients:

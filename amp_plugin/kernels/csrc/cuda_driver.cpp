@@ -21,6 +21,7 @@ Driver load() {
       library != nullptr, "the CUDA driver cannot be loaded (", dlerror(), "); check it with nvidia-smi");
   Driver found;
   find(library, found.cuLaunchKernel, "cuLaunchKernel");
+  find(library, found.cuCtxGetDevice, "cuCtxGetDevice");
   find(library, found.cuCtxGetCurrent, "cuCtxGetCurrent");
   find(library, found.cuCtxSetCurrent, "cuCtxSetCurrent");
   find(library, found.cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");

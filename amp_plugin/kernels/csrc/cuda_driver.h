@@ -15,6 +15,7 @@ struct Driver {
   Status (*cuLaunchKernel)(
       Handle function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
       unsigned block_z, unsigned shared_bytes, Handle stream, void** parameters, void** extra);
+  Status (*cuCtxGetDevice)(int* device);
   Status (*cuCtxGetCurrent)(Handle* context);
   Status (*cuCtxSetCurrent)(Handle context);
   Status (*cuDevicePrimaryCtxRetain)(Handle* context, int device);

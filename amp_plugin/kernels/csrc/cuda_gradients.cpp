@@ -10,26 +10,16 @@
 namespace amp_plugin::cuda {
 namespace {
 
-// As in cuda/measure.cuh.
-struct Results {
-  float* norm;
-  float* found_inf;
-  uint8_t* flags;
-};
-
 // The form of a kernel for a norm, in the order of kKernels.
 size_t form_of(double p) {
-  constexpr double infinity = std::numeric_limits<double>::infinity();
   if (p == 2.0) return 0;
-  if (p == 1.0) return 1;
-  if (p == infinity) return 2;
-  return p == -infinity ? 3 : 4;
+  return p == std::numeric_limits<double>::infinity() ? 1 : 2;
 }
 
 }  // namespace
 
 GradientTable::GradientTable(Device& device, at::TensorList gradients)
-    : GradientTable(device, device.stream(), {}, gradients.size()) {
+    : GradientTable(device, device.stream(), nullptr, gradients.size()) {
   table_ = device.table(gradients, stream_);
 }
 
@@ -39,13 +29,13 @@ std::unique_ptr<KnownGradients> GradientTable::kept(
   Device* device = Device::find(scale.device().index());
   if (device == nullptr) return nullptr;
   const Handle stream = device->stream();
-  std::optional<KeptTable> kept = device->kept_table(count, first, stream);
+  SharedTable kept = device->kept_table(count, first, stream);
   if (!kept) return nullptr;
-  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, std::move(*kept), count));
+  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, std::move(kept), count));
 }
 
 bool GradientTable::are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const {
-  return are_of(rows_->data() + begin, gradients, count, device_.device());
+  return are_of(table_->rows.data() + begin, gradients, count, device_.device());
 }
 
 Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const {
@@ -58,7 +48,7 @@ Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double
   const Results results{
       norm.mutable_data_ptr<float>(), found_inf.mutable_data_ptr<float>(), flags.mutable_data_ptr<uint8_t>()};
   const size_t kernel = (writes ? kUnscale : kNormCheck) + form_of(p);
-  device_.launch(kernel, device_.blocks(table_), stream_, table_, p, factor, results);
+  device_.launch(kernel, device_.blocks(table_->table), stream_, table_->table, p, factor, results);
   return {norm, found_inf, flags};
 }
 
@@ -67,7 +57,8 @@ at::Tensor GradientTable::multiply_(const at::Tensor& factor) const {
   const DeviceScalar value = scalar(factor, "factor", device_.device());
   at::Tensor found_inf = new_tensor({}, at::kFloat, device_.device());
   device_.launch(
-      kMultiply, device_.blocks(table_), stream_, table_, value, found_inf.mutable_data_ptr<float>());
+      kMultiply, device_.blocks(table_->table), stream_, table_->table, value,
+      found_inf.mutable_data_ptr<float>());
   return found_inf;
 }
 

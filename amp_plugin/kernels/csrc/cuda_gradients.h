@@ -25,13 +25,12 @@ class GradientTable final : public KnownGradients {
   at::Tensor multiply_(const at::Tensor& factor) const override;
 
  private:
-  GradientTable(Device& device, Handle stream, KeptTable kept, size_t count)
-      : device_(device), stream_(stream), table_(kept.table), rows_(std::move(kept.rows)), count_(count) {}
+  GradientTable(Device& device, Handle stream, SharedTable table, size_t count)
+      : device_(device), stream_(stream), table_(std::move(table)), count_(count) {}
 
   Device& device_;
   Handle stream_;
-  Table table_;
-  KeptRows rows_;  // null for gradients that need no comparison
+  SharedTable table_;
   size_t count_;
 };
 

@@ -1,31 +1,51 @@
 #include "cuda_memory.h"
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <bit>
 
 namespace amp_plugin::cuda {
 namespace {
 
 constexpr size_t kSmallest = 16 * 1024;
+constexpr size_t kSlab = 4 * 1024 * 1024;  // 64 tables of 1000 tensors
+constexpr Status kOutOfMemory = 2;
 constexpr unsigned kNonBlocking = 1, kNoDestructorSync = 1, kMove = 1;
 
 }  // namespace
 
+Memory::Slab Memory::slab_of(size_t bytes) {
+  const OutsideCapture outside;
+  const size_t size = std::max(bytes, kSlab);
+  Address address = 0;
+  Status status = driver().cuMemAlloc(&address, size);
+  if (status == kOutOfMemory) {  // torch keeps memory that nobody uses
+    c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
+    status = driver().cuMemAlloc(&address, size);
+  }
+  check(status, "the CUDA driver gives no memory for a table of tensors");
+  return {address, size};
+}
+
+void Memory::reserve() {
+  const std::lock_guard lock(mutex_);
+  slab_ = slab_of(kSlab);
+}
+
 Memory::Block Memory::take(size_t bytes, Handle stream, bool of_graph) {
   const size_t size = std::bit_ceil(std::max(bytes, kSmallest));
-  {
-    const std::lock_guard lock(mutex_);
-    auto& shelf = free_[{of_graph, stream, size}];
-    if (!shelf.empty()) {
-      const Address address = shelf.back();
-      shelf.pop_back();
-      return {address, size, stream, of_graph};
-    }
+  const std::lock_guard lock(mutex_);
+  auto& shelf = free_[{of_graph, stream, size}];
+  if (!shelf.empty()) {
+    const Address address = shelf.back();
+    shelf.pop_back();
+    return {address, size, stream, of_graph};
   }
-  const OutsideCapture outside;
-  Address address = 0;
-  check(driver().cuMemAlloc(&address, size), "the CUDA driver gives no memory for a table of tensors");
+  if (slab_.left < size) slab_ = slab_of(size);
+  const Address address = slab_.next;
+  slab_ = {address + size, slab_.left - size};
   return {address, size, stream, of_graph};
 }
 

@@ -19,18 +19,24 @@ class Memory {
     bool of_graph;
   };
 
-  // Memory for work of one stream: what is given back is used again by later work of that stream.
-  Block for_stream(Handle stream, size_t bytes) { return take(bytes, stream, false); }
-  // Memory for a graph; nobody uses it when it is given back.
-  Block for_graph(size_t bytes) { return take(bytes, nullptr, true); }
+  // Takes the first slab from the device, before torch's allocator holds all there is.
+  void reserve();
+  // Memory for work of one stream: what is given back is used again by later work of that stream. Or memory
+  // for a graph, which nobody uses when it is given back.
+  Block take(size_t bytes, Handle stream, bool of_graph);
   void give_back(const Block& block);
 
  private:
-  Block take(size_t bytes, Handle stream, bool of_graph);
+  struct Slab {
+    Address next = 0;
+    size_t left = 0;
+  };
+  static Slab slab_of(size_t bytes);
 
   using Shelf = std::tuple<bool, Handle, size_t>;
   std::mutex mutex_;
   std::map<Shelf, std::vector<Address>> free_;
+  Slab slab_;  // blocks are cut from it, and never joined again
 };
 
 // Copies bytes of the host to the device at once, whatever is being captured.

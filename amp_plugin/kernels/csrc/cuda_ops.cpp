@@ -12,6 +12,7 @@
 #include "cuda_gradients.h"
 #include "cuda_scalar.h"
 #include "new_tensor.h"
+#include "versions.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -124,8 +125,8 @@ void cast(at::TensorList src, at::TensorList out) {
   if (!from.empty()) {
     const Rows rows = rows_of(from, to, device->device());
     const Handle stream = device->stream();
-    const Table table = device->table(rows, stream);
-    device->launch(kCast, device->blocks(table), stream, table);
+    const SharedTable table = device->table(rows, stream);
+    device->launch(kCast, device->blocks(table->table), stream, table->table);
   }
   increment_versions(out);
 }
@@ -174,8 +175,8 @@ at::Tensor clip_factor(
   const void* carried = scale ? scale->const_data_ptr() : nullptr;
   const void* found = found_inf ? found_inf->const_data_ptr() : nullptr;
   device->launch(
-      kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried,
-      found, factor.mutable_data_ptr());
+      kClipFactor, 1, device->stream(), norm.const_data_ptr(), static_cast<float>(max_norm), carried, found,
+      factor.mutable_data_ptr());
   return factor;
 }
 

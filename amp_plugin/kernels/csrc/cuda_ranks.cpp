@@ -11,28 +11,10 @@
 #include "known_gradients.h"
 #include "new_tensor.h"
 #include "packed_measurements.h"
+#include "versions.h"
 
 namespace amp_plugin::cuda {
 namespace {
-
-constexpr uint32_t kMostPacked = 32;
-
-// As in cuda/packed_measurements.cuh.
-struct Measurements {
-  DeviceScalar norms[kMostPacked];
-  DeviceScalar flags[kMostPacked];
-  double replicas[kMostPacked];
-  uint8_t slots[kMostPacked];
-  uint32_t norm_count;
-  uint32_t flag_count;
-  uint32_t power_count;
-};
-
-struct Packed {
-  const double* values[kMostPacked];
-  uint32_t power_counts[kMostPacked];
-  uint32_t count;
-};
 
 // What is too much for one launch is left to plain torch, as where our kernels do not run.
 Device* device_for(const at::Tensor& packed, size_t most) {

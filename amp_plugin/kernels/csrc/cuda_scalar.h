@@ -3,14 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace amp_plugin::cuda {
+#include <optional>
 
-// As in cuda/elements.cuh.
-struct DeviceScalar {
-  const void* address;
-  uint32_t is_double;
-  uint32_t is_inverted;  // 1 divided by it is meant
-};
+#include "cuda_layout.h"
+
+namespace amp_plugin::cuda {
 
 inline void require_one_element(
     const at::Tensor& tensor, const char* name, c10::Device device, at::ScalarType type,
@@ -26,6 +23,12 @@ inline DeviceScalar scalar(
     const at::Tensor& tensor, const char* name, c10::Device device, bool is_inverted = false) {
   require_one_element(tensor, name, device, at::kFloat, true);
   return {tensor.const_data_ptr(), tensor.scalar_type() == at::kDouble, is_inverted};
+}
+
+// No address where there is none.
+inline DeviceScalar optional_scalar(
+    const std::optional<at::Tensor>& tensor, const char* name, c10::Device device) {
+  return tensor ? scalar(*tensor, name, device) : DeviceScalar{nullptr, 0, 0};
 }
 
 }  // namespace amp_plugin::cuda

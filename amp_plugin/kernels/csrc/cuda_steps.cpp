@@ -7,32 +7,16 @@
 #include <optional>
 
 #include "cuda_device.h"
+#include "cuda_scalar.h"
 #include "memory_order.h"
 #include "step_rows.h"
+#include "versions.h"
 
 namespace amp_plugin::cuda {
 namespace {
 
 using Number = std::optional<at::Tensor>;
 using List = at::TensorList;
-
-// As in cuda/elements.cuh; no address where there is no number.
-struct OptionalScalar {
-  const void* address;
-  uint32_t is_double, is_inverted;
-};
-
-// As in cuda/adam.cu.
-struct AdamOptions {
-  double lr, beta1, beta2, eps, weight_decay;
-  uint32_t decoupled, maximize, amsgrad, unused;
-};
-
-// As in cuda/sgd.cu.
-struct SgdOptions {
-  double lr, momentum, dampening, weight_decay;
-  uint32_t nesterov, maximize, first_step, unused;
-};
 
 template <typename Signature, typename... Arguments>
 void plainly(const char* name, const Arguments&... arguments) {
@@ -42,14 +26,6 @@ void plainly(const char* name, const Arguments&... arguments) {
 bool is_number(const at::Tensor& tensor, c10::Device device) {
   const bool is_real = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
   return tensor.device() == device && tensor.numel() == 1 && is_real;
-}
-
-OptionalScalar optional_scalar(const Number& number, const char* name, c10::Device device) {
-  if (!number) return {nullptr, 0, 0};
-  TORCH_CHECK_VALUE(
-      is_number(*number, device), name, ": got a tensor of ", number->numel(), " elements, ",
-      number->scalar_type(), ", on ", number->device(), "; give one element of Float or Double on ", device);
-  return {number->const_data_ptr(), number->scalar_type() == at::kDouble, 0};
 }
 
 uint64_t address_of(const void* pointer) { return reinterpret_cast<uint64_t>(pointer); }
@@ -76,7 +52,7 @@ Rows table_rows(const StepRows& parameters, List steps) {
     first.numel = static_cast<uint64_t>(parameter.numel);
     first.first_granule = add_granules(granules, first.numel);
     first.dtype = code_of(parameter.grad_type);
-    first.out_dtype = static_cast<uint8_t>(parameter.weight);
+    first.out_dtype = parameter.weight == Weight::fp32 ? kFloat32 : kBFloat16;
     Row& second = result.rows[count + i];
     second.address = address_of(parameter.remainder);
     if (!steps.empty()) {
@@ -131,16 +107,14 @@ void adam_(
   const AdamOptions options{
       lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, !max_exp_avg_sqs.empty(), 0};
   const Handle stream = device->stream();
-  const Table table = device->table(table_rows(rows, steps), stream);
+  const SharedTable table = device->table(table_rows(rows, steps), stream);
   device->launch(
-      kAdam, device->blocks(table), stream, table, options,
+      kAdam, device->blocks(table->table), stream, table->table, options,
       optional_scalar(lr_tensor, "lr_tensor", device->device()),
       optional_scalar(grad_scale, "grad_scale", device->device()),
       optional_scalar(found_inf, "found_inf", device->device()));
   rows.finish();
-  for (const at::Tensor& step : steps) {
-    if (!step.is_inference()) step.unsafeGetTensorImpl()->bump_version();
-  }
+  increment_versions(steps);
 }
 
 void sgd_(
@@ -165,9 +139,9 @@ void sgd_(
       " params; give one for each parameter.");
   const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step, 0};
   const Handle stream = device->stream();
-  const Table table = device->table(table_rows(rows, {}), stream);
+  const SharedTable table = device->table(table_rows(rows, {}), stream);
   device->launch(
-      kSgd, device->blocks(table), stream, table, options,
+      kSgd, device->blocks(table->table), stream, table->table, options,
       optional_scalar(lr_tensor, "lr_tensor", device->device()),
       optional_scalar(grad_scale, "grad_scale", device->device()),
       optional_scalar(found_inf, "found_inf", device->device()));
@@ -211,15 +185,9 @@ bool run_on_pairs(size_t kernel, List masters, List high, List low) {
   const std::optional<Rows> rows = pair_rows(masters, high, low, device->device());
   if (!rows) return false;
   const Handle stream = device->stream();
-  const Table table = device->table(*rows, stream);
-  device->launch(kernel, device->blocks(table), stream, table);
+  const SharedTable table = device->table(*rows, stream);
+  device->launch(kernel, device->blocks(table->table), stream, table->table);
   return true;
-}
-
-void count_write(List tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-  }
 }
 
 using OnPairs = void(List, List, List);
@@ -228,15 +196,15 @@ void pack_weights_(List masters, List high, List low) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!run_on_pairs(kPackWeights, masters, high, low))
     return plainly<OnPairs>("amp_plugin::_plain_pack_weights_", masters, high, low);
-  count_write(high);
-  count_write(low);
+  increment_versions(high);
+  increment_versions(low);
 }
 
 void unpack_weights_(List high, List low, List masters) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!run_on_pairs(kUnpackWeights, masters, high, low))
     return plainly<OnPairs>("amp_plugin::_plain_unpack_weights_", high, low, masters);
-  count_write(masters);
+  increment_versions(masters);
 }
 
 }  // namespace

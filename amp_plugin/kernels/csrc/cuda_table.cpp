@@ -53,24 +53,37 @@ bool is_of(const Row& row, const at::Tensor& tensor, c10::Device device) {
   return reinterpret_cast<uint64_t>(storage.mutable_data()) + offset == row.address;  // as rows_of
 }
 
-// The bytes as the upload needs them: the ticket, the rows, the marks; all but the rows 0.
-void write_image(const Rows& rows, void* image, size_t bytes) {
-  std::memset(image, 0, bytes);
-  if (!rows.rows.empty())
-    std::memcpy(static_cast<char*>(image) + kTicketBytes, rows.rows.data(), rows.rows.size() * sizeof(Row));
-}
-
 size_t image_bytes(size_t count) { return kTicketBytes + count * sizeof(Row) + marks_bytes(count); }
 
-struct HeldByGraph {
-  Memory* memory;
-  Memory::Block block;
-};
+// The bytes as the upload needs them: the ticket, the rows, the marks; all but the rows 0.
+void write_image(const std::vector<Row>& rows, void* image) {
+  std::memset(image, 0, image_bytes(rows.size()));
+  if (!rows.empty())
+    std::memcpy(static_cast<char*>(image) + kTicketBytes, rows.data(), rows.size() * sizeof(Row));
+}
 
-void give_back(void* held) {
-  auto* of_graph = static_cast<HeldByGraph*>(held);
-  of_graph->memory->give_back(of_graph->block);
-  delete of_graph;
+template <typename T>
+T* at_address(Address address) {
+  return reinterpret_cast<T*>(address);
+}
+
+Table laid_out(const Rows& rows, Address begin) {
+  const size_t count = rows.rows.size();
+  const Address marks = begin + kTicketBytes + count * sizeof(Row);
+  return {
+      .rows = at_address<const Row>(begin + kTicketBytes),
+      .marks = at_address<u32>(marks),
+      .partials = at_address<Partial>(marks + marks_bytes(count)),
+      .ticket = at_address<u32>(begin),
+      .count = rows.count,
+      .granules = rows.granules};
+}
+
+bool is_table_of(const HeldTable& held, const Rows& rows, Handle stream) {
+  const size_t count = rows.rows.size();
+  return held.stream == stream && held.rows.size() == count && held.table.count == rows.count &&
+      held.table.granules == rows.granules &&
+      (count == 0 || std::memcmp(held.rows.data(), rows.rows.data(), count * sizeof(Row)) == 0);
 }
 
 }  // namespace
@@ -93,14 +106,14 @@ bool are_of(const Row* rows, at::TensorList tensors, c10::Device device) {
   });
 }
 
-uint8_t code_of(at::ScalarType type) {
+u8 code_of(at::ScalarType type) {
   switch (type) {
-    case at::kHalf: return 0;
-    case at::kBFloat16: return 1;
-    case at::kFloat: return 2;
-    case at::kDouble: return 3;
-    case at::kComplexFloat: return 4;
-    case at::kComplexDouble: return 5;
+    case at::kHalf: return kFloat16;
+    case at::kBFloat16: return kBFloat16;
+    case at::kFloat: return kFloat32;
+    case at::kDouble: return kFloat64;
+    case at::kComplexFloat: return kComplex64;
+    case at::kComplexDouble: return kComplex128;
     default: return kUnknownDtype;
   }
 }
@@ -137,74 +150,50 @@ Rows rows_of(at::TensorList tensors, at::TensorList out, c10::Device device) {
   return result;
 }
 
-size_t TableCache::bytes_of(const Rows& rows) const {
-  return image_bytes(rows.rows.size()) + most_blocks_ * sizeof(Partial);
-}
+HeldTable::HeldTable(Memory& memory, const Rows& rows, Handle stream, bool of_graph, size_t most_blocks)
+    : memory(memory),
+      stream(stream),
+      rows(rows.rows),
+      block(memory.take(image_bytes(rows.rows.size()) + most_blocks * sizeof(Partial), stream, of_graph)),
+      table(laid_out(rows, block.address)) {}
 
-Table TableCache::laid_out(const Rows& rows, Address begin) const {
-  const size_t count = rows.rows.size();
-  const Address marks = begin + kTicketBytes + count * sizeof(Row);
-  return {
-      .rows = begin + kTicketBytes,
-      .marks = marks,
-      .partials = marks + marks_bytes(count),
-      .ticket = begin,
-      .count = rows.count,
-      .granules = rows.granules};
-}
-
-Table TableCache::of(const Rows& rows, Handle stream, bool captured) {
+SharedTable TableCache::of(const Rows& rows, Handle stream, bool captured) {
   if (captured) return for_graph(rows, stream);
   const std::lock_guard lock(mutex_);
-  if (const Entry* kept = find(rows, stream)) return kept->table;
-  const Memory::Block block = memory_.for_stream(stream, bytes_of(rows));
-  const Table table = laid_out(rows, block.address);
-  upload(rows, table);
-  entries_.push_front(
-      {.stream = stream,
-       .rows = std::make_shared<const std::vector<Row>>(rows.rows),
-       .memory = block,
-       .table = table});
-  if (entries_.size() > kKeptTables) {
-    memory_.give_back(entries_.back().memory);
-    entries_.pop_back();
-  }
-  return table;
-}
-
-const TableCache::Entry* TableCache::find(const Rows& rows, Handle stream) {
-  const size_t count = rows.rows.size(), bytes = count * sizeof(Row);
-  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
-    if (entry->stream != stream || entry->rows->size() != count || entry->table.count != rows.count ||
-        entry->table.granules != rows.granules)
-      continue;
-    if (count > 0 && std::memcmp(entry->rows->data(), rows.rows.data(), bytes) != 0) continue;
-    entries_.splice(entries_.begin(), entries_, entry);
-    return &entries_.front();
-  }
-  return nullptr;
-}
-
-std::optional<KeptTable> TableCache::kept(size_t count, const at::Tensor& first, Handle stream) {
-  const std::unique_lock lock(mutex_, std::try_to_lock);
-  if (!lock.owns_lock()) return std::nullopt;
-  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const Entry& candidate) {
-    return candidate.stream == stream && candidate.rows->size() == count && candidate.table.count == count &&
-        is_of(candidate.rows->front(), first, device_);
+  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const SharedTable& candidate) {
+    return is_table_of(*candidate, rows, stream);
   });
-  if (entry == entries_.end()) return std::nullopt;
+  if (entry != entries_.end()) return moved_to_front(entry);
+  SharedTable made = std::make_shared<const HeldTable>(memory_, rows, stream, false, most_blocks_);
+  upload(*made);
+  entries_.push_front(made);
+  if (entries_.size() > kKeptTables) entries_.pop_back();
+  return made;
+}
+
+SharedTable TableCache::kept(size_t count, const at::Tensor& first, Handle stream) {
+  const std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock.owns_lock()) return nullptr;
+  const auto entry = std::find_if(entries_.begin(), entries_.end(), [&](const SharedTable& candidate) {
+    return candidate->stream == stream && candidate->rows.size() == count &&
+        candidate->table.count == count && is_of(candidate->rows.front(), first, device_);
+  });
+  return entry == entries_.end() ? nullptr : moved_to_front(entry);
+}
+
+SharedTable TableCache::moved_to_front(Entries::iterator entry) {
   entries_.splice(entries_.begin(), entries_, entry);
-  return KeptTable{.rows = entry->rows, .table = entry->table};
+  return entries_.front();
 }
 
 // From pinned memory, which torch's host allocator hands out again only behind the copy.
-void TableCache::upload(const Rows& rows, const Table& table) {
-  const auto bytes = static_cast<int64_t>(image_bytes(rows.rows.size()));
+void TableCache::upload(const HeldTable& held) {
+  const auto bytes = static_cast<int64_t>(image_bytes(held.rows.size()));
   const at::AutoDispatchBelowADInplaceOrView below;
   const at::Tensor pinned =
       at::empty({bytes}, at::TensorOptions(at::kByte).device(at::kCPU).pinned_memory(true));
-  write_image(rows, pinned.mutable_data_ptr(), static_cast<size_t>(bytes));
-  at::for_blob(reinterpret_cast<void*>(table.ticket), {bytes})
+  write_image(held.rows, pinned.mutable_data_ptr());
+  at::for_blob(held.table.ticket, {bytes})
       .options(at::TensorOptions(at::kByte).device(device_))
       .target_device(device_)
       .make_tensor()
@@ -214,15 +203,15 @@ void TableCache::upload(const Rows& rows, const Table& table) {
 
 // Addresses are frozen in a graph, so its table is on the device before the first replay, and no node of the
 // graph brings it there.
-Table TableCache::for_graph(const Rows& rows, Handle stream) {
-  const Memory::Block block = memory_.for_graph(bytes_of(rows));
-  const Table table = laid_out(rows, block.address);
+SharedTable TableCache::for_graph(const Rows& rows, Handle stream) {
+  SharedTable made = std::make_shared<const HeldTable>(memory_, rows, nullptr, true, most_blocks_);
   std::vector<char> image(image_bytes(rows.rows.size()));
-  write_image(rows, image.data(), image.size());
-  copy_at_once(table.ticket, image.data(), image.size());
-  when_graph_is_gone(stream, new HeldByGraph{&memory_, block}, &give_back);
+  write_image(rows.rows, image.data());
+  copy_at_once(made->block.address, image.data(), image.size());
+  when_graph_is_gone(
+      stream, new SharedTable(made), [](void* held) { delete static_cast<SharedTable*>(held); });
   ++uploads_;
-  return table;
+  return made;
 }
 
 }  // namespace amp_plugin::cuda

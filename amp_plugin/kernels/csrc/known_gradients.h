@@ -31,6 +31,4 @@ std::unique_ptr<KnownGradients> known_gradients(
 using FindKnownGradients = std::unique_ptr<KnownGradients> (*)(size_t, const at::Tensor&, const at::Tensor&);
 void find_known_gradients_with(FindKnownGradients find);
 
-void increment_versions(at::TensorList tensors);
-
 }  // namespace amp_plugin

@@ -13,6 +13,7 @@
 #include "new_tensor.h"
 #include "one_value.h"
 #include "scaling_chunk.h"
+#include "versions.h"
 
 namespace amp_plugin {
 namespace {
@@ -146,11 +147,7 @@ class Flattened {
     for (const auto& [grad, copy] : copies_) {
       grad.copy_(copy);
     }
-    for (const at::Tensor& grad : grads) {
-      if (!grad.is_inference()) {
-        grad.unsafeGetTensorImpl()->bump_version();
-      }
-    }
+    increment_versions(grads);
   }
 
  private:

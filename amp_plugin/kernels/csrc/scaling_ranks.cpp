@@ -10,6 +10,7 @@
 #include "new_tensor.h"
 #include "one_value.h"
 #include "packed_measurements.h"
+#include "versions.h"
 
 namespace amp_plugin {
 namespace {
@@ -55,7 +56,7 @@ void pack_measurements_(
   double found = 0.0;
   for (const at::Tensor& flag : found_infs) found = std::max(found, one_value(flag, "found_inf"));
   values[replicas.size()] = found;
-  if (!packed.is_inference()) packed.unsafeGetTensorImpl()->bump_version();
+  increment_versions({packed});
 }
 
 std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, double p) {

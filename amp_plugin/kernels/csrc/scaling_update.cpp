@@ -9,6 +9,7 @@
 
 #include "cpu_ops.h"
 #include "new_tensor.h"
+#include "versions.h"
 
 namespace amp_plugin {
 namespace {
@@ -48,11 +49,7 @@ void update_scale_(
       tolerance = static_cast<int32_t>(hysteresis);
     }
   }
-  for (const at::Tensor* written : {&scale, &growth_tracker, &hysteresis_tracker}) {
-    if (!written->is_inference()) {
-      written->unsafeGetTensorImpl()->bump_version();
-    }
-  }
+  increment_versions({scale, growth_tracker, hysteresis_tracker});
 }
 
 at::Tensor clip_factor(

@@ -6,6 +6,7 @@
 #include "cpu_ops.h"
 #include "one_value.h"
 #include "step_run.h"
+#include "versions.h"
 
 namespace amp_plugin {
 namespace {
@@ -77,7 +78,6 @@ std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions&
   double last = 0;  // parameters mostly have taken as many steps
   for (const at::Tensor& counter : steps) {
     const double step = incremented(counter);
-    if (!counter.is_inference()) counter.unsafeGetTensorImpl()->bump_version();
     if (step == last) {
       rules.push_back(rules.back());
     } else {
@@ -85,6 +85,7 @@ std::vector<AdamRule<amsgrad>> rules_of(at::TensorList steps, const AdamOptions&
     }
     last = step;
   }
+  increment_versions(steps);
   return rules;
 }
 

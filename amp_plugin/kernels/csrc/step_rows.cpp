@@ -7,20 +7,13 @@
 
 #include "memory_order.h"
 #include "step_run.h"
+#include "versions.h"
 
 namespace amp_plugin {
 namespace {
 
 // Elements that a thread takes at a time: some 50 us of memory traffic, well above a fork and join.
 constexpr int64_t kStepTask = 65536;
-
-void bump(at::TensorList tensors) {
-  for (const at::Tensor& tensor : tensors) {
-    if (!tensor.is_inference()) {
-      tensor.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-}
 
 }  // namespace
 
@@ -120,16 +113,16 @@ Row StepRows::row_of(size_t i) {
 
 void StepRows::finish_gradients() const {
   for (const auto& [grad, copy] : gradient_copies_) grad.copy_(copy);
-  if (writes_gradients_) bump(tensors_.grads);
+  if (writes_gradients_) increment_versions(tensors_.grads);
 }
 
 void StepRows::finish() const {
   finish_gradients();
   for (const auto& [tensor, copy] : written_copies_) tensor.copy_(copy);
-  bump(tensors_.params);
-  bump(tensors_.remainders);
+  increment_versions(tensors_.params);
+  increment_versions(tensors_.remainders);
   for (const at::TensorList& states : tensors_.states) {
-    bump(states);
+    increment_versions(states);
   }
 }
 

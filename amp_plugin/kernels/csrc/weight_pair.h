@@ -22,8 +22,8 @@ inline WeightPair pack_weight(uint32_t bits) {
   return {static_cast<uint16_t>(high), static_cast<int16_t>(kept - (high << 16))};
 }
 
-// Beside a zero a low half counts for nothing: whoever writes a weight does not know of it, and a negative one
-// would make a NaN. So float32 numbers below 4.6e-41 come back as zeros.
+// Beside a zero a low half counts for nothing: whoever writes a weight does not know of it, and a negative
+// one would make a NaN. So float32 numbers below 4.6e-41 come back as zeros.
 inline uint32_t unpack_weight(uint16_t high, int16_t low) {
   const uint32_t rest = (high & 0x7FFFU) == 0 ? 0U : static_cast<uint32_t>(static_cast<int32_t>(low));
   return (static_cast<uint32_t>(high) << 16) + rest;

@@ -12,6 +12,7 @@
 #include "cpu_ops.h"
 #include "memory_order.h"
 #include "new_tensor.h"
+#include "versions.h"
 #include "weight_pair.h"
 
 namespace amp_plugin {
@@ -63,12 +64,9 @@ class Written {
 
   void finish() const {
     for (size_t i = 0; i < buffers_.size(); ++i) {
-      if (!buffers_[i].is_same(tensors_[i])) {
-        tensors_[i].copy_(buffers_[i]);
-      } else if (!buffers_[i].is_inference()) {
-        buffers_[i].unsafeGetTensorImpl()->bump_version();
-      }
+      if (!buffers_[i].is_same(tensors_[i])) tensors_[i].copy_(buffers_[i]);
     }
+    increment_versions(tensors_);
   }
 
  private:

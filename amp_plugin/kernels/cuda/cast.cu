@@ -5,7 +5,7 @@
 // through fp32, as torch does. Bytes: all of src read, all of out written.
 #include "tensor_table.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 template <typename From, typename To>
 __device__ To convert(From x) {

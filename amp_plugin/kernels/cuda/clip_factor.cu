@@ -3,7 +3,7 @@
 // One thread in place of some ten launches; the formula is in kernels/reference.py.
 #include "elements.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 extern "C" __global__ void clip_factor(
     const float* norm, float max_norm, const float* scale, const float* found_inf, float* out) {

@@ -6,9 +6,13 @@ toolkit and no GPU are needed, so all architectures can be compiled on any machi
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
+import sys
 import warnings
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -23,9 +27,9 @@ from amp_plugin.kernels.build_cache import (
     read_entry,
     scratch_folder,
 )
-from amp_plugin.kernels.cuda.catalogue import Kernel, all_kernels
+from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
+from amp_plugin.kernels.progress import Progress
 
-SOURCES: Final = Path(__file__).parent
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""
 
@@ -33,12 +37,13 @@ CUBIN: Final = "kernel.cubin"
 STANDARD: Final = "c++17"
 
 
-def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
+def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Compile a kernel with NVRTC.
 
     Args:
         kernel: What to compile.
         architecture: As ``"sm_90"``.
+        tuning: How it fills a GPU.
 
     Returns:
         Machine code of that architecture.
@@ -46,23 +51,30 @@ def compile_cubin(kernel: Kernel, architecture: str) -> bytes:
     Raises:
         RuntimeError: NVRTC is missing, does not know the architecture or rejects the source.
     """
-    options = ProgramOptions(
-        name=f"{kernel.name}.cu",
-        arch=architecture,
-        std=STANDARD,
-        include_path=str(SOURCES),
-        define_macro=("NORM", kernel.norm) if kernel.norm else None,
-    )
     source = (SOURCES / f"{kernel.name}.cu").read_text()
     try:
-        return bytes(Program(source, "c++", options=options).compile("cubin").code)
+        program = Program(source, "c++", options=options_for(kernel, architecture, tuning))
+        return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are not public
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
         raise RuntimeError(msg) from error
 
 
-def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
+def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> ProgramOptions:
+    """Return what NVRTC is told: only where the source says fma are a product and a sum rounded once."""
+    of_norm = (("NORM", kernel.norm),) if kernel.norm else ()
+    return ProgramOptions(
+        name=f"{kernel.name}.cu",
+        arch=architecture,
+        std=STANDARD,
+        fma=False,
+        include_path=str(SOURCES),
+        define_macro=[*tuning.macros(), *of_norm],
+    )
+
+
+def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Return the cubin of a kernel, compiled only if the build cache has none.
 
     The entry depends on the sources, the architecture and NVRTC's version. If the cache
@@ -72,6 +84,7 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
     Args:
         kernel: Which kernel.
         architecture: As ``"sm_90"``.
+        tuning: How it fills a GPU.
 
     Returns:
         Machine code of that architecture.
@@ -79,18 +92,17 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
     Raises:
         RuntimeError: As :func:`compile_cubin`.
     """
+    identity = _identity(kernel, architecture, tuning)
     try:
-        folder = cache_root() / "cuda"
-        folder.mkdir(mode=0o700, exist_ok=True)
+        folder = _folder()
     except (OSError, ValueError) as error:
         warnings.warn(
             f"CUDA kernels are compiled anew in each process: {error}", RuntimeWarning, stacklevel=2
         )
-        return compile_cubin(kernel, architecture)
-    identity = _identity(kernel, architecture)
-    entry = folder / f"{kernel.name}-{architecture}-{digest(identity)}"
+        return compile_cubin(kernel, architecture, tuning)
+    entry = folder / _name(identity)
     try:
-        cubin = read_entry(entry, CUBIN) or _publish(kernel, architecture, entry, identity)
+        cubin = read_entry(entry, CUBIN) or _publish(kernel, architecture, tuning, entry, identity)
         return cubin.read_bytes()
     except OSError as error:  # a full disk must not end a training run
         warnings.warn(
@@ -98,7 +110,55 @@ def cached_cubin(kernel: Kernel, architecture: str) -> bytes:
             RuntimeWarning,
             stacklevel=2,
         )
-        return compile_cubin(kernel, architecture)
+        return compile_cubin(kernel, architecture, tuning)
+
+
+def all_cubins(architecture: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes]:
+    """Return the cubins of all kernels, compiled several at a time, with a line to stderr if any has to be.
+
+    Args:
+        architecture: As ``"sm_90"``.
+        tuning: How they fill a GPU.
+
+    Raises:
+        RuntimeError: As :func:`compile_cubin`.
+    """
+    kernels = list(all_kernels())
+    with contextlib.ExitStack() as stack:
+        if not all(_is_kept(kernel, architecture, tuning) for kernel in kernels):
+            text = f"amp_plugin: compiling {len(kernels)} CUDA kernels for {architecture} (once) ..."
+            stack.enter_context(Progress(text, sys.stderr))
+        cached_cubin(Kernel(name="update_scale"), architecture, tuning)  # what is wrong with one is with all
+        pool = stack.enter_context(ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)))
+        cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture, tuning), kernels)
+        return dict(zip(kernels, cubins, strict=True))
+
+
+def identity_of(architecture: str, blocks: int) -> int:
+    """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute.
+
+    Args:
+        architecture: As ``"sm_90"``.
+        blocks: That work on a table at once.
+    """
+    parts = {"architecture": architecture, "blocks": str(blocks), "sources": _sources()}
+    return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
+
+
+def _folder() -> Path:
+    folder = cache_root() / "cuda"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _name(identity: dict[str, str]) -> str:
+    return f"{identity['kernel']}-{identity['architecture']}-{digest(identity)}"
+
+
+def _is_kept(kernel: Kernel, architecture: str, tuning: Tuning) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return (_folder() / _name(_identity(kernel, architecture, tuning))).exists()
+    return False
 
 
 def architecture_for(major: int, minor: int) -> str:
@@ -126,14 +186,16 @@ def architecture_for(major: int, minor: int) -> str:
     return f"sm_{max(fitting)}"
 
 
-def _publish(kernel: Kernel, architecture: str, entry: Path, identity: dict[str, str]) -> Path:
+def _publish(
+    kernel: Kernel, architecture: str, tuning: Tuning, entry: Path, identity: dict[str, str]
+) -> Path:
     with locked(entry):
         if cubin := read_entry(entry, CUBIN):  # another process was faster
             return cubin
         with scratch_folder(entry) as scratch:
             built = scratch / "built"
             built.mkdir(mode=0o700)
-            (built / CUBIN).write_bytes(compile_cubin(kernel, architecture))
+            (built / CUBIN).write_bytes(compile_cubin(kernel, architecture, tuning))
             return publish_entry(built, entry, CUBIN, identity)
 
 
@@ -149,15 +211,16 @@ def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
     Raises:
         RuntimeError: As :func:`compile_cubin`.
     """
-    return sum(bool(cached_cubin(kernel, arch)) for arch in architectures for kernel in all_kernels())
+    return sum(len(all_cubins(architecture)) for architecture in architectures)
 
 
-def _identity(kernel: Kernel, architecture: str) -> dict[str, str]:
+def _identity(kernel: Kernel, architecture: str, tuning: Tuning) -> dict[str, str]:
     return {
         "kernel": kernel.name,
-        "norm": kernel.norm or "",
+        "norm": kernel.norm,
+        "macros": repr(tuning.macros()),
         "architecture": architecture,
-        "standard": STANDARD,
+        "standard": f"{STANDARD} fmad=false",
         "sources": _sources(),
         "nvrtc": nvrtc_version(),
     }
@@ -165,7 +228,7 @@ def _identity(kernel: Kernel, architecture: str) -> dict[str, str]:
 
 @functools.cache
 def _sources() -> str:
-    files = sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh")])
+    files = sorted([*SOURCES.glob("*.cu"), *SOURCES.glob("*.cuh"), LAYOUT])
     return digest({file.name: file.read_text() for file in files})
 
 

@@ -2,18 +2,12 @@
 //
 // No header of a toolkit is needed. fp16 and bf16 are 16-bit patterns here; arithmetic is in fp32
 // (fp64 for fp64). The two conversions between fp16 and fp32 are single instructions on a GPU; a
-// host compiler that builds these sources supplies them itself.
+// host compiler that builds these sources supplies them itself, and the atomic count.
 #pragma once
 
-namespace amp_plugin {
+#include "../csrc/cuda_layout.h"
 
-using u8 = unsigned char;
-using u16 = unsigned short;
-using u32 = unsigned int;
-using u64 = unsigned long long;
-
-// Numbered as code_of in csrc/cuda_table.cpp.
-enum DType : u8 { kFloat16, kBFloat16, kFloat32, kFloat64, kComplex64, kComplex128 };
+namespace amp_plugin::cuda {
 
 #ifdef __CUDACC__
 __device__ inline float half_to_float(u16 bits) {
@@ -26,6 +20,14 @@ __device__ inline u16 float_to_half(float value) {  // to nearest, ties to even
   u16 bits;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
   return bits;
+}
+
+// One instruction in place of a fence, an atomic addition and a fence: releases what the block wrote before,
+// acquires what others have.
+__device__ inline u32 count_block(u32* count) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(count) : "memory");
+  return before;
 }
 #endif
 
@@ -128,19 +130,22 @@ __device__ inline u32 non_finite_bits(Wide x) {
   return x != x ? kHasNan : kHasInf;
 }
 
-// A one-element tensor, fp32 or fp64, that stays on the device; what is read may be 1 divided by it.
-struct DeviceScalar {
-  const void* address;
-  u32 is_double;
-  u32 is_inverted;
-  __device__ double read() const {
-    if (is_double) {
-      const double value = *static_cast<const double*>(address);
-      return is_inverted ? 1 / value : value;
-    }
-    const float value = *static_cast<const float*>(address);
-    return is_inverted ? 1 / value : value;
-  }
-};
+template <typename Wide>
+__device__ inline Wide join_max(Wide a, Wide b) {  // nan wins
+  return (b > a || b != b) ? b : a;
+}
 
-}  // namespace amp_plugin
+__device__ inline double read(const DeviceScalar& scalar) {
+  if (scalar.is_double) {
+    const double value = *static_cast<const double*>(scalar.address);
+    return scalar.is_inverted ? 1 / value : value;
+  }
+  const float value = *static_cast<const float*>(scalar.address);
+  return scalar.is_inverted ? 1 / value : value;
+}
+
+__device__ inline double read_or(const DeviceScalar& scalar, double otherwise) {
+  return scalar.address == nullptr ? otherwise : read(scalar);
+}
+
+}  // namespace amp_plugin::cuda

@@ -4,7 +4,7 @@
 #include "norms.cuh"
 #include "tensor_table.cuh"
 
-namespace amp_plugin {
+namespace amp_plugin::cuda {
 
 // Join the magnitudes of neighbouring components: single ones, or complex pairs.
 template <int kComponents, typename T, typename Wide, int kCount, typename Norm>
@@ -54,12 +54,12 @@ struct MeasureVisit {
   bool shrinks;
   Measured measured;
 
-  template <int kPackets, int kCount>
+  template <bool kWhole, int kPackets, int kCount>
   __device__ void group(Packet<T, kCount> (&packets)[kPackets], u32 valid) {
-    Wide total = Wide(Norm::identity());
+    Wide total = Wide(norm.identity());
 #pragma unroll
     for (u32 k = 0; k < kPackets; ++k) {
-      if (k < valid) total = add_packet<kComponents>(norm, total, packets[k]);
+      if (kWhole || k < valid) total = add_packet<kComponents>(norm, total, packets[k]);
     }
     if (norm.trusted(total)) {
       measured.total = norm.join(measured.total, double(total));
@@ -70,7 +70,7 @@ struct MeasureVisit {
 
   template <int kPackets, int kCount>
   __device__ void again_with_care(const Packet<T, kCount> (&packets)[kPackets], u32 valid, Wide total) {
-    double exact = Norm::identity();
+    double exact = norm.identity();
     bool zero = Norm::kOfComponents && total == 0;  // a sum of squares: nothing to repeat for zeros
     for (u32 k = 0; k < kPackets; ++k) {
       if (k < valid) zero = zero && all_zero(packets[k]);
@@ -84,18 +84,19 @@ struct MeasureVisit {
     measured.total = norm.join(measured.total, exact);
   }
 
+  template <bool kWhole>
   __device__ void vectors(Vector<T>* address, u32 valid) {
     Vector<T> loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      loaded[k] = k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
+      loaded[k] = kWhole || k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
-    group(loaded, valid);
+    group<kWhole>(loaded, valid);
     if constexpr (kWrites) {
       if (factor == 1) return;
 #pragma unroll
       for (u32 k = 0; k < kInFlight; ++k) {
-        if (k >= valid) continue;
+        if (!kWhole && k >= valid) continue;
         measured.bits |= multiply_packet(loaded[k], factor, shrinks) << kWritten;
         store_packet(address + k * kThreads, loaded[k]);
       }
@@ -105,7 +106,7 @@ struct MeasureVisit {
   __device__ void unit(T* address) {
     Packet<T, kComponents> one[1];
     for (int i = 0; i < kComponents; ++i) one[0].element[i] = address[i];
-    group(one, 1);
+    group<true>(one, 1);
     if constexpr (kWrites) {
       if (factor == 1) return;
       measured.bits |= multiply_packet(one[0], factor, shrinks) << kWritten;
@@ -118,7 +119,7 @@ template <typename T, int kComponents, typename Norm, bool kWrites>
 __device__ Measured
 measure_components(const Row& row, u32 per_element, u32 begin, u32 end, const Norm& norm, double factor) {
   const bool shrinks = fabs(factor) <= 1 && factor != 0;
-  MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {Norm::identity(), 0}};
+  MeasureVisit<T, kComponents, Norm, kWrites> visit{norm, factor, shrinks, {norm.identity(), 0}};
   const Span span = span_of_piece(row.address, row.numel * per_element * sizeof(T), begin, end);
   for_each_in_span<T>(span, kComponents * sizeof(T), visit);
   return visit.measured;
@@ -151,7 +152,7 @@ __device__ Measured reduce_block(const Norm& norm, Measured mine) {
   if (lane == 0) of_warp[warp] = mine;
   __syncthreads();
   if (warp > 0) return mine;
-  mine = lane < kThreads / 32 ? of_warp[lane] : Measured{Norm::identity(), 0};
+  mine = lane < kThreads / 32 ? of_warp[lane] : Measured{norm.identity(), 0};
   for (u32 distance = 16; distance > 0; distance /= 2) {
     mine.total = norm.join(mine.total, __shfl_down_sync(kFullWarp, mine.total, distance));
     mine.bits |= __shfl_down_sync(kFullWarp, mine.bits, distance);
@@ -165,13 +166,13 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   mine = reduce_block(norm, mine);
   if (threadIdx.x == 0) table.partials[blockIdx.x] = {mine.total, mine.bits, 0};
   if (!comes_last(table.ticket)) return false;
-  all = {Norm::identity(), 0};
+  all = {norm.identity(), 0};
   for (u32 start = threadIdx.x; start < gridDim.x; start += kThreads * kInFlight) {
     Partial
         loaded[kInFlight];  // all on their way at once: the other blocks have ended, so only this one waits
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      loaded[k] = {Norm::identity(), 0, 0};
+      loaded[k] = {norm.identity(), 0, 0};
       if (start + k * kThreads < gridDim.x) loaded[k] = table.partials[start + k * kThreads];
     }
 #pragma unroll
@@ -184,19 +185,12 @@ __device__ bool join_blocks(const Table& table, const Norm& norm, Measured mine,
   return true;
 }
 
-// Where the results of a measurement go.
-struct Results {
-  float* norm;
-  float* found_inf;
-  u8* flags;  // one for each tensor
-};
-
 // The whole of norm_check and unscale. norm = inv_scale * root(total) in fp64, rounded once; the order
 // is fixed, so the result is the same in every run.
 template <typename Norm, bool kWrites>
 __device__ void measure_all(const Table& table, const Norm& norm, DeviceScalar inv_scale, Results results) {
-  const double factor = kWrites ? inv_scale.read() : 1;
-  Measured mine{Norm::identity(), 0}, all;
+  const double factor = kWrites ? read(inv_scale) : 1;
+  Measured mine{norm.identity(), 0}, all;
   for_each_piece(table, [&](const Row& row, u32 tensor, u32 begin, u32 end) {
     const Measured found = measure_piece<Norm, kWrites>(row, begin, end, norm, factor);
     mine.total = norm.join(mine.total, found.total);
@@ -214,11 +208,11 @@ __device__ void measure_all(const Table& table, const Norm& norm, DeviceScalar i
   if (threadIdx.x > 0) return;
   double value = table.granules > 0 ? norm.root(all.total) : 0;
   if (!norm.counts()) {
-    value *= fabs(inv_scale.read());
+    value *= fabs(read(inv_scale));
     if (all.bits & kHasNan) value = __longlong_as_double(0x7ff8000000000000ll);
   }
   *results.norm = float(value);
   *results.found_inf = all.bits ? 1.0f : 0.0f;
 }
 
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

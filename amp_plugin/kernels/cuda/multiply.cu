@@ -4,22 +4,23 @@
 // Bytes: B read, B written (0 if the factor is 1).
 #include "measure.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 template <typename T>
 struct MultiplyVisit {
   double factor;
   u32 bits;
 
+  template <bool kWhole>
   __device__ void vectors(Vector<T>* address, u32 valid) {
     Vector<T> loaded[kInFlight];
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      loaded[k] = k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
+      loaded[k] = kWhole || k < valid ? load_packet(address + k * kThreads) : Vector<T>{};
     }
 #pragma unroll
     for (u32 k = 0; k < kInFlight; ++k) {
-      if (k >= valid) continue;
+      if (!kWhole && k >= valid) continue;
       bits |= multiply_packet(loaded[k], factor, false);
       store_packet(address + k * kThreads, loaded[k]);
     }
@@ -42,19 +43,21 @@ __device__ u32 multiply_piece(const Row& row, u32 per_element, u32 begin, u32 en
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     multiply(Table table, DeviceScalar factor_scalar, float* found_inf) {
-  const double factor = factor_scalar.read();
-  Measured mine{Maximum::identity(), 0}, all;
-  if (factor != 1) {
-    for_each_piece(table, [&](const Row& row, u32, u32 begin, u32 end) {
-      switch (row.dtype) {
-        case kFloat16: mine.bits |= multiply_piece<Float16>(row, 1, begin, end, factor); break;
-        case kBFloat16: mine.bits |= multiply_piece<BFloat16>(row, 1, begin, end, factor); break;
-        case kFloat32: mine.bits |= multiply_piece<Float32>(row, 1, begin, end, factor); break;
-        case kFloat64: mine.bits |= multiply_piece<Float64>(row, 1, begin, end, factor); break;
-        case kComplex64: mine.bits |= multiply_piece<Float32>(row, 2, begin, end, factor); break;
-        case kComplex128: mine.bits |= multiply_piece<Float64>(row, 2, begin, end, factor); break;
-      }
-    });
+  const double factor = read(factor_scalar);
+  if (factor == 1) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *found_inf = 0;
+    return;
   }
+  Measured mine{0, 0}, all;
+  for_each_piece(table, [&](const Row& row, u32, u32 begin, u32 end) {
+    switch (row.dtype) {
+      case kFloat16: mine.bits |= multiply_piece<Float16>(row, 1, begin, end, factor); break;
+      case kBFloat16: mine.bits |= multiply_piece<BFloat16>(row, 1, begin, end, factor); break;
+      case kFloat32: mine.bits |= multiply_piece<Float32>(row, 1, begin, end, factor); break;
+      case kFloat64: mine.bits |= multiply_piece<Float64>(row, 1, begin, end, factor); break;
+      case kComplex64: mine.bits |= multiply_piece<Float32>(row, 2, begin, end, factor); break;
+      case kComplex128: mine.bits |= multiply_piece<Float64>(row, 2, begin, end, factor); break;
+    }
+  });
   if (join_blocks(table, Maximum::of(0), mine, all) && threadIdx.x == 0) *found_inf = all.bits ? 1.0f : 0.0f;
 }

@@ -4,7 +4,7 @@
 // what all have found. Bytes: B read.
 #include "measure.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     norm_check(Table table, double p, DeviceScalar inv_scale, Results results) {

@@ -8,23 +8,13 @@
 
 #include "elements.cuh"
 
-namespace amp_plugin {
-
-template <typename Wide>
-__device__ inline Wide join_max(Wide a, Wide b) {  // nan wins
-  return (b > a || b != b) ? b : a;
-}
-
-template <typename Wide>
-__device__ inline Wide join_min(Wide a, Wide b) {
-  return (b < a || b != b) ? b : a;
-}
+namespace amp_plugin::cuda {
 
 struct Squares {  // p = 2
   static constexpr bool kOfComponents = true;  // |z|^2 is the sum of two squares
   __device__ static Squares of(double) { return {}; }
   __device__ bool counts() const { return false; }
-  __device__ static double identity() { return 0; }
+  __device__ double identity() const { return 0; }
   template <typename Wide>
   __device__ Wide join(Wide a, Wide b) const {
     return a + b;
@@ -39,31 +29,11 @@ struct Squares {  // p = 2
   __device__ double root(double total) const { return sqrt(total); }
 };
 
-struct Magnitudes {  // p = 1
-  static constexpr bool kOfComponents = false;
-  __device__ static Magnitudes of(double) { return {}; }
-  __device__ bool counts() const { return false; }
-  __device__ static double identity() { return 0; }
-  template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const {
-    return a + b;
-  }
-  template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const {
-    return total + magnitude;
-  }
-  template <typename Wide>
-  __device__ bool trusted(Wide total) const {
-    return total <= largest(total);
-  }
-  __device__ double root(double total) const { return total; }
-};
-
 struct Maximum {  // p = inf
   static constexpr bool kOfComponents = false;
   __device__ static Maximum of(double) { return {}; }
   __device__ bool counts() const { return false; }
-  __device__ static double identity() { return 0; }
+  __device__ double identity() const { return 0; }
   template <typename Wide>
   __device__ Wide join(Wide a, Wide b) const {
     return join_max(a, b);
@@ -79,45 +49,33 @@ struct Maximum {  // p = inf
   __device__ double root(double total) const { return total; }
 };
 
-struct Minimum {  // p = -inf
-  static constexpr bool kOfComponents = false;
-  __device__ static Minimum of(double) { return {}; }
-  __device__ bool counts() const { return false; }
-  __device__ static double identity() { return largest(0.0) * 2; }
-  template <typename Wide>
-  __device__ Wide join(Wide a, Wide b) const {
-    return join_min(a, b);
-  }
-  template <typename Wide>
-  __device__ Wide add(Wide total, Wide magnitude) const {
-    return join_min(total, magnitude);
-  }
-  template <typename Wide>
-  __device__ bool trusted(Wide) const {
-    return false;
-  }  // a minimum hides inf
-  __device__ double root(double total) const { return total; }
-};
+// Called, not inlined: some hundred instructions for each of a thread's elements.
+__device__ __noinline__ double power(double base, double exponent) { return pow(base, exponent); }
 
-struct Power {  // any other p; p = 0 counts the elements that are not zero
+struct Power {  // any other p; p = 0 counts the elements that are not zero, p = -inf takes the least
   static constexpr bool kOfComponents = false;
   double p;
   __device__ static Power of(double p) { return {p}; }
   __device__ bool counts() const { return p == 0; }
-  __device__ static double identity() { return 0; }
+  __device__ bool is_least() const { return p < -largest(p); }
+  __device__ double identity() const { return is_least() ? largest(p) * 2 : 0; }
   template <typename Wide>
   __device__ Wide join(Wide a, Wide b) const {
+    if (is_least()) return b < a || b != b ? b : a;
     return a + b;
   }
   template <typename Wide>
   __device__ Wide add(Wide total, Wide magnitude) const {
-    return total + (counts() ? Wide(magnitude != 0) : Wide(pow(double(magnitude), p)));
+    if (p == 1 || is_least()) return join(total, magnitude);
+    return total + (counts() ? Wide(magnitude != 0) : Wide(power(double(magnitude), p)));
   }
   template <typename Wide>
   __device__ bool trusted(Wide) const {
-    return false;
-  }  // powers leave the range of fp32
-  __device__ double root(double total) const { return counts() ? total : pow(total, 1 / p); }
+    return false;  // powers leave the range of fp32, and a minimum hides inf
+  }
+  __device__ double root(double total) const {
+    return counts() || p == 1 || is_least() ? total : power(total, 1 / p);
+  }
 };
 
 // What a thread, a warp or a block knows so far.
@@ -128,4 +86,4 @@ struct Measured {
 
 constexpr u32 kWritten = 2;
 
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

@@ -3,7 +3,7 @@
 // Rows: master and high half; `table.count` behind it, the low half. Bytes: 4 read, 4 written a weight.
 #include "step_rows.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 // No lambda with auto: NVRTC before 13.1 takes its template for a function of the host.
 struct PackWeights {

@@ -3,26 +3,7 @@
 
 #include "norms.cuh"
 
-namespace amp_plugin {
-
-constexpr u32 kMostPacked = 32;  // measurements, flags and powers of one launch
-
-// Laid out as in csrc/cuda_ranks.cpp, as is Packed.
-struct Measurements {
-  DeviceScalar norms[kMostPacked];
-  DeviceScalar flags[kMostPacked];
-  double replicas[kMostPacked];  // of each power
-  u8 slots[kMostPacked];  // of each norm
-  u32 norm_count;
-  u32 flag_count;
-  u32 power_count;
-};
-
-struct Packed {
-  const double* values[kMostPacked];
-  u32 power_counts[kMostPacked];
-  u32 count;
-};
+namespace amp_plugin::cuda {
 
 __device__ inline bool is_infinite(double p) { return fabs(p) > largest(p); }
 
@@ -40,4 +21,4 @@ __device__ inline double raised(double value, double exponent, double p) {
   return exponent == 1 ? value : pow(value, exponent);
 }
 
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

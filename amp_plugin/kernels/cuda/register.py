@@ -1,7 +1,7 @@
 """Decide, at the first CUDA tensor, whether the CUDA kernels or plain torch serve a device.
 
-The C++ kernels on the CUDA key (``csrc/cuda_ops.cpp``) ask once for each device, and once for the
-machine code of each kernel. Importing this starts neither CUDA nor NVRTC.
+The C++ kernels on the CUDA key (``csrc/cuda_ops.cpp``) ask once for each device, for which all kernels
+are then compiled and loaded. Importing this starts neither CUDA nor NVRTC.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import torch
-from torch import Tensor
 from torch.library import Library
+from torch.torch_version import TorchVersion
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda import catalogue
 from amp_plugin.kernels.tracers import outside_tracers, untraced
 from amp_plugin.user_warnings import warn_user
 
+OLDEST_CUDA_CORE: Final = "1.0.1"
 PACKAGES: Final = (
-    "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # for pip, as in pyproject.toml
+    f"'cuda-core>={OLDEST_CUDA_CORE}' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # as in pyproject.toml
 )
 OLDEST_CAPABILITY: Final = (7, 5)
 _lock = threading.Lock()
 _reasons: dict[int, str] = {}  # by device index: why plain torch serves it; empty if it does not
-_architectures: dict[int, str] = {}
+_opened: dict[int, tuple[str, int]] = {}  # by device index: architecture and identity of its kernels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,15 +39,18 @@ class CudaCore:
         loaded: True if they do.
         reason: Why not, in one sentence, with the way out; empty if they do.
         architecture: What they are compiled for, as ``"sm_90"``; empty if they are not.
+        identity: A number below 2**24 for what decides their last bits: architecture, how many blocks there
+            are, sources and NVRTC; 0 if they are not loaded. Ranks compare it.
     """
 
     loaded: bool
     reason: str
     architecture: str = ""
+    identity: int = 0
 
 
 def cuda_core(device: int | None = None) -> CudaCore:
-    """Find out whether the CUDA kernels serve a device, compiling one of them.
+    """Find out whether the CUDA kernels serve a device, compiling and loading them at the first call.
 
     Never raises because something is missing, and warns once for a device that plain torch has
     to serve. Starts CUDA if there is any.
@@ -59,8 +65,10 @@ def cuda_core(device: int | None = None) -> CudaCore:
         return CudaCore(loaded=False, reason=reason)
     index = torch.cuda.current_device() if device is None else device
     loaded = prepare(index)
-    architecture = _architectures[index] if loaded else ""
-    return CudaCore(loaded=loaded, reason=_reasons[index], architecture=architecture)
+    if not loaded:
+        return CudaCore(loaded=False, reason=_reasons[index])
+    architecture, identity = _opened[index]
+    return CudaCore(loaded=True, reason="", architecture=architecture, identity=identity)
 
 
 def _no_cuda() -> str:
@@ -89,24 +97,13 @@ def _prepare(index: int) -> bool:
     return prepare(index)
 
 
-@untraced
-def _compile(index: int, name: str, norm: str) -> Tensor:
-    """Return the machine code of a kernel for a device, uint8 on the host."""
-    # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
-    from amp_plugin.kernels.cuda.catalogue import find  # noqa: PLC0415
-    from amp_plugin.kernels.cuda.compile import cached_cubin  # noqa: PLC0415
-
-    code = bytearray(cached_cubin(find(name, norm), _architectures[index]))
-    return torch.frombuffer(code, dtype=torch.uint8)
-
-
 def _open(index: int) -> str:
     """Return why the kernels cannot serve the device, after a warning; empty if they can."""
     if os.environ.get("AMP_PLUGIN_NATIVE") == "0":
         return "AMP_PLUGIN_NATIVE=0 turns native code off; unset it"
     try:
         with outside_tracers():
-            _try_one(index)
+            _load_all(index)
     except Exception as error:  # noqa: BLE001 - cuda-core has error types of its own
         reason = _explain(error)
         text = (
@@ -117,26 +114,48 @@ def _open(index: int) -> str:
     return ""
 
 
-def _try_one(index: int) -> None:
-    """Try NVRTC, the cache and the driver, before they are relied on."""
+def _load_all(index: int) -> None:
+    """Compile and load every kernel, so that no later step can fail for want of one."""
     core = native_core()
     if not core.loaded:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
-    from amp_plugin.kernels.cuda.compile import architecture_for, nvrtc_version  # noqa: PLC0415
+    _require_cuda_core()
+    # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
+    from amp_plugin.kernels.cuda.compile import (  # noqa: PLC0415
+        all_cubins,
+        architecture_for,
+        identity_of,
+        nvrtc_version,
+    )
 
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
     if capability < OLDEST_CAPABILITY:
         msg = f"{properties.name} has compute capability {capability}; the CUDA kernels need 7.5 or newer"
         raise RuntimeError(msg)
-    _architectures[index] = architecture_for(*capability)
-    torch.ops.amp_plugin._cuda_open(index, properties.multi_processor_count)
+    architecture = architecture_for(*capability)
+    cubins = all_cubins(architecture, catalogue.TUNING)
+    names = [f"{kernel.name} {kernel.norm}".strip() for kernel in cubins]
+    code = [torch.frombuffer(bytearray(cubin), dtype=torch.uint8) for cubin in cubins.values()]
+    blocks = properties.multi_processor_count * catalogue.TUNING.blocks
     try:
-        torch.ops.amp_plugin._cuda_load(index, "update_scale", "")
+        torch.ops.amp_plugin._cuda_open(index, blocks, names, code)
     except RuntimeError as error:
-        msg = f"{error} (compiled by NVRTC {nvrtc_version()} for {_architectures[index]})"
+        msg = f"{error} (compiled by NVRTC {nvrtc_version()} for {architecture})"
         raise RuntimeError(msg) from error
+    _opened[index] = architecture, identity_of(architecture, blocks)
+
+
+def _require_cuda_core() -> None:
+    """Refuse a cuda-core that is too old, before something in it is missed."""
+    try:
+        found = version("cuda-core")
+    except PackageNotFoundError:
+        return  # its import says so
+    if TorchVersion(found) < OLDEST_CUDA_CORE:
+        msg = f"cuda-core {found} is installed, {OLDEST_CUDA_CORE} or newer is needed"
+        raise ImportError(msg)
 
 
 def _explain(error: Exception) -> str:
@@ -151,9 +170,5 @@ def register(library: Library) -> None:
     Args:
         library: Of the namespace amp_plugin.
     """
-    for schema, function in (
-        ("_cuda_prepare(int device) -> bool", _prepare),
-        ("_cuda_compile(int device, str name, str norm) -> Tensor", _compile),
-    ):
-        library.define(schema)  # type: ignore[no-untyped-call]
-        library.impl(schema.partition("(")[0], function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
+    library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]

@@ -1,16 +1,12 @@
-// sgd: a whole step of SGD over all parameters of a table, torch's operations in their order.
+// sgd: a whole step of SGD over all parameters of a table, the operations of torch's fused
+// kernel on the CPU in their order.
 //
 // Where found_inf is above 0 it only divides gradients by grad_scale.
 // Bytes for B of float32 gradients: 3 B read and written with momentum, 2 B without; B less written if
 // grad_scale is 1.
 #include "step_rows.cuh"
 
-using namespace amp_plugin;
-
-struct SgdOptions {
-  double lr, momentum, dampening, weight_decay;
-  u32 nesterov, maximize, first_step, unused;
-};
+using namespace amp_plugin::cuda;
 
 // What one step does to an element; float32 numbers, worked out in float64.
 template <bool kHasMomentum>
@@ -39,7 +35,7 @@ struct SgdRule {
 };
 
 template <bool kHasMomentum>
-__device__ void step_all(const Table& table, float divisor, const SgdRule<kHasMomentum>& rule) {
+__device__ void step_all(const Table& table, const Divisor& divisor, const SgdRule<kHasMomentum>& rule) {
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
     step_piece<kHasMomentum ? 1 : 0>(Parameter(table, tensor), begin, end, divisor, rule);
   });
@@ -48,7 +44,7 @@ __device__ void step_all(const Table& table, float divisor, const SgdRule<kHasMo
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     sgd(Table table, SgdOptions options, DeviceScalar lr_tensor, DeviceScalar grad_scale,
         DeviceScalar found_inf) {
-  const float divisor = float(read_or(grad_scale, 1));
+  const Divisor divisor(float(read_or(grad_scale, 1)));
   if (read_or(found_inf, 0) > 0) return divide_all(table, divisor);
   const double lr = read_or(lr_tensor, options.lr);
   if (options.momentum != 0) {

@@ -2,7 +2,7 @@
 //
 // A parameter has four rows, `table.count` apart:
 //
-//   address, out_address     gradient, parameter     dtype: the gradient's; out_dtype: how it is stored
+//   address, out_address     gradient, parameter     dtype, out_dtype: theirs; a bfloat16 has a remainder
 //   address, out_address     remainder, step counter                      dtype: the counter's
 //   address, out_address     first state, second state
 //   address                  third state
@@ -13,10 +13,7 @@
 
 #include "tensor_table.cuh"
 
-namespace amp_plugin {
-
-// As Weight in csrc/step_rows.h.
-enum Storage : u8 { kFp32, kBFloat16Pair };
+namespace amp_plugin::cuda {
 
 constexpr u32 kMostStates = 3;
 
@@ -24,8 +21,8 @@ struct Parameter {
   u64 grad, param, remainder, step;
   u64 states[kMostStates];
   u64 numel;
-  DType grad_type, step_type;
-  Storage storage;
+  u8 grad_type, step_type;
+  bool is_pair;  // a bfloat16 and its remainder
 
   __device__ Parameter(const Table& table, u32 tensor) {
     const Row &first = table.rows[tensor], &second = table.rows[table.count + tensor];
@@ -35,11 +32,11 @@ struct Parameter {
     states[0] = third.address, states[1] = third.out_address, states[2] = fourth.address;
     numel = first.numel;
     grad_type = first.dtype, step_type = second.dtype;
-    storage = Storage(first.out_dtype);
+    is_pair = first.out_dtype == kBFloat16;
   }
 
   __device__ double steps() const {
-    return DeviceScalar{reinterpret_cast<const void*>(step), is_double(), 0}.read();
+    return read(DeviceScalar{reinterpret_cast<const void*>(step), is_double(), 0});
   }
   __device__ void count_step() const {
     if (is_double()) {
@@ -52,8 +49,8 @@ struct Parameter {
 
   // Whether groups of `count` elements from `at` on are aligned in every tensor.
   __device__ bool is_aligned(u64 at, u32 count) const {
-    const u64 wide = (storage == kBFloat16Pair ? 0 : param) | states[0] | states[1] | states[2];
-    const u64 halves = storage == kBFloat16Pair ? param | remainder : 0;
+    const u64 wide = (is_pair ? 0 : param) | states[0] | states[1] | states[2];
+    const u64 halves = is_pair ? param | remainder : 0;
     return wide % (4 * count) == 0 && halves % (2 * count) == 0 && is_grad_aligned(at, count);
   }
   __device__ bool is_grad_aligned(u64 at, u32 count) const {
@@ -146,29 +143,46 @@ __device__ inline void store_pair(u64 high, u64 low, u64 at, const Lanes<kCount>
 
 template <int kCount>
 __device__ inline Lanes<kCount> load_param(const Parameter& parameter, u64 at) {
-  if (parameter.storage == kBFloat16Pair) return load_pair<kCount>(parameter.param, parameter.remainder, at);
+  if (parameter.is_pair) return load_pair<kCount>(parameter.param, parameter.remainder, at);
   return load_lanes<Float32, kCount>(parameter.param, at);
 }
 
 template <int kCount>
 __device__ inline void store_param(const Parameter& parameter, u64 at, const Lanes<kCount>& lanes) {
-  if (parameter.storage == kBFloat16Pair)
-    return store_pair<kCount>(parameter.param, parameter.remainder, at, lanes);
+  if (parameter.is_pair) return store_pair<kCount>(parameter.param, parameter.remainder, at, lanes);
   store_lanes<Float32, kCount>(parameter.param, at, lanes);
 }
 
+// Division by a number that is the same for all: as in csrc/step_weights.h, to the bit.
+struct Divisor {
+  float divisor, inverse;
+
+  Divisor() = default;
+  __device__ explicit Divisor(float divisor) : divisor(divisor), inverse(1 / divisor) {}
+  __device__ bool is_one() const { return divisor == 1; }
+
+  __device__ float divide(float x) const {
+    const float quotient = x * inverse;
+    const float rest = fmaf(quotient, -divisor, x);
+    const float corrected = fmaf(rest, inverse, quotient);
+    return rest - rest == 0 && rest != 0 ? corrected : quotient;
+  }
+};
+
 // Divide a gradient's elements, and write them; by exactly 1, which nobody can see, nothing is written.
 template <int kCount>
-__device__ inline void divide_grad(const Parameter& parameter, u64 at, float divisor, Lanes<kCount>& grad) {
-  if (divisor == 1) return;
+__device__ inline void divide_grad(
+    const Parameter& parameter, u64 at, const Divisor& divisor, Lanes<kCount>& grad) {
+  if (divisor.is_one()) return;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) grad.lane[i] = grad.lane[i] / divisor;
+  for (int i = 0; i < kCount; ++i) grad.lane[i] = divisor.divide(grad.lane[i]);
   store_grad<kCount>(parameter, at, grad);
 }
 
 // Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end), with divided gradients.
 template <int kCount, u32 kStates, typename Rule>
-__device__ void step_range(const Parameter& parameter, u64 begin, u64 end, float divisor, const Rule& rule) {
+__device__ void step_range(
+    const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule) {
   for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
     Lanes<kCount> grad = load_grad<kCount>(parameter, at);
     Lanes<kCount> param = load_param<kCount>(parameter, at);
@@ -212,7 +226,8 @@ struct ElementRange {
 // The same for a run of granules of kGranuleElements.
 template <u32 kStates, typename Rule>
 __device__ void step_piece(
-    const Parameter& parameter, u32 begin_granule, u32 end_granule, float divisor, const Rule& rule) {
+    const Parameter& parameter, u32 begin_granule, u32 end_granule, const Divisor& divisor,
+    const Rule& rule) {
   ElementRange range(parameter.numel, begin_granule, end_granule);
   range.only_if(parameter.is_aligned(range.begin, kGroup));
   step_range<kGroup, kStates>(parameter, range.begin, range.groups_end, divisor, rule);
@@ -220,7 +235,7 @@ __device__ void step_piece(
 }
 
 template <int kCount>
-__device__ void divide_range(const Parameter& parameter, u64 begin, u64 end, float divisor) {
+__device__ void divide_range(const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor) {
   for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
     Lanes<kCount> grad = load_grad<kCount>(parameter, at);
     divide_grad<kCount>(parameter, at, divisor, grad);
@@ -228,8 +243,8 @@ __device__ void divide_range(const Parameter& parameter, u64 begin, u64 end, flo
 }
 
 // A step that is skipped: gradients are divided, and nothing else is written.
-__device__ inline void divide_all(const Table& table, float divisor) {
-  if (divisor == 1) return;
+__device__ inline void divide_all(const Table& table, const Divisor& divisor) {
+  if (divisor.is_one()) return;
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin_granule, u32 end_granule) {
     const Parameter parameter(table, tensor);
     ElementRange range(parameter.numel, begin_granule, end_granule);
@@ -259,9 +274,4 @@ __device__ void for_each_pair(const Table& table, Visit&& visit) {
   });
 }
 
-// A number that may not be there.
-__device__ inline double read_or(const DeviceScalar& scalar, double otherwise) {
-  return scalar.address == nullptr ? otherwise : scalar.read();
-}
-
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

@@ -8,41 +8,12 @@
 
 #include "elements.cuh"
 
-namespace amp_plugin {
+namespace amp_plugin::cuda {
 
-constexpr u32 kThreads = 256;
-constexpr u32 kBlocksPerMultiprocessor = 4;  // as in catalogue.py
-constexpr u32 kInFlight = 4;  // 16-byte loads a thread issues before it uses the first
+// What is to be swept on a device; catalogue.py says how much of each.
+constexpr u32 kBlocksPerMultiprocessor = BLOCKS_PER_MULTIPROCESSOR;
+constexpr u32 kInFlight = IN_FLIGHT;  // 16-byte loads a thread issues before it uses the first
 constexpr u32 kFullWarp = 0xffffffffu;
-constexpr u32 kGranuleBytes = 4096;
-constexpr u32 kGranuleElements = 1024;  // of a cast
-
-// Laid out as in csrc/cuda_table.h, as are Partial and Table.
-struct alignas(16) Row {
-  u64 address;
-  u64 out_address;  // cast only
-  u64 numel;
-  u32 first_granule;  // ascending; an empty tensor shares its successor's
-  DType dtype;
-  DType out_dtype;  // cast only
-  u16 unused;
-};
-
-// What one block found.
-struct alignas(16) Partial {
-  double total;
-  u32 bits;
-  u32 unused;
-};
-
-struct Table {
-  const Row* rows;
-  u32* marks;  // one for each tensor, 0 before and after each launch
-  Partial* partials;  // one for each block
-  u32* ticket;  // 0 before and after each launch
-  u32 count;
-  u32 granules;
-};
 
 // Find the row of a granule: the last one that begins at or before it.
 //
@@ -79,16 +50,14 @@ __device__ void for_each_piece(const Table& table, Visit&& visit) {
 
 // Tell all threads of the block that comes here last; called by all threads of all blocks.
 //
-// What any thread of another block wrote before is seen after it. The fences stand between the barriers and
-// the count, and one thread's serve its block: the barrier makes what the others wrote a part of what it
-// releases, and what it acquires theirs.
+// What any thread of another block wrote before is seen after it. One thread's count serves its block: the
+// barrier before makes what the others wrote a part of what it releases, the one behind makes what it
+// acquires theirs.
 __device__ inline bool comes_last(u32* ticket) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicAdd(ticket, 1u) == gridDim.x - 1;
-    __threadfence();
+    last = count_block(ticket) == gridDim.x - 1;
     if (last) *ticket = 0;
   }
   __syncthreads();
@@ -113,18 +82,19 @@ __device__ inline Span span_of_piece(u64 address, u64 bytes, u32 begin_granule, 
   return span;
 }
 
-// Call `visit.vectors(address, valid)` for groups of kInFlight vectors, vector k of a thread at
-// address[k * kThreads] and present while k < valid (a visit sets the others to 0: left as they are they
-// would be carried from piece to piece in registers), and `visit.unit(address)` for each run of
-// `unit_bytes` (an element, or a complex pair) outside the vectors.
+// Call `visit.vectors<kWhole>(address, valid)` for groups of kInFlight vectors, vector k of a thread at
+// address[k * kThreads] and present while k < valid, and `visit.unit(address)` for each run of `unit_bytes`
+// (an element, or a complex pair) outside the vectors. All are present in a whole group, which tests none; of
+// another a visit sets those that are not to 0: left as they are they would be carried along in registers.
 template <typename T, typename Visit>
 __device__ void for_each_in_span(const Span& span, u32 unit_bytes, Visit&& visit) {
-  auto* vectors = reinterpret_cast<Vector<T>*>(span.vectors_begin);
+  auto* vectors = reinterpret_cast<Vector<T>*>(span.vectors_begin) + threadIdx.x;
   const u32 count = u32((span.vectors_end - span.vectors_begin) / 16);
-  for (u32 start = threadIdx.x; start < count; start += kThreads * kInFlight) {
-    const u32 left = (count - start + kThreads - 1) / kThreads;
-    visit.vectors(vectors + start, left < kInFlight ? left : kInFlight);
-  }
+  constexpr u32 kGroup = kThreads * kInFlight;
+  u32 start = 0;
+  for (; start + kGroup <= count; start += kGroup) visit.template vectors<true>(vectors + start, kInFlight);
+  if (start + threadIdx.x < count)
+    visit.template vectors<false>(vectors + start, (count - start - threadIdx.x + kThreads - 1) / kThreads);
   const u32 head = u32((span.vectors_begin - span.begin) / unit_bytes);
   const u32 tail = u32((span.end - span.vectors_end) / unit_bytes);
   for (u32 unit = threadIdx.x; unit < head + tail; unit += kThreads) {
@@ -134,4 +104,4 @@ __device__ void for_each_in_span(const Span& span, u32 unit_bytes, Visit&& visit
   }
 }
 
-}  // namespace amp_plugin
+}  // namespace amp_plugin::cuda

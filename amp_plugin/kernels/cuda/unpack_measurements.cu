@@ -1,7 +1,7 @@
 // unpack_measurements: norm and found_inf of what ranks have added up. One thread in place of four launches.
 #include "packed_measurements.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 extern "C" __global__ void unpack_measurements(Packed packed, double p, float* norm, float* found_inf) {
   double total = neutral(p), found = 0;

@@ -4,7 +4,7 @@
 // Bytes: B read, B written (0 if 1).
 #include "measure.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     unscale(Table table, double p, DeviceScalar inv_scale, Results results) {

@@ -1,7 +1,7 @@
 // update_scale: adjust a loss scale after a step. One thread; the rule is in kernels/reference.py.
 #include "elements.cuh"
 
-using namespace amp_plugin;
+using namespace amp_plugin::cuda;
 
 constexpr int kRestoreOnSuccess = 0, kNeverBelowOne = 2;  // of hysteresis_mode
 

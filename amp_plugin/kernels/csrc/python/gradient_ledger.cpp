@@ -21,6 +21,7 @@
 #include "../known_gradients.h"
 #include "../op_calls.h"
 #include "../plain_tensor.h"
+#include "../versions.h"
 #include "binding.h"
 #include "gradient_blocks.h"
 #include "local_gradient.h"

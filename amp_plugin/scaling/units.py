@@ -1,12 +1,24 @@
-"""When the scale may change: update() is a request until no gradient depends on the old one."""
+"""When the unit of gradients changes: when a backward from a scaled loss begins, and when the scale changes.
+
+Only such a backward makes scaled gradients. Versions of tensors cannot tell a user's clipping from a backward
+that adds to a gradient; a hook on the scaled output can, which runs before any gradient of that backward
+exists. ``update()`` is a request until no gradient depends on the old scale.
+"""
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterable
+from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 
-from amp_plugin.scaling.loss_scale import LossScale, LossScales
+from amp_plugin.scaling.loss_scale import LossScale, LossScales, PendingScale
+from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.user_warnings import warn_user
@@ -23,19 +35,62 @@ _AT_FLOOR = (
 )
 
 
-class Updates:
-    """The requested update of the loss scales."""
+class Units:
+    """The backward passes from scaled losses, and the requested update of the loss scales."""
 
     def __init__(self, scales: LossScales, registry: Registry, log: StepLog) -> None:
-        self._scales = scales
-        self._registry = registry
-        self._log = log
+        self._scales, self._registry, self._log = scales, registry, log
+        self._task = -1  # of the last backward
         self._requested = False
         self._told_of_floor = False
 
+    def watch(self, output: Tensor, reading: PendingScale) -> None:
+        """Learn when a backward from a scaled ``output`` begins.
+
+        Under ``torch.compile`` and functorch transforms nothing is watched: new gradients that follow an
+        ``update()`` are then taken for scaled ones, as torch does.
+        """
+        if not output.requires_grad or torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.maybe_current_level() is not None:
+            return
+        output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
+
+    def begin(self, reading: PendingScale) -> None:
+        """Get all gradients ready for a backward from an output scaled by a loss scale."""
+        loss_scale = reading.loss_scale
+        task = torch._C._current_graph_task_id()
+        last = self._registry.last_backward
+        if last is not None and task == self._task:
+            if last.loss_scale is not loss_scale:
+                msg = (
+                    "one backward() brings gradients of two losses with scales of their own, which cannot be "
+                    "told apart: call backward() on each scaled loss, one after the other."
+                )
+                raise RuntimeError(msg)
+            return
+        self._task = task
+        self._registry.refresh_joined()
+        self._registry.note_backward(reading if reading.change() is None else loss_scale.read())
+        # In this order: which states unscale again is known only before units change; clips are written
+        # before gradients are added to; marks are set after converting.
+        states = list(self._registry)
+        carry_none = [state for state in states if any(g.carries is None for g in state.groups)]
+        again = [state for state in carry_none if state.stage is OptState.UNSCALED]
+        for state in states:
+            state.write_clip()
+        several_ranks = any(state.spans_ranks for state in states)
+        for gradients in self._registry.groups():
+            gradients.convert_for_backward_(loss_scale, several_ranks=several_ranks)
+        for state in states:
+            state.note_backward()
+        if again:  # after the callbacks that DDP and FSDP queue in the backward, hence queued twice
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: engine.queue_callback(partial(_unscale_again, again)))
+
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
-        self._begin()
+        self._count_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
@@ -45,14 +100,14 @@ class Updates:
         """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._begin()
+        self._count_update()
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         for loss_scale, _ in before:
             loss_scale.found_inf = None
             loss_scale.fill_(value)
         self.begin_anew(before)
 
-    def _begin(self) -> None:
+    def _count_update(self) -> None:
         self._log.read()
         self._scales.updates_requested += 1
         self._log.note_update()
@@ -124,6 +179,28 @@ class Updates:
             warn_user(f"{_AT_FLOOR} Such steps are skipped, and on_min_scale='raise' ends the run.")
 
 
+def is_watched(output: object) -> bool:
+    """Return whether something is a loss that was scaled."""
+    hooks = getattr(output, "_backward_hooks", None) or {}
+    return any(isinstance(hook, partial) and hook.func is _begin for hook in hooks.values())
+
+
+def _begin(units: weakref.ref[Units], reading: PendingScale, grad: Tensor) -> Tensor | None:
+    """Begin the backward; if the scale has changed since ``scale()``, correct what comes in."""
+    owner = units()
+    if owner is not None:
+        owner.begin(reading)
+    change = reading.change()
+    return None if change is None else grad * change.to(device=grad.device, dtype=grad.dtype)
+
+
+def _unscale_again(states: list[PerOptimizerState]) -> None:
+    """After a backward in mid-window: what was unscaled before it is unscaled again."""
+    for state in states:
+        if state.stage is OptState.UNSCALED:
+            state.check(write=True)
+
+
 def _checked(new_scale: float | Tensor) -> float | Tensor:
     if isinstance(new_scale, Tensor):
         if new_scale.numel() != 1 or not new_scale.is_floating_point():
@@ -133,11 +210,11 @@ def _checked(new_scale: float | Tensor) -> float | Tensor:
             )
             raise ValueError(msg)
         return new_scale
-    msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
     try:
         value = float(new_scale)
-    except (TypeError, ValueError) as error:
-        raise ValueError(msg) from error
-    if not 0 < value < float("inf"):
+    except (TypeError, ValueError):
+        value = math.nan
+    if not 0 < value < math.inf:
+        msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
         raise ValueError(msg)
     return value

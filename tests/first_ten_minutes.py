@@ -1,0 +1,435 @@
+"""What the first ten minutes on a GPU are spent on: what no machine without one can show.
+
+Each part is a process of its own, since a kernel that fails ends all work of its process; it prints a line per finding and
+writes its figures as it ends. On the device made of host memory the same parts run with fewer repetitions.
+
+    python -m tests.first_ten_minutes                       every part, one after the other
+    python -m tests.first_ten_minutes streams --figures F   one, its figures into F/first-streams.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+
+from tests.host_device import host_device
+
+OP = torch.ops.amp_plugin
+ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
+SGD = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "dampening": 0.1,
+    "weight_decay": 0.05,
+    "nesterov": False,
+    "maximize": False,
+}
+SIZES = (0, 1, 15, 17, 1023, 1024, 1025, 70_001)
+Figures = dict[str, Any]
+
+
+class Wrong(Exception):
+    """A part has found something wrong."""
+
+
+def often(on_a_gpu: int, on_the_host: int) -> int:
+    """Return how often to repeat something here."""
+    return on_the_host if host_device.LOADED else on_a_gpu
+
+
+def expect(holds: bool, text: str) -> None:
+    """Raise what was found unless it holds."""
+    if not holds:
+        raise Wrong(text)
+
+
+def number(value: float) -> Tensor:
+    """Return a float32 number on the device."""
+    return torch.tensor(value, device="cuda")
+
+
+def some(seed: int, sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Return tensors of the host, the same for a seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+
+
+def moved(*lists: list[Tensor]) -> list[list[Tensor]]:
+    """Return copies on the device, made by it alone."""
+    return [[tensor.to("cuda") for tensor in part] for part in lists]
+
+
+def versions() -> Figures:
+    """Name what is installed; refuse a cuda-core that is too old."""
+    from amp_plugin.kernels.cuda.register import OLDEST_CUDA_CORE
+
+    try:
+        found = version("cuda-core")
+    except PackageNotFoundError:
+        raise Wrong(f"cuda-core is not installed; pip install 'cuda-core>={OLDEST_CUDA_CORE}'") from None
+    expect(
+        TorchVersion(found) >= OLDEST_CUDA_CORE,
+        f"cuda-core {found} is installed; pip install --upgrade 'cuda-core>={OLDEST_CUDA_CORE}'",
+    )
+    return {"cuda-core": found, "torch": torch.__version__, "Python": sys.version.split()[0]}
+
+
+def load() -> Figures:
+    """Compile and load every kernel."""
+    begin = time.perf_counter()
+    core = served()
+    return {"seconds": time.perf_counter() - begin, "architecture": core.architecture}
+
+
+def served() -> Any:
+    """Have all kernels loaded."""
+    from amp_plugin.kernels import ops  # noqa: F401 -- defines them
+    from amp_plugin.kernels.cuda.register import cuda_core
+
+    core = cuda_core(0)
+    expect(core.loaded, core.reason)
+    return core
+
+
+def ops() -> Figures:
+    """Compare every op with the CPU's, and steps with torch's fused ones. Run under compute-sanitizer, too."""
+    served()
+    checked = 0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        if host_device.LOADED:  # threads take turns there, in this order or in that; a GPU chooses itself
+            torch.ops.host_device.descending(dtype is torch.bfloat16)
+        for p in (2.0, 1.0, 3.0, 0.0, float("inf"), float("-inf")):
+            for bad in (None, float("nan"), float("inf")):
+                checked += measured_alike(dtype, p, bad)
+    steps_alike()
+    weights_alike()
+    scalars_alike()
+    return {"measurements": checked}
+
+
+def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> int:
+    """Measure, unscale and multiply gradients, one of them with a bad element."""
+    host = some(0, dtype=dtype)
+    if bad is not None:
+        host[5][-1] = bad
+    (ours,) = moved(host)
+    what = f"{dtype}, p = {p}, {bad} in tensor 5"
+    for op in (OP.norm_check, OP.unscale_):
+        got, right = op(ours, number(0.3), p), op(host, torch.tensor(0.3), p)
+        flags, wanted = got[2].tolist(), right[2].tolist()
+        expect(flags == wanted, f"{op}: flags {flags} for {wanted}, {what}")
+        expect(got[1].item() == right[1].item(), f"{op}: found_inf {got[1].item()}, {what}")
+        close(got[0], right[0], f"{op}: norm, {what}", rtol=1e-6)
+    found = OP.multiply_(ours, number(1.7)).item()
+    expect(found == OP.multiply_(host, torch.tensor(1.7)).item(), f"multiply_: found_inf {found}, {what}")
+    for mine, right in zip(ours, host, strict=True):
+        close(mine, right, f"unscale_ and multiply_, {what}", rtol=0.0)
+    return 3
+
+
+def close(mine: Tensor, right: Tensor, what: str, *, rtol: float, atol: float = 0.0) -> None:
+    """Compare a tensor of the device with one of the host."""
+    mine, right = mine.cpu(), right.cpu()
+    if not torch.allclose(mine.double(), right.double(), rtol=rtol, atol=atol, equal_nan=True):
+        raise Wrong(f"{what}: {(mine.double() - right.double()).abs().max().item():.3g} off")
+
+
+def steps_alike() -> None:
+    """Take steps of Adam and SGD on both devices, and torch's."""
+    for grad in (torch.float32, torch.bfloat16, torch.float16):
+        for amsgrad, decoupled in itertools.product((False, True), repeat=2):
+            host = adam_tensors(grad, amsgrad=amsgrad)
+            ours = moved(*host)
+            options = {**ADAM, "decoupled_weight_decay": decoupled}
+            OP.adam_(*host, [], grad_scale=torch.tensor(3.7), **options)
+            OP.adam_(*ours, [], grad_scale=number(3.7), **options)
+            lists_alike(ours, host, f"adam_, {grad}, amsgrad={amsgrad}, decoupled={decoupled}")
+        lists = [some(0), some(1, dtype=grad), some(2)]
+        ours = moved(*lists)
+        OP.sgd_(*lists, [], first_step=False, grad_scale=torch.tensor(3.7), **SGD)
+        OP.sgd_(*ours, [], first_step=False, grad_scale=number(3.7), **SGD)
+        lists_alike(ours, lists, f"sgd_, {grad}")
+    theirs, ours = (moved(*adam_tensors(torch.float32)) for _ in range(2))
+    before = [param.clone() for param in ours[0]]
+    OP.adam_(*ours, [], decoupled_weight_decay=True, grad_scale=number(3.7), **ADAM)
+    torch._foreach_add_(theirs[5], 1)
+    torch._fused_adamw_(*theirs, amsgrad=False, grad_scale=number(3.7), found_inf=number(0.0), **ADAM)
+    for mine, right, old in zip(ours[0], theirs[0], before, strict=True):
+        off = (mine - right).abs() - 1e-4 * (mine - old).abs() - 1e-6 * right.abs()
+        expect(
+            bool((off <= 0).all()),
+            f"adam_ is {off.max().item() if off.numel() else 0:.3g} off torch._fused_adamw_",
+        )
+    expect(all(map(torch.equal, ours[1], theirs[1])), "gradients are not those of torch._fused_adamw_")
+
+
+def adam_tensors(grad: torch.dtype, *, amsgrad: bool = False) -> list[list[Tensor]]:
+    """Return what a step of Adam takes, on the host."""
+    squares = [[value.square() for value in some(seed)] for seed in (3, 4)]
+    steps = [torch.tensor(4.0 + i % 3) for i in range(len(SIZES))]
+    return [some(0), some(1, dtype=grad), some(2), squares[0], squares[1] if amsgrad else [], steps]
+
+
+def lists_alike(ours: list[list[Tensor]], host: list[list[Tensor]], what: str) -> None:
+    """Compare all tensors of a step."""
+    for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
+        close(mine, right, what, rtol=2e-6, atol=1e-6)
+
+
+def weights_alike() -> None:
+    """Split weights in halves and join them, to the bit."""
+    host = some(7)
+    (masters,) = moved(host)
+    high = [torch.empty_like(master, dtype=torch.bfloat16) for master in masters]
+    low = [torch.empty_like(master, dtype=torch.int16) for master in masters]
+    back = [torch.zeros_like(master) for master in masters]
+    OP.pack_weights_(masters, high, low)
+    OP.unpack_weights_(high, low, back)
+    for mine, right in zip(back, host, strict=True):
+        expect(torch.equal(mine.cpu(), right), "a weight that was split and joined is another")
+
+
+def scalars_alike() -> None:
+    """Update a scale, make a clip factor."""
+    scale, tracker, tolerance = (
+        number(4.0),
+        *(torch.ones(1, dtype=torch.int32, device="cuda") for _ in range(2)),
+    )
+    OP.update_scale_(scale, tracker, tolerance, number(1.0), 2.0, 0.5, 3, 1.0, 64.0, 1, 0)
+    expect((scale.item(), tracker.item()) == (2.0, 0), "update_scale_ is wrong")
+    close(OP.clip_factor(number(4.0), 1.0, number(8.0)), torch.tensor(32.0), "clip_factor", rtol=1e-6)
+
+
+def streams() -> Figures:
+    """Launch on four streams while another fills the card; norms keep their bits, a nan raises its flag."""
+    served()
+    total, begin = often(200_000, 400), time.perf_counter()
+    groups = [moved(some(seed, (1, 977, 4097, 30_011, 300_007)))[0] for seed in range(4)]
+    wanted = [OP.norm_check(group, number(1.0))[0].item() for group in groups]
+    bad = [group[:] for group in groups]
+    for seed, group in enumerate(bad):
+        group[seed] = group[seed].clone()
+        group[seed][-1] = float("nan")
+    one, lanes, hog = number(1.0), [torch.cuda.Stream() for _ in range(4)], torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(total // 400):
+        results = []
+        with torch.cuda.stream(hog):
+            del_me = torch.full((often(2**26, 2**12),), 1.0, device="cuda").mul_(2)
+        for _ in range(50):
+            for stream, group, other in zip(lanes, groups, bad, strict=True):
+                with torch.cuda.stream(stream):
+                    results.append((OP.norm_check(group, one)[0], OP.norm_check(other, one)[2]))
+        torch.cuda.synchronize()
+        del del_me
+        for i, (norm, flags) in enumerate(results):
+            seed = i % 4
+            expect(
+                norm.item() == wanted[seed],
+                f"a norm of {norm.item()} on stream {seed}, {wanted[seed]} before",
+            )
+            seen = flags.tolist()
+            expect(seen == [2 * (k == seed) for k in range(5)], f"a nan in tensor {seed}: flags {seen}")
+    return {"launches": total // 400 * 400, "seconds": time.perf_counter() - begin}
+
+
+def addresses() -> Figures:
+    """Measure tensors that move at each step, behind a stream that sleeps: uploads overtake nothing."""
+    served()
+    rounds, sides = often(2000, 60), [torch.cuda.current_stream(), torch.cuda.Stream()]
+    one, host = number(1.0), some(5, tuple(range(1, 121)))
+    exact = [part.double().norm().item() for part in host]
+    torch.cuda.synchronize()
+    for step in range(rounds):
+        with torch.cuda.stream(sides[step % 2]):
+            torch.cuda._sleep(100_000)  # type: ignore[no-untyped-call]
+            order = [(step * 7 + k) % len(host) for k in range(20 + step % 100)]
+            norms = [
+                (OP.norm_check([host[i].to("cuda", non_blocking=True) for i in part], one)[0], part)
+                for part in (order[::2], order[1::2])
+            ]
+        for norm, part in norms:
+            right = sum(exact[i] ** 2 for i in part) ** 0.5
+            expect(abs(norm.item() / right - 1) < 1e-6, f"step {step}: the norm {norm.item()}, not {right}")
+    return {"rounds": rounds}
+
+
+def graphs() -> Figures:
+    """Replay a graph of 300 tensors with changing gradients, drop it in flight, capture it again and again."""
+    served()
+    grads, one = moved(some(6, tuple(1 + 37 * i for i in range(300))))[0], number(0.5)
+    OP.norm_check(grads, one)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm, _, flags = OP.norm_check(grads, one)
+    replays = often(1000, 20)
+    for step in range(replays):
+        torch._foreach_mul_(grads, 1.0 + 0.01 * (step % 3 - 1))
+        bad = step * 7 % 300
+        grads[bad][0] = float("nan") if step % 5 == 0 else 1.0
+        eager = OP.norm_check(grads, one)
+        graph.replay()
+        same = torch.equal(norm.nan_to_num(7.0), eager[0].nan_to_num(7.0))
+        expect(same, f"replay {step}: norm {norm.item()} for {eager[0].item()}")
+        seen = flags.nonzero().flatten().tolist()
+        expect(seen == [bad] * (step % 5 == 0), f"replay {step}: a nan in tensor {bad}, flags of {seen}")
+        grads[bad][0] = 1.0
+    with host_device.late_work() if host_device.LOADED else contextlib.nullcontext():
+        dropped_in_flight(grads, one)
+    return {"replays": replays, **recaptured(grads, one)}
+
+
+def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
+    """A graph that is dropped while it runs keeps its table; the next graph's table is another."""
+    wanted, others = OP.norm_check(grads, one)[0].item(), [grad * 2 for grad in grads]
+    wanted_of_others, side = OP.norm_check(others, one)[0].item(), torch.cuda.Stream()
+    for _ in range(often(50, 5)):
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first):
+            norm = OP.norm_check(grads, one)[0]
+        kept = torch.zeros((), device="cuda")
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]
+        first.replay()
+        kept.copy_(norm)
+        first.reset()
+        with torch.cuda.stream(side):  # not by torch.cuda.graph, which waits for the device
+            second.capture_begin()
+            again = OP.norm_check(others, one)[0]
+            second.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        second.replay()
+        expect(
+            kept.item() == wanted,
+            f"a graph that was dropped in flight has the norm {kept.item()}, not {wanted}",
+        )
+        expect(again.item() == wanted_of_others, f"the graph captured behind it has the norm {again.item()}")
+
+
+def recaptured(grads: list[Tensor], one: Tensor) -> Figures:
+    """Capture and drop graphs; the card's free memory stays what it is after the first few."""
+
+    def capture() -> None:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            OP.norm_check(grads, one)
+
+    live = [torch.cuda.CUDAGraph() for _ in range(2)]
+    norms = []
+    for graph, part in zip(live, (grads, grads[150:]), strict=True):
+        with torch.cuda.graph(graph):
+            norms.append(OP.norm_check(part, one)[0])
+    wanted = [OP.norm_check(part, one)[0].item() for part in (grads, grads[150:])]
+    for _ in range(10):
+        capture()
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    count = often(600, 400)
+    for _ in range(count):
+        capture()
+    torch.cuda.synchronize()
+    lost = free - torch.cuda.mem_get_info()[0]
+    expect(lost <= 2 * 2**20, f"{count} recaptures have taken {lost / 2**20:.1f} MiB of the card")
+    for graph, norm, right in zip(live, norms, wanted, strict=True):
+        graph.replay()
+        expect(
+            norm.item() == right,
+            f"a graph that lives gives {norm.item()} after others have gone, not {right}",
+        )
+    return {"recaptures": count, "bytes lost": lost}
+
+
+def bandwidth() -> Figures:
+    """Measure all ops at 100 MB and at 1 GB, as shipped; print each one's share of copy_."""
+    from benchmarks.cuda import shares
+    from benchmarks.setting import Setting
+
+    served()
+    setting = Setting(device="cuda", tiny=host_device.LOADED)
+    figures = {name: shares(setting, name) for name in ("1 x 100 MB", "1 x 1 GB")[: often(2, 1)]}
+    for name, by_op in figures.items():
+        for op, rates in by_op.items():
+            print(
+                f"  {name}, {op}: " + ", ".join(f"{key} {rate:.3g}" for key, rate in rates.items()),
+                flush=True,
+            )
+    return figures
+
+
+def sweep() -> Figures:
+    """Measure with other numbers of blocks and of loads in flight, each in a process of its own."""
+    figures = {}
+    tunings = list(itertools.product((2, 4, 5, 8), (4, 8)))
+    for blocks, in_flight in tunings[: often(len(tunings), 1)]:
+        tuned = f"from amp_plugin.kernels.cuda import catalogue as c; c.TUNING = c.Tuning(blocks={blocks}, in_flight={in_flight})"
+        code = f"{tuned}\nfrom tests.first_ten_minutes import swept\nswept()"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        expect(done.returncode == 0, f"{blocks} blocks, {in_flight} loads in flight: {done.stderr[-300:]}")
+        label = f"{blocks} blocks, {in_flight} in flight"
+        figures[label] = json.loads(done.stdout.splitlines()[-1])
+        rates = ", ".join(f"{op} {found['share']:.2f}" for op, found in figures[label].items())
+        print(f"  {label}: {rates}", flush=True)
+    return figures
+
+
+def swept() -> None:
+    """Print the shares of copy_ at 100 MB, as JSON."""
+    from benchmarks.cuda import shares
+    from benchmarks.setting import Setting
+
+    host_device.install_if_loaded()
+    served()
+    print(json.dumps(shares(Setting(device="cuda", tiny=host_device.LOADED), "1 x 100 MB")))
+
+
+PARTS: dict[str, Callable[[], Figures]] = {
+    part.__name__: part for part in (versions, load, ops, streams, addresses, graphs, bandwidth, sweep)
+}
+
+
+def run(names: list[str], folder: Path | None) -> Iterator[bool]:
+    """Run parts; print a line for each, and write its figures, as it ends."""
+    host_device.install_if_loaded()
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            figures, verdict = PARTS[name](), "passed"
+        except Wrong as wrong:
+            figures, verdict = {}, f"WRONG: {wrong}"
+        except Exception as error:  # noqa: BLE001 -- of the driver, of torch, of NVRTC
+            figures, verdict = {}, f"WRONG: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        seconds = time.perf_counter() - begin
+        shown = ", ".join(f"{key} {value}" for key, value in figures.items() if not isinstance(value, dict))
+        print(f"{name}: {verdict} ({seconds:.1f} s) {shown}".strip(), flush=True)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            record = {"part": name, "verdict": verdict, "seconds": seconds, "figures": figures}
+            (folder / f"first-{name}.json").write_text(json.dumps(record))
+        yield verdict == "passed"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run the parts that are named, or all; return 1 if one has found something wrong."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.first_ten_minutes", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
+    parser.add_argument("--figures", type=Path, help="folder for a JSON file of each part")
+    asked = parser.parse_args(words)
+    return int(not all([*run(asked.parts or [*PARTS], asked.figures)]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
