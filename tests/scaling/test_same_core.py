@@ -48,7 +48,7 @@ def test_ranks_with_other_cuda_kernels_are_refused(monkeypatch):
 
     def all_reduce(tensor, op, group):
         if tensor.shape == (2, 2):
-            other = torch.tensor([1.0, 77.0])
+            other = torch.tensor([1.0, 77.0], device=tensor.device)
             tensor.copy_(torch.maximum(tensor, torch.stack([other, -other])))
 
     monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
