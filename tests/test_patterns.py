@@ -32,8 +32,9 @@ def by_plan(model, patterns):
 
 
 def by_weights(model, patterns):
-    """The modules whose weights stay in float32."""
-    store_weights(model, torch.optim.SGD(model.parameters(), lr=0.1), weights="bf16", fp32_modules=patterns)
+    """The modules whose weights stay in float32, of all that could be stored."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    store_weights(model, optimizer, weights="bf16-true", fp32_modules=patterns)
     return {
         name.rpartition(".")[0] for name, param in model.named_parameters() if param.dtype is torch.float32
     }

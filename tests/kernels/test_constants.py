@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import amp_plugin.kernels
-from amp_plugin.casting import autocast_kernels
+from amp_plugin.casting import dispatcher
 from amp_plugin.kernels import reference
 from amp_plugin.kernels.cuda.catalogue import all_kernels
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
@@ -70,11 +70,11 @@ def test_the_list_of_cuda_kernels():
 
 def test_op_rules():
     in_cpp = enumerators("csrc/autocast_kernel.h", "Rule")
-    spelled = ["k" + rule.value.title().replace("_", "") for rule in autocast_kernels.RULE_CODES]
+    spelled = ["k" + rule.value.title().replace("_", "") for rule in dispatcher.RULE_CODES]
     assert in_cpp == ["kNone", *spelled]
-    assert list(autocast_kernels.RULE_CODES.values()) == list(range(1, len(in_cpp)))
-    assert constant("csrc/region.h", "kMaxRuleSets") == autocast_kernels.MAX_RULE_SETS
-    assert constant("csrc/region.h", "kNoRules") == autocast_kernels.NO_RULES
+    assert list(dispatcher.RULE_CODES.values()) == list(range(1, len(in_cpp)))
+    assert constant("csrc/region.h", "kMaxRuleSets") == dispatcher.MAX_RULE_SETS
+    assert constant("csrc/region.h", "kNoRules") == dispatcher.NO_RULES
 
 
 def test_device_numbers():
@@ -83,6 +83,6 @@ def test_device_numbers():
 
     header = Path(torch.__file__).parent / "include/torch/headeronly/core/DeviceType.h"
     numbers = dict(re.findall(r"^  (\w+) = (\d+),", header.read_text(), re.MULTILINE))
-    assert {name: int(numbers[name.upper()]) for name in autocast_kernels.DEVICE_NUMBERS} == (
-        autocast_kernels.DEVICE_NUMBERS
+    assert {name: int(numbers[name.upper()]) for name in dispatcher.DEVICE_NUMBERS} == (
+        dispatcher.DEVICE_NUMBERS
     )

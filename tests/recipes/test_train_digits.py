@@ -222,6 +222,8 @@ def test_the_program_runs_without_a_warning(tmp_path):
     done = warm_processes.call(digits_as_script_and_as_module, words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("test accuracy") == 2
-    assert "arning" not in done.stdout + done.stderr.replace("amp_plugin's native core", "")
+    lines = (done.stdout + done.stderr.replace("amp_plugin's native core", "")).splitlines()
+    unexpected = [line for line in lines if "arning" in line and "fp16 is not fast on this cpu" not in line]
+    assert not unexpected  # but that of an older processor
     for name in ("script", "module"):
         assert (tmp_path / f"{name}_fp16/training.png").exists()
