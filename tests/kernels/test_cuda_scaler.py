@@ -24,9 +24,10 @@ def fused_adamw(params):
 KERNELS = {
     (sgd, None): {"norm_check", "sgd"},
     (sgd, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, None): {"norm_check", "adam"},
+    # The first step is torch's own; where it skips, multiply divides the gradients in its place.
+    (fused_adamw, None): {"norm_check", "adam", "multiply"},
     (fused_adamw, "in place"): {"unscale", "clip_factor", "multiply", "norm_check"},
-    (fused_adamw, "folded"): {"norm_check", "clip_factor", "adam"},
+    (fused_adamw, "folded"): {"norm_check", "clip_factor", "adam", "multiply"},
 }
 
 
