@@ -102,10 +102,12 @@ class ParameterNames:
         """Take over names."""
         self._given.update((id(param), (param, name)) for name, param in named.items())
 
-    def of(self, params: Iterable[Tensor], optimizer: Optimizer | None) -> list[str]:
-        """Return the name of each parameter: a given one, else by the optimizer's group and index."""
-        params = list(params)
-        known = [] if optimizer is None else default_names(optimizer)
+    def of(self, params: Sequence[Tensor], optimizer: Optimizer | None) -> list[str]:
+        """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
+        known: list[str] = []
+        for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            label = group.get("name", f"group {number}")
+            known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
         known += [f"parameter {i}" for i in range(len(known), len(params))]
         pairs = zip(params, known, strict=False)
         return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
@@ -114,16 +116,6 @@ class ParameterNames:
         """Whether a parameter has a name of its own, given here or by the optimizer."""
         groups = [] if optimizer is None else optimizer.param_groups
         return id(param) in self._given or any("param_names" in group for group in groups)
-
-
-def default_names(optimizer: Optimizer) -> list[str]:
-    """Name parameters by what the optimizer knows: their names, else group and index."""
-    names: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        label = group.get("name", f"group {number}")
-        names += given or [f"{label}[{i}]" for i in range(len(group["params"]))]
-    return names
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:

@@ -37,10 +37,7 @@ class Registry:
 
     def groups(self) -> list[GradientGroup]:
         """Return all gradient groups, each once."""
-        states = list(self._states.values())
-        if len(states) == 1:
-            return states[0].groups
-        return list(dict.fromkeys(gradients for state in states for gradients in state.groups))
+        return list(dict.fromkeys(gradients for state in self for gradients in state.groups))
 
     def find(self, optimizer: Optimizer) -> PerOptimizerState | None:
         """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
@@ -103,10 +100,7 @@ class Registry:
         self._may_delay_update = list(self._states)
 
     def delays_update(self) -> bool:
-        """Whether the loss scale cannot change yet, because an optimizer has yet to step.
-
-        One that does not delay it is not asked again before the next backward: there may be many.
-        """
+        """Whether an optimizer has yet to step; one that has not to is not asked again before a backward."""
         waiting = self._may_delay_update
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
             waiting.pop()

@@ -137,9 +137,7 @@ class Steps:
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
         """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""
         state.obstacle = state.obstacle or self._obstacle_in_gradients(state, optimizer, left=left)
-        if state.obstacle:
-            return None
-        tensors = one_pass.collect(optimizer)
+        tensors = state.obstacle or one_pass.collect(optimizer)
         if isinstance(tensors, str):
             state.obstacle = tensors
             return None
@@ -169,11 +167,7 @@ def is_fused(optimizer: Optimizer) -> bool:
 
 
 def may_be_left_to_kernel(state: PerOptimizerState) -> bool:
-    """Whether the step's kernel may divide the gradients: all by one number, and nobody looks before.
-
-    Not if another optimizer steps some of the parameters too. Not if a hook runs before the step, unless it
-    says that it leaves gradients alone.
-    """
+    """Whether the step's kernel may divide the gradients: all by one number, and nobody looks before."""
     if state.is_shared or len(state.scales_carried()) > 1:
         return False
     hooks = one_pass.pre_hooks(state.optimizer)
@@ -255,13 +249,11 @@ def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keeps: bool) -> Iterator[None]:
-    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there.
-
-    For parameters on the host it must have arrived there; torch itself would copy it without waiting.
-    """
+    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there."""
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
     if "found_inf" in own:
         found = torch.maximum(found, own["found_inf"].to(found.device))
+    # For parameters on the host it must have arrived there: torch itself would copy without waiting.
     if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
         divisor, found = None if divisor is None else divisor.cpu(), found.cpu()
     optimizer.grad_scale, optimizer.found_inf = divisor, found
