@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -135,10 +136,7 @@ def checked_names(names: Any) -> dict[str, Tensor]:
 
 
 class OverflowHistory:
-    """Measurements that no longer describe the gradients, kept for what they found.
-
-    User code may have written over an overflow: clipping by value turns an infinity into a number.
-    """
+    """Measurements of gradients before user code wrote to them: a clip by value turns inf into a number."""
 
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
@@ -162,13 +160,11 @@ class OverflowHistory:
         """Forget all if the gradients are zero now: setting them to zero drops the batch."""
         if self.found_inf is None:
             return
-        kept: Tensor | None = None
-        for measurement in measurements:
-            nonzero = moved(measurement.norm.ne(0), self.found_inf.device)
-            kept = nonzero if kept is None else kept | nonzero
-        if kept is None:
+        nonzero = [moved(measurement.norm.ne(0), self.found_inf.device) for measurement in measurements]
+        if not nonzero:
             self.clear()
             return
+        kept = reduce(torch.logical_or, nonzero)
         self.found_inf = self.found_inf * kept
         self.measurements = [
             seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
 _CORES = ("native core", "CUDA kernels")
 _OPS = torch.ops.amp_plugin
 

@@ -135,15 +135,11 @@ class Registry:
             state.take_groups(groups[state.number])
 
     def _new_group(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
-        """Return a group of parameters met for the first time.
-
-        Gradients that they already have are taken to come from the last scaled backward; if there was none,
-        to carry the default scale, as torch does.
-        """
+        """Return a group of new parameters; gradients they have are taken for the last scaled backward's."""
         if not self._shared.scales.enabled:
             return GradientGroup(params, owners, remembers=False)
         reading = self.last_backward
-        if reading is None:
+        if reading is None:  # as torch takes them
             return GradientGroup(params, owners, self._shared.scales.default)
         gradients = GradientGroup(params, owners, reading.loss_scale)
         gradients.taken_away.assume_reached()

@@ -35,7 +35,6 @@ RUN = 50
 _STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
-
 _RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
 
 

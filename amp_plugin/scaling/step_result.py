@@ -87,10 +87,9 @@ class StepResult:
     @classmethod
     def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
         """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
-        never = torch.zeros((), device="cpu")
         return cls(
             norm=norm,
-            found_inf=never,
+            found_inf=torch.zeros((), device="cpu"),
             scale_before=None,
             report=OverflowReport,
             known=False,

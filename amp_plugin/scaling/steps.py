@@ -28,7 +28,7 @@ from torch.optim import SGD, Optimizer
 
 from amp_plugin.scaling import closures, one_pass
 from amp_plugin.scaling.gradients import match_memory_order, params_of
-from amp_plugin.scaling.loss_scale import LossScales, capturing
+from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.one_pass import OnePassStep
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
@@ -54,8 +54,8 @@ class Steps:
             self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
-        if closure is None:
-            _require_scale(scales)
+        if closure is None and scales.enabled:
+            scales.require("step")
         state = self.registry.state(optimizer)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         call = partial(optimizer.step, *args, **kwargs)
@@ -75,7 +75,8 @@ class Steps:
             value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
-            _require_scale(scales)
+            if scales.enabled:
+                scales.require("step")
             _, result = self._once(state, optimizer, call, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
         dynamic = scales.enabled and scales.default.options.dynamic
@@ -154,11 +155,6 @@ class Steps:
         if state.is_clipped and on_host and not state.is_shared and state.scales_carried() == {None}:
             return ""
         return "its gradients are unscaled already, shared, or of several scales"
-
-
-def _require_scale(scales: LossScales) -> None:
-    if scales.enabled:
-        scales.require("step")
 
 
 def is_fused(optimizer: Optimizer) -> bool:

@@ -86,7 +86,8 @@ class Units:
 
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
-        self._count_update()
+        self._scales.updates_requested += 1
+        self._log.note_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
@@ -96,16 +97,13 @@ class Units:
         """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._count_update()
+        self._scales.updates_requested += 1
+        self._log.note_update()
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         for loss_scale, _ in before:
             loss_scale.found_inf = None
             loss_scale.fill_(value)
         self.begin_anew(before)
-
-    def _count_update(self) -> None:
-        self._scales.updates_requested += 1
-        self._log.note_update()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
