@@ -464,7 +464,8 @@ def number(name: str, value: object, *, none: bool = False) -> None:
 
 def positive(name: str, value: float) -> float:
     """Return ``value`` as a float, or raise ValueError if it is no finite number above 0."""
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+    is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
+    if not (is_number and math.isfinite(value) and value > 0):
         msg = f"{name}={value!r} is not allowed; give a finite number greater than 0"
         raise ValueError(msg)
     return float(value)

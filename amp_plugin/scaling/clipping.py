@@ -70,10 +70,10 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
         state.norm = None  # of the last clip
     if fold and _may_fold(state, shared):
         state.refuse_changed_after_clip()
+        state.write_clip()
         norm, found = state.check(write=False, norm_type=clip.norm_type)
-        norm = norm if state.clip is None else norm * state.clip.factor()
         clip.refuse_nonfinite(norm)
-        state.clip = FoldedClip(norm, found, clip.max_norm, clip.norm_type, state.clip)
+        state.clip = FoldedClip(norm, found, clip.max_norm, clip.norm_type)
         return norm
     norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)

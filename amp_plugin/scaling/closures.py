@@ -119,10 +119,7 @@ class _CheckedCalls:
         self.loss: Any = None  # what the last call returned
 
     def may_change_early(self) -> bool:
-        """Whether the optimizer may change anything before the last call of its closure.
-
-        torch's own, LBFGS apart, call it once and first. Others show it in their first step.
-        """
+        """Whether anything may change before the last call: of torch's optimizers, only LBFGS does that."""
         known = None if self._scaled else self._state.changes_early
         return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
 

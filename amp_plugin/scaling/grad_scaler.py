@@ -164,7 +164,7 @@ class GradScaler(TorchNames):
             if tensor.dtype is torch.float16 and tensor.dim():
                 tensor = tensor.float()
             reading = loss_scale.read()
-            scaled = tensor * reading.on(tensor.device)
+            scaled = tensor * loss_scale.snapshot_on(tensor.device)
             if not again:
                 self._units.watch(scaled, reading)
             return scaled
@@ -204,11 +204,9 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-
-        def params() -> list[Tensor]:
-            return [param for state in self._registry for param in state.params]
-
-        self.step_log.explain_once(explainer, after, params)
+        self.step_log.explain_once(
+            explainer, after, lambda: [param for state in self._registry for param in state.params]
+        )
 
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
@@ -335,8 +333,8 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``clip_value`` is negative or nan.
         """
-        largest = number("clip_value", clip_value, least=0)
-        clip_gradient_values(self._registry, self._shared, optimizer_or_params, largest)
+        limit = number("clip_value", clip_value, least=0)
+        clip_gradient_values(self._registry, self._shared, optimizer_or_params, limit)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.

@@ -274,10 +274,7 @@ class GradientGroup:
 
 
 class TakenGradients:
-    """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do.
-
-    Only parameters that have such hooks are watched.
-    """
+    """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do."""
 
     def __init__(self, params: list[Tensor], ledger: Any) -> None:
         self._params, self._ledger = params, ledger

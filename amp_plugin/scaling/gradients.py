@@ -155,18 +155,14 @@ def make_ledger() -> Any:
 
 def batches_of(ledger: Any, params: list[Tensor]) -> list[GradientBatch]:
     """Return the present gradients of ``params``; a native ledger runs plain ones and shards itself."""
-    native = None if isinstance(ledger, GradientLedger) else _native_batches(ledger, params)
-    return batch_gradients(params) if native is None else native
-
-
-def _native_batches(ledger: Any, params: list[Tensor]) -> list[GradientBatch] | None:
-    """Return the same as :func:`batch_gradients` without a look at each; None if there are other kinds."""
+    if isinstance(ledger, GradientLedger):
+        return batch_gradients(params)
     device, positions = ledger.survey(params)
     if device is not None:
         return [GradientBatch(device, None, positions, partial(_run_by_ledger, ledger, params))]
     groups = ledger.survey_shards(params)
     if groups is None or any(spec is not None and is_partial(spec.placements) for spec, _, _ in groups):
-        return None
+        return batch_gradients(params)
     found: dict[tuple[torch.device, ShardLayout | None], list[int]] = {}
     for spec, on, members in groups:
         layout = None if spec is None else ShardLayout.of(spec.mesh, spec.placements)

@@ -29,10 +29,6 @@ class PendingScale(NamedTuple):
     generation: int
     value: Tensor  # float32, 0-dim
 
-    def on(self, device: torch.device) -> Tensor:
-        """Return the value on ``device``, without a host sync."""
-        return self.value if self.value.device == device else self.loss_scale.snapshot_on(device)
-
     def change(self) -> Tensor | None:
         """Return the present value divided by the one read, float32, 0-dim; None if it is the same."""
         unchanged = self.loss_scale.generation == self.generation
@@ -40,10 +36,7 @@ class PendingScale(NamedTuple):
 
 
 class LossScale:
-    """One loss scale: its tensors, and the rule by which it changes.
-
-    The tensors are made by the first :meth:`materialize`, on the device of the first loss.
-    """
+    """One loss scale: its tensors, made on the device of the first loss, and the rule by which it changes."""
 
     def __init__(self, options: LossScaleOptions) -> None:
         self.options = options
@@ -68,14 +61,10 @@ class LossScale:
     def materialize(self, device: torch.device | str) -> Tensor:
         """Make the tensors on ``device`` if there are none, and return the scale."""
         if self.value is None:
-            self._take(torch.full((), self.init_scale, dtype=torch.float32, device=device))
+            self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
             self.growth_tracker = self._counter(self.init_growth_tracker, device)
             self.hysteresis_tracker = self._counter(self.init_hysteresis_tracker, device)
         return self.require()
-
-    def _take(self, value: Tensor | None) -> None:
-        self.value, self._derived_from = value, None
-        self._has_version = value is not None and not value.is_inference()
 
     @staticmethod
     def _counter(value: int, device: torch.device | str) -> Tensor:
@@ -90,7 +79,8 @@ class LossScale:
 
     def replace(self, value: Tensor | None) -> None:
         """Take another tensor for the scale, as code written for torch's scaler does."""
-        self._take(value)
+        self.value, self._derived_from = value, None
+        self._has_version = value is not None and not value.is_inference()
         self.generation += 1
 
     def require_growth_tracker(self) -> Tensor:
@@ -121,19 +111,13 @@ class LossScale:
         return self._kept("snapshot", self.require().device, self.require().clone)
 
     def snapshot_on(self, device: torch.device) -> Tensor:
-        """Return :meth:`snapshot` on ``device``, without a host sync.
-
-        Autograd keeps what a loss is multiplied by: that must not change before its backward.
-        """
+        """Return :meth:`snapshot` on ``device``, without a host sync: what autograd keeps must not change."""
         snapshot = self.snapshot()
         here = snapshot.device == device
         return snapshot if here else self._kept("snapshot", device, lambda: moved(snapshot, device))
 
     def inverse(self, device: torch.device) -> Tensor:
-        """Return 1/scale on ``device`` (float32, 0-dim).
-
-        One division in float32: the bits of torch's detour over float64, in one launch for three.
-        """
+        """Return 1/scale on ``device`` (float32, 0-dim): the bits of torch's detour over float64."""
         return self._kept("inverse", device, lambda: moved(self.require().reciprocal(), device))
 
     def read(self) -> PendingScale:
@@ -254,17 +238,18 @@ class LossScales:
         """Return those that have been used."""
         return [used for used in (self.default, *self.named.values()) if used.value is not None]
 
+    def _first_used(self) -> LossScale | None:
+        return self.default if self.default.value is not None else next(iter(self.materialized()), None)
+
     @property
     def device(self) -> torch.device | None:
         """Where the scales are; None if none has been used."""
-        value = self.default.value
-        if value is None and self.named:
-            value = next((used.value for used in self.materialized()), None)
-        return None if value is None else value.device
+        used = self._first_used()
+        return None if used is None else used.require().device
 
     def require(self, call: str) -> LossScale:
         """Return the first scale that has been used."""
-        used = self.default if self.default.value is not None else next(iter(self.materialized()), None)
+        used = self._first_used()
         if used is None:
             msg = (
                 f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "
@@ -313,10 +298,7 @@ def is_state(given: Any) -> bool:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on ``device``, ready for whatever is put on that device next.
-
-    A copy to an accelerator is not waited for, its stream keeps the order; the host waits for its copies.
-    """
+    """Return a tensor on ``device``; only the host waits for its copies, a stream keeps the order."""
     if tensor.device == device:
         return tensor
     to_host = device.type == "cpu" and tensor.device.type != "cpu"

@@ -38,7 +38,10 @@ def why_not(optimizer: Optimizer) -> str:
         return "differentiable=True"
     if any(_is_on_device(beta) for group in optimizer.param_groups for beta in group.get("betas", ())):
         return "its betas are on a GPU"
-    return _replaced_step(optimizer) or _hooks_in_the_way(optimizer)
+    if _is_step_replaced(optimizer):
+        return "its step was replaced"
+    leave = all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer))
+    return "" if leave else "a hook runs before its step"
 
 
 def unavailable(device_type: str) -> str:
@@ -142,21 +145,15 @@ def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[T
         yield list(remainders), list(remainders.values())
 
 
-def _replaced_step(optimizer: Optimizer) -> str:
-    """Return a text if ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
+def _is_step_replaced(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer.step`` is not torch's; schedulers may have wrapped it to count."""
     on_class: Any = type(optimizer).step
     on_instance = vars(optimizer).get("step", on_class)
     if getattr(on_instance, "_wrapped_by_lr_sched", False):
         on_instance = on_instance.__wrapped__
     inner = on_class.__wrapped__ if getattr(on_class, "hooked", False) else on_class
     of_torch = getattr(inner, "__globals__", {}).get("__name__") == Optimizer.__module__
-    return "" if of_torch and on_instance is on_class else "its step was replaced"
-
-
-def _hooks_in_the_way(optimizer: Optimizer) -> str:
-    if not all(getattr(hook, "leaves_steps", False) for hook in pre_hooks(optimizer)):
-        return "a hook runs before its step"
-    return ""
+    return not of_torch or on_instance is not on_class
 
 
 def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -102,10 +103,12 @@ class ParameterNames:
         """Take over names."""
         self._given.update((id(param), (param, name)) for name, param in named.items())
 
-    def of(self, params: Iterable[Tensor], optimizer: Optimizer | None) -> list[str]:
-        """Return the name of each parameter: a given one, else by the optimizer's group and index."""
-        params = list(params)
-        known = [] if optimizer is None else default_names(optimizer)
+    def of(self, params: Sequence[Tensor], optimizer: Optimizer | None) -> list[str]:
+        """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
+        known: list[str] = []
+        for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
+            label = group.get("name", f"group {number}")
+            known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
         known += [f"parameter {i}" for i in range(len(known), len(params))]
         pairs = zip(params, known, strict=False)
         return [self._given.get(id(param), (param, name))[1] for param, name in pairs]
@@ -114,16 +117,6 @@ class ParameterNames:
         """Whether a parameter has a name of its own, given here or by the optimizer."""
         groups = [] if optimizer is None else optimizer.param_groups
         return id(param) in self._given or any("param_names" in group for group in groups)
-
-
-def default_names(optimizer: Optimizer) -> list[str]:
-    """Name parameters by what the optimizer knows: their names, else group and index."""
-    names: list[str] = []
-    for number, group in enumerate(optimizer.param_groups):
-        given = group.get("param_names")
-        label = group.get("name", f"group {number}")
-        names += given or [f"{label}[{i}]" for i in range(len(group["params"]))]
-    return names
 
 
 def checked_names(names: Any) -> dict[str, Tensor]:
@@ -143,10 +136,7 @@ def checked_names(names: Any) -> dict[str, Tensor]:
 
 
 class OverflowHistory:
-    """Measurements that no longer describe the gradients, kept for what they found.
-
-    User code may have written over an overflow: clipping by value turns an infinity into a number.
-    """
+    """Measurements of gradients before user code wrote to them: a clip by value turns inf into a number."""
 
     def __init__(self) -> None:
         self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
@@ -170,13 +160,11 @@ class OverflowHistory:
         """Forget all if the gradients are zero now: setting them to zero drops the batch."""
         if self.found_inf is None:
             return
-        kept: Tensor | None = None
-        for measurement in measurements:
-            nonzero = moved(measurement.norm.ne(0), self.found_inf.device)
-            kept = nonzero if kept is None else kept | nonzero
-        if kept is None:
+        nonzero = [moved(measurement.norm.ne(0), self.found_inf.device) for measurement in measurements]
+        if not nonzero:
             self.clear()
             return
+        kept = reduce(torch.logical_or, nonzero)
         self.found_inf = self.found_inf * kept
         self.measurements = [
             seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements

@@ -122,8 +122,7 @@ def _scaled(target: Tensor, loss_scale: LossScale) -> Tensor:
     """Multiply by the scale, unseen by the scaler: this backward adds to no ``.grad``."""
     loss_scale.materialize(target.device)
     wide = target.float() if target.dtype is torch.float16 else target
-    scaled: Tensor = wide * loss_scale.snapshot_on(target.device)
-    return scaled
+    return wide * loss_scale.snapshot_on(target.device)
 
 
 def _unscaled(

@@ -34,22 +34,19 @@ class Shared:
 class FoldedClip(NamedTuple):
     """A clip by norm that is left to the step: part of the number that its kernel divides by."""
 
-    norm: Tensor  # of the unscaled gradients, after ``earlier``; float32, 0-dim, as the next
+    norm: Tensor  # of the unscaled gradients, float32, 0-dim, as the next
     found_inf: Tensor
     max_norm: float
     norm_type: float
-    earlier: FoldedClip | None = None  # the clip before this one
 
     def factor(self) -> Tensor:
         """Return what clipping multiplies the unscaled gradients by."""
-        factor = clip_factor(self.norm, self.found_inf, self.max_norm)
-        return factor if self.earlier is None else factor * self.earlier.factor()
+        return clip_factor(self.norm, self.found_inf, self.max_norm)
 
     def divisor(self, scale: Tensor | None) -> Tensor:
         """Return what unscaling and clipping divides the gradients by; one launch. A scale of None is 1."""
         scale = torch.ones_like(self.norm) if scale is None else moved(scale, self.norm.device)
-        divisor = clip_factor(self.norm, self.found_inf, self.max_norm, scale)
-        return divisor if self.earlier is None else divisor / self.earlier.factor()
+        return clip_factor(self.norm, self.found_inf, self.max_norm, scale)
 
 
 def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
@@ -263,17 +260,9 @@ class PerOptimizerState:
 
     def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
-        last = self.clip
-
-        def again(clip: FoldedClip) -> FoldedClip:
-            earlier = None if clip.earlier is None else again(clip.earlier)
-            measured = known if last is not None and clip.norm_type == last.norm_type else None
-            norm, found = measured or self._measure(write=False, norm_type=clip.norm_type)[1:]
-            norm = norm if earlier is None else norm * earlier.factor()
-            return clip._replace(norm=norm, found_inf=found, earlier=earlier)
-
-        if last is not None and not self._trusted:
-            self.clip = again(last)
+        if self.clip is not None and not self._trusted:
+            norm, found = known or self._measure(write=False, norm_type=self.clip.norm_type)[1:]
+            self.clip = self.clip._replace(norm=norm, found_inf=found)
         return self.clip
 
     def forget_dropped_clip(self) -> None:

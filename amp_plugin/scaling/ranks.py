@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-
 _CORES = ("native core", "CUDA kernels")
 _OPS = torch.ops.amp_plugin
 
@@ -122,10 +121,7 @@ def _all_reduce(packed: Tensor, groups: Groups, norm_type: float) -> None:
 
 
 def _agree_on_core(groups: Groups, device: torch.device) -> None:
-    """Check that all ranks have the native core, or none, and the same CUDA kernels, or none.
-
-    Others compute the same to the last few bits only; replicated parameters would drift apart.
-    """
+    """Check that all ranks have the same native core and CUDA kernels; others differ in the last few bits."""
     cuda = cuda_core(device.index).identity if device.type == "cuda" else 0
     loaded = torch.tensor([float(native_core().loaded), float(cuda)], device=device)
     most, least = loaded, -loaded

@@ -37,10 +37,7 @@ class Registry:
 
     def groups(self) -> list[GradientGroup]:
         """Return all gradient groups, each once."""
-        states = list(self._states.values())
-        if len(states) == 1:
-            return states[0].groups
-        return list(dict.fromkeys(gradients for state in states for gradients in state.groups))
+        return list(dict.fromkeys(gradients for state in self for gradients in state.groups))
 
     def find(self, optimizer: Optimizer) -> PerOptimizerState | None:
         """Return the state of an optimizer, or of one it wraps (the same ``param_groups`` object)."""
@@ -103,10 +100,7 @@ class Registry:
         self._may_delay_update = list(self._states)
 
     def delays_update(self) -> bool:
-        """Whether the loss scale cannot change yet, because an optimizer has yet to step.
-
-        One that does not delay it is not asked again before the next backward: there may be many.
-        """
+        """Whether an optimizer has yet to step; one that has not to is not asked again before a backward."""
         waiting = self._may_delay_update
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
             waiting.pop()
@@ -141,15 +135,11 @@ class Registry:
             state.take_groups(groups[state.number])
 
     def _new_group(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
-        """Return a group of parameters met for the first time.
-
-        Gradients that they already have are taken to come from the last scaled backward; if there was none,
-        to carry the default scale, as torch does.
-        """
+        """Return a group of new parameters; gradients they have are taken for the last scaled backward's."""
         if not self._shared.scales.enabled:
             return GradientGroup(params, owners, remembers=False)
         reading = self.last_backward
-        if reading is None:
+        if reading is None:  # as torch takes them
             return GradientGroup(params, owners, self._shared.scales.default)
         gradients = GradientGroup(params, owners, reading.loss_scale)
         gradients.taken_away.assume_reached()

@@ -35,7 +35,6 @@ RUN = 50
 _STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
-
 _RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
 
 
@@ -158,7 +157,6 @@ class StepLog:
 
     Attributes:
         skipped_before: As given.
-        skips_read: Skipped steps that the host knows of.
         exact: Whether each step waits for the device, so that every skip is known at once.
         replaying: Whether a step is being run again at the moment.
         has_steps: Whether a step was taken or skipped.
@@ -167,7 +165,6 @@ class StepLog:
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before
-        self.skips_read = 0
         self.exact = False
         self.replaying = False
         self.has_steps = False
@@ -255,7 +252,6 @@ class StepLog:
     def _learn(self, record: _Record, result: StepResult, skipped: bool) -> None:
         record.in_a_row = record.in_a_row + 1 if skipped else 0
         record.owed += skipped
-        self.skips_read += skipped
         step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row)
         if step.in_a_row == RUN and id(record) not in self._warned_of_run:
             self._warned_of_run.add(id(record))

@@ -23,7 +23,7 @@ class HostFlag:
 
     def __init__(self, flag: Tensor) -> None:
         self._flag = flag
-        self._copy: Tensor | None = None
+        self._copy = flag
         self._arrived: torch.Event | None = None
         self.lasting = not capturing(flag.device)  # else a CUDA graph writes it at each replay
         if flag.device.type in {"cuda", "xpu"} and self.lasting:
@@ -40,10 +40,9 @@ class HostFlag:
 
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""
-        if self._flag.device.type == "cpu":
+        if self._arrived is None:
             return self.at_once(self._flag)
-        arrived = self._arrived is not None and self._arrived.query()
-        return bool(self._copy.item() > 0) if self._copy is not None and arrived else None
+        return bool(self._copy.item() > 0) if self._arrived.query() else None
 
     def wait(self) -> bool:
         """Return the flag: a host sync if it is not known yet."""
@@ -88,10 +87,9 @@ class StepResult:
     @classmethod
     def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
         """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
-        never = torch.zeros((), device="cpu")
         return cls(
             norm=norm,
-            found_inf=never,
+            found_inf=torch.zeros((), device="cpu"),
             scale_before=None,
             report=OverflowReport,
             known=False,

@@ -28,7 +28,7 @@ from torch.optim import SGD, Optimizer
 
 from amp_plugin.scaling import closures, one_pass
 from amp_plugin.scaling.gradients import match_memory_order, params_of
-from amp_plugin.scaling.loss_scale import LossScales, capturing
+from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.one_pass import OnePassStep
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
@@ -54,8 +54,8 @@ class Steps:
             self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
             return value
         closure, args, kwargs = closures.take_closure(args, kwargs)
-        if closure is None:
-            _require_scale(scales)
+        if closure is None and scales.enabled:
+            scales.require("step")
         state = self.registry.state(optimizer)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
         call = partial(optimizer.step, *args, **kwargs)
@@ -75,7 +75,8 @@ class Steps:
             value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
             value = closures.run(state, closure, scaled=scales.enabled)
-            _require_scale(scales)
+            if scales.enabled:
+                scales.require("step")
             _, result = self._once(state, optimizer, call, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
         dynamic = scales.enabled and scales.default.options.dynamic
@@ -137,9 +138,7 @@ class Steps:
     def _collected(self, state: PerOptimizerState, optimizer: Optimizer, *, left: bool) -> OnePassStep | None:
         """Return a step in one pass, ready to be taken; None with the reason in ``state.obstacle``."""
         state.obstacle = state.obstacle or self._obstacle_in_gradients(state, optimizer, left=left)
-        if state.obstacle:
-            return None
-        tensors = one_pass.collect(optimizer)
+        tensors = state.obstacle or one_pass.collect(optimizer)
         if isinstance(tensors, str):
             state.obstacle = tensors
             return None
@@ -158,22 +157,13 @@ class Steps:
         return "its gradients are unscaled already, shared, or of several scales"
 
 
-def _require_scale(scales: LossScales) -> None:
-    if scales.enabled:
-        scales.require("step")
-
-
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own step divides by a scale and skips by itself."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def may_be_left_to_kernel(state: PerOptimizerState) -> bool:
-    """Whether the step's kernel may divide the gradients: all by one number, and nobody looks before.
-
-    Not if another optimizer steps some of the parameters too. Not if a hook runs before the step, unless it
-    says that it leaves gradients alone.
-    """
+    """Whether the step's kernel may divide the gradients: all by one number, and nobody looks before."""
     if state.is_shared or len(state.scales_carried()) > 1:
         return False
     hooks = one_pass.pre_hooks(state.optimizer)
@@ -255,13 +245,11 @@ def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keeps: bool) -> Iterator[None]:
-    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there.
-
-    For parameters on the host it must have arrived there; torch itself would copy it without waiting.
-    """
+    """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there."""
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
     if "found_inf" in own:
         found = torch.maximum(found, own["found_inf"].to(found.device))
+    # For parameters on the host it must have arrived there: torch itself would copy without waiting.
     if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
         divisor, found = None if divisor is None else divisor.cpu(), found.cpu()
     optimizer.grad_scale, optimizer.found_inf = divisor, found

@@ -26,6 +26,7 @@ class TorchNames(torch.amp.GradScaler):
     _scales: LossScales
     _registry: Registry
 
+    _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
     _growth_factor = property(lambda self: self.get_growth_factor())
     _backoff_factor = property(lambda self: self.get_backoff_factor())
     _growth_interval = property(lambda self: self.get_growth_interval())
@@ -78,14 +79,6 @@ class TorchNames(torch.amp.GradScaler):
             msg = f"{method}() needs a dynamic loss scale; this one is constant (dynamic=False)"
             raise TypeError(msg)
         return self.loss_scale
-
-    @property
-    def _scale(self) -> Tensor | None:
-        return self.loss_scale.value
-
-    @_scale.setter
-    def _scale(self, value: Tensor | None) -> None:
-        self.loss_scale.replace(value)
 
     @property
     def _growth_tracker(self) -> Tensor | None:

@@ -7,7 +7,6 @@ exists. ``update()`` is a request until no gradient depends on the old scale.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable
 from functools import partial
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from amp_plugin.options import positive
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, PendingScale
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
@@ -45,11 +45,7 @@ class Units:
         self._told_of_floor = False
 
     def watch(self, output: Tensor, reading: PendingScale) -> None:
-        """Learn when a backward from a scaled ``output`` begins.
-
-        Under ``torch.compile`` and functorch transforms nothing is watched: new gradients that follow an
-        ``update()`` are then taken for scaled ones, as torch does.
-        """
+        """Learn when a backward from a scaled ``output`` begins; not under ``torch.compile`` or functorch."""
         if not output.requires_grad or torch.compiler.is_compiling():
             return
         if torch._C._functorch.maybe_current_level() is not None:
@@ -90,7 +86,8 @@ class Units:
 
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
-        self._count_update()
+        self._scales.updates_requested += 1
+        self._log.note_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
         self._requested = True
@@ -100,17 +97,13 @@ class Units:
         """Set all loss scales at once; pending gradients are converted."""
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
-        self._count_update()
+        self._scales.updates_requested += 1
+        self._log.note_update()
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         for loss_scale, _ in before:
             loss_scale.found_inf = None
             loss_scale.fill_(value)
         self.begin_anew(before)
-
-    def _count_update(self) -> None:
-        self._log.read()
-        self._scales.updates_requested += 1
-        self._log.note_update()
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
@@ -138,11 +131,8 @@ class Units:
         self._log.read()
 
     def _half_gradients_wait(self) -> bool:
-        return any(
-            gradients.is_pending(state.number) and gradients.first_half() is not None
-            for state in self._registry
-            for gradients in state.groups
-        )
+        waiting = [gr for state in self._registry for gr in state.groups if gr.is_pending(state.number)]
+        return any(gradients.first_half() is not None for gradients in waiting)
 
     def refuse_half(self, call: str) -> None:
         """Raise if float16 gradients wait that a new scale would have to be written into."""
@@ -202,19 +192,12 @@ def _unscale_again(states: list[PerOptimizerState]) -> None:
 
 
 def _checked(new_scale: float | Tensor) -> float | Tensor:
-    if isinstance(new_scale, Tensor):
-        if new_scale.numel() != 1 or not new_scale.is_floating_point():
-            msg = (
-                f"new_scale must be a number or a floating tensor of one element, got "
-                f"{tuple(new_scale.shape)} of {new_scale.dtype}"
-            )
-            raise ValueError(msg)
-        return new_scale
-    try:
-        value = float(new_scale)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not 0 < value < math.inf:
-        msg = f"new_scale={new_scale!r} is not allowed; give a finite number greater than 0"
+    if not isinstance(new_scale, Tensor):
+        return positive("new_scale", new_scale)
+    if new_scale.numel() != 1 or not new_scale.is_floating_point():
+        msg = (
+            f"new_scale must be a number or a floating tensor of one element, got "
+            f"{tuple(new_scale.shape)} of {new_scale.dtype}"
+        )
         raise ValueError(msg)
-    return value
+    return new_scale

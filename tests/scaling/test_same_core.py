@@ -56,7 +56,7 @@ def test_ranks_with_other_cuda_kernels_are_refused(monkeypatch):
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     on_any_device = torch.tensor
 
-    def tensor(values, device):
+    def tensor(values, device=None):
         return on_any_device(values)
 
     monkeypatch.setattr(torch, "tensor", tensor)

@@ -103,7 +103,7 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
     assert log.unread() == 2
     log.read(wait=True)
     assert seen == {"a": [1, 2, 0, 1], "b": [1, 2, 0, 1]}
-    assert (log.skips_read, log.unread(), log.is_skipping()) == (3, 0, True)
+    assert (log.skipped_steps(), log.unread(), log.is_skipping()) == (3, 0, True)
 
 
 def test_an_optimizer_is_still_waited_for_after_a_state_was_loaded():
