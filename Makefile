@@ -65,7 +65,7 @@ test-native: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not whole_run"
 
 test-host-device: $(READY)
-	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m gpu --ignore tests/kernels/test_cuda_compile.py
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and not whole_run" --ignore tests/kernels/test_cuda_compile.py
 
 test-gpu: # in the Python and with the torch of the machine
 	$(PYTHON) -m tests.on_gpu $(STEPS)
@@ -76,6 +76,7 @@ test-fallback: $(READY)
 
 test-whole: $(READY)
 	$(PYTEST) $(PARALLEL) -m whole_run
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and whole_run"
 
 fuzz: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz scaler --count 20000 --seed $(SEED)

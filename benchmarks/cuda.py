@@ -171,7 +171,7 @@ def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
     found = {}
     for comparison in bandwidths(setting, name):
         rates = {
-            label: statistics.median(sample() for _ in range(5))
+            label: statistics.median(sample() for _ in range(setting.sized(5, 1)))
             for label, sample in comparison.samples.items()
         }
         copy = rates["copy_"]
@@ -183,7 +183,7 @@ def shares(setting: Setting, name: str) -> dict[str, dict[str, float]]:
 
 def bandwidth(sample: Sample, moved: float) -> Sample:
     """Turn a sample in microseconds into one in GB a second, for so many bytes moved."""
-    return lambda: moved / sample() / 1e3
+    return lambda: moved / max(sample(), 1e-9) / 1e3
 
 
 class Launches(Section):

@@ -24,13 +24,27 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling.gradients import GradientBatch, GradientLedger, Measurement, batches_of, make_ledger
-from amp_plugin.scaling.loss_scale import LossScale, moved, stream_number
+from amp_plugin.scaling.loss_scale import LossScale, capturing, moved, stream_number
 from amp_plugin.scaling.overflows import OverflowHistory
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
+
+
+_ones: dict[tuple[torch.device, int], Tensor] = {}  # of all groups
+
+
+def _one(device: torch.device) -> Tensor:
+    """Return 1 for the current stream, made once: what is captured belongs to its graph alone."""
+    key = (device, stream_number(device))
+    one = _ones.get(key)
+    if one is None:
+        one = torch.ones((), dtype=torch.float32, device=device)
+        if not capturing(device):
+            _ones[key] = one
+    return one
 
 
 class GradientGroup:
@@ -57,7 +71,6 @@ class GradientGroup:
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
         self._marked = False
-        self._ones: dict[tuple[torch.device, int], Tensor] = {}
 
     @property
     def scaled_by(self) -> LossScale | None:
@@ -136,10 +149,7 @@ class GradientGroup:
         """Return what kernels multiply by, the norm's order, and whether the first is to be inverted."""
         loss_scale = self.scaled_by
         if loss_scale is None:
-            key = (device, stream_number(device))
-            if key not in self._ones:
-                self._ones[key] = torch.ones((), dtype=torch.float32, device=device)
-            return self._ones[key], norm_type, False
+            return _one(device), norm_type, False
         scale = loss_scale.require()
         here = scale.device == device
         return scale if here else loss_scale.inverse(device), norm_type, here

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, Kernel, Tuning
+from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning
 
 HERE = Path(__file__).parent
 FLAGS = [
@@ -36,19 +36,22 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def build(kernel: Kernel, folder: Path, sources: Path = SOURCES) -> Path:
+def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning = TUNING) -> Path:
     """Compile a kernel for the CPU; an object of the same sources is used again."""
     source = sources / f"{kernel.name}.cu"
     command = [compiler(), *FLAGS, f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
     command += [f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{source}"', f"-DNORM={kernel.norm}"]
-    command += [f"-D{name}={value}" for name, value in Tuning().macros()]
+    command += [f"-D{name}={value}" for name, value in tuning.macros()]
     inputs = sorted([*sources.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
     target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             built = Path(scratch) / target.name
-            subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
+            done = subprocess.run([*command, "-o", str(built)], check=False, capture_output=True, text=True)
+            if done.returncode:
+                msg = f"g++ cannot compile {kernel.name}.cu: {done.stderr.strip()}"
+                raise RuntimeError(msg)
             built.replace(target)
     return target
 

@@ -4,11 +4,13 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 
 #include "host_device.h"
 
@@ -20,6 +22,7 @@ struct Kernel {
   const char* (*run)(unsigned blocks, unsigned threads, void** arguments, int descending);
   const size_t* sizes;  // of the parameters, with 0 behind the last
   uint64_t (*barriers)();  // that its blocks have met since it was asked last
+  bool is_function = false;  // the CUfunction of one context, not the CUkernel of all
 };
 
 struct UserObject {
@@ -49,6 +52,22 @@ std::mutex mutex;
 std::vector<std::string> launched;
 std::atomic<uint64_t> barriers{0};
 std::atomic<int64_t> driver_bytes{0};
+std::vector<std::string> calls;  // that launch, or change contexts
+enum Hold : int64_t { kNone, kNext, kHeld };
+std::atomic<int64_t> hold{kNone};
+
+int note(const char* call) {
+  std::lock_guard lock(mutex);
+  calls.emplace_back(call);
+  return 0;
+}
+
+// A launch may wait for room in the driver's queue, while other threads go on.
+void wait_while_held() {
+  int64_t next = kNext;
+  if (!hold.compare_exchange_strong(next, kHeld)) return;
+  while (hold == kHeld) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
 
 // HOST_DEVICE_FAULT plants what a test of the device is to find.
 bool planted(const char* fault) {
@@ -73,6 +92,12 @@ TORCH_LIBRARY_FRAGMENT(host_device, library) {
   library.def("launches_do_nothing(bool on) -> ()", [](bool on) { launches_do_nothing = on; });
   library.def("driver_bytes() -> int", [] { return driver_bytes.load(); });
   library.def("barriers() -> int", [] { return static_cast<int64_t>(barriers.exchange(0)); });
+  library.def("hold_next_launch(bool on) -> ()", [](bool on) { hold = on ? kNext : kNone; });
+  library.def("launch_is_held() -> bool", [] { return hold == kHeld; });
+  library.def("context_calls() -> str[]", [] {
+    std::lock_guard lock(mutex);
+    return std::exchange(calls, {});
+  });
   library.def("launched() -> str[]", [] {
     std::lock_guard lock(mutex);
     return std::exchange(launched, {});
@@ -88,21 +113,29 @@ extern "C" {
 
 int cuCtxGetDevice(int* device) { return *device = int(context - kContexts), context == 0 ? 201 : 0; }
 int cuCtxGetCurrent(uintptr_t* current) { return *current = context, 0; }
-int cuCtxSetCurrent(uintptr_t current) { return context = current, 0; }
-int cuDevicePrimaryCtxRetain(uintptr_t* made, int device) { return *made = kContexts + device, 0; }
+int cuCtxSetCurrent(uintptr_t current) { return context = current, note("cuCtxSetCurrent"); }
+int cuCtxPushCurrent_v2(uintptr_t) { return note("cuCtxPushCurrent"); }
+int cuCtxPopCurrent_v2(uintptr_t* popped) { return *popped = context, note("cuCtxPopCurrent"); }
+int cuDevicePrimaryCtxRetain(uintptr_t* made, int device) {
+  return *made = kContexts + device, note("cuDevicePrimaryCtxRetain");
+}
 
 int cuLibraryLoadData(void** library, const char* code, void*, void*, unsigned, void*, void*, unsigned) {
   *library = dlopen(code, RTLD_NOW | RTLD_LOCAL);
   return *library == nullptr ? 200 : 0;
 }
 int cuLibraryGetKernel(Kernel** kernel, void* library, const char* name) {
+  if (planted("adam is missing") && std::strcmp(name, "adam") == 0) return 500;
   auto sizes = reinterpret_cast<const size_t* (*)()>(dlsym(library, "parameter_sizes"));
   *kernel = new Kernel{
       name, reinterpret_cast<decltype(Kernel::run)>(dlsym(library, "emulate")), sizes(),
       reinterpret_cast<uint64_t (*)()>(dlsym(library, "barriers_met"))};
   return 0;
 }
-int cuKernelGetFunction(void** function, void* kernel) { return *function = kernel, 0; }
+int cuKernelGetFunction(Kernel** function, const Kernel* kernel) {
+  *function = new Kernel(*kernel);
+  return (*function)->is_function = true, 0;
+}
 
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
   if (card_is_full) return 2;
@@ -136,10 +169,12 @@ int cuLaunchKernel(
     const Kernel* kernel, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned, unsigned, unsigned,
     void* stream, void** given, void**) {
   if (launches_do_nothing) return 0;
+  note(kernel->is_function ? "cuLaunchKernel of a CUfunction" : "cuLaunchKernel of a CUkernel");
   {
     std::lock_guard lock(host_device::mutex);
     launched.push_back(kernel->name);
   }
+  wait_while_held();
   auto arguments = std::make_shared<Arguments>(kernel->sizes, given);
   auto work = [=] { run(*kernel, blocks, threads, *arguments); };
   const auto device = c10::DeviceIndex(context - kContexts);

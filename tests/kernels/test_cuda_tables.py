@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ pytestmark = [
         not host_device.LOADED, reason="launches are counted on the device made of host memory"
     ),
 ]
+FIRST_CONTEXT = 0xC0  # of cuda:0 on the device made of host memory; the next is of cuda:1
 
 
 @pytest.fixture(autouse=True)
@@ -243,19 +246,54 @@ def test_a_table_finds_memory_where_torchs_cache_has_all_of_the_card():
 
 def test_a_table_that_another_thread_pushes_out_keeps_its_memory_until_it_is_launched():
     """On the same stream, whose memory the others' tables would be written to."""
-    held = [torch.full((n,), float(n), device="cuda") for n in range(1, 90)]
-    inverse, wrong = scalar(1.0), []
-
-    def work(seed):
-        for step in range(400):
-            chosen = held[(seed * 31 + step) % len(held)]
-            norm = amp.norm_check([chosen], inverse)[0].item()
-            if norm != pytest.approx(chosen.numel() ** 1.5):
-                wrong.append((step, norm))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
+    mine, others, inverse, norms = gradients(1, size=7), torch.ones(101, device="cuda"), scalar(1.0), []
+    thread = threading.Thread(target=lambda: norms.append(amp.norm_check(mine, inverse)[0]), daemon=True)
+    torch.ops.host_device.hold_next_launch(True)
+    try:
         thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+        deadline = time.monotonic() + 60
+        while not torch.ops.host_device.launch_is_held():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        for n in range(1, 101):  # more than tables are kept
+            assert amp.norm_check([others[n:]], inverse)[0].item() == pytest.approx((101 - n) ** 0.5)
+    finally:
+        torch.ops.host_device.hold_next_launch(False)
+    thread.join()
+    assert norms[0].item() == pytest.approx(7**0.5)
+
+
+@pytest.fixture
+def of_context():
+    """Make a context current in this thread, by a number; 0 is none."""
+    set_current = ctypes.CDLL("libcuda.so.1").cuCtxSetCurrent
+    yield lambda number: set_current(ctypes.c_size_t(number))
+    set_current(ctypes.c_size_t(0))
+
+
+def test_a_launch_takes_the_kernel_itself_and_leaves_the_context(of_context):
+    grads, inverse, calls = gradients(9), scalar(1.0), torch.ops.host_device.context_calls
+    amp.norm_check(grads, inverse)
+    of_context(FIRST_CONTEXT)
+    calls()
+    amp.norm_check(grads, inverse)
+    assert calls() == ["cuLaunchKernel of a CUkernel"]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        amp.norm_check(grads, inverse)
+    assert calls() == ["cuLaunchKernel of a CUkernel"]
+
+
+@pytest.mark.parametrize("before", [0, FIRST_CONTEXT + 1], ids=["no context", "another device's"])
+def test_no_context_is_pushed_or_retained_where_another_is_current(of_context, before):
+    grads, inverse, calls = gradients(9), scalar(1.0), torch.ops.host_device.context_calls
+    amp.norm_check(grads, inverse)
+    of_context(before)
+    calls()
+    amp.norm_check(grads, inverse)
+    seen = calls()
+    assert seen.count("cuLaunchKernel of a CUkernel") == 1
+    assert set(seen) == {"cuLaunchKernel of a CUkernel", "cuCtxSetCurrent"}
+    found = ctypes.c_size_t()
+    ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found))
+    assert found.value == before
