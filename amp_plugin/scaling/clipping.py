@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
-from amp_plugin.scaling.one_pass import OPTIMIZERS
+from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
 from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared, clip_factor
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
@@ -86,9 +86,8 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
 
 def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
     """Whether the optimizer's step can work a clip in; if it then cannot, the clip is written there."""
-    has_kernel = is_fused(state.optimizer) or (
-        shared.one_pass and type(state.optimizer).__name__ in OPTIMIZERS
-    )
+    has_op = type(state.optimizer).__name__ in OPTIMIZERS and not unavailable(state.device().type)
+    has_kernel = is_fused(state.optimizer) or (shared.one_pass and has_op)
     on_one_scale = shared.scales.enabled == (state.scales_carried() != {None})
     return has_kernel and on_one_scale and may_be_left_to_kernel(state) and not torch.compiler.is_compiling()
 
