@@ -69,7 +69,6 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     if not shared.scales.enabled:
         state.norm = None  # of the last clip
     if fold and _may_fold(state, shared):
-        state.refuse_changed_after_clip()
         state.write_clip()
         norm, found = state.check(write=False, norm_type=clip.norm_type)
         clip.refuse_nonfinite(norm)

@@ -107,11 +107,19 @@ def test_a_change_that_is_seen_is_an_error(pair):
     )
     with pytest.raises(RuntimeError, match=text):
         run.scaler.step(run.optimizer)
-    with pytest.raises(RuntimeError, match=text):
-        run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
     run.backward()  # the batch was dropped
     run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
     run.scaler.step(run.optimizer)
+
+
+def test_a_batch_may_be_dropped_by_zeros_and_clipped_again(pair):
+    run, _ = pair("sgd")
+    run.backward()
+    run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
+    run.optimizer.zero_grad(set_to_none=False)
+    assert run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True) == 0
+    run.scaler.step(run.optimizer)
+    assert not run.scaler.last_step(run.optimizer).skipped
 
 
 def test_a_clip_of_gradients_that_are_gone_is_forgotten(pair):
