@@ -24,7 +24,13 @@ torchs_own("common_utils")  # forbids it
 
 
 def speak() -> None:
-    print("output", os.environ["SAID"], Path.cwd().name, "amp_plugin" in sys.modules, "torch" in sys.modules)
+    print(
+        "output",
+        os.environ["SAID"],
+        Path.cwd().name,
+        "amp_plugin.kernels" in sys.modules,
+        "torch" in sys.modules,
+    )
     print("errors", file=sys.stderr)
 
 

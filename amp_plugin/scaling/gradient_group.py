@@ -37,14 +37,14 @@ _ones: dict[tuple[torch.device, int], Tensor] = {}  # of all groups
 
 
 def _one(device: torch.device) -> Tensor:
-    """Return 1 for the current stream, made once: what is captured belongs to its graph alone."""
+    """Return 1 for the current stream, made once; one of a graph's capture or of fake tensors is its own."""
     key = (device, stream_number(device))
-    one = _ones.get(key)
-    if one is None:
-        one = torch.ones((), dtype=torch.float32, device=device)
-        if not capturing(device):
-            _ones[key] = one
-    return one
+    factor = _ones.get(key)
+    if factor is None or torch._guards.detect_fake_mode() is not None:
+        factor = torch.ones((), dtype=torch.float32, device=device)
+        if type(factor) is Tensor and not capturing(device):
+            _ones[key] = factor
+    return factor
 
 
 class GradientGroup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_plugin import GradScaler
 from tests.scaling.ops_seen import OpsSeen
@@ -49,3 +50,14 @@ def test_one_that_is_captured_is_not_kept():
         scaler.clip_grad_norm_(params, 0.5)
         graph.capture_end()
         assert ones_of_a_clip(device="cuda") == 1
+
+
+def test_fake_tensors_leave_none_and_take_none():
+    """They stand for tensors that are not there; a real one among them is an error."""
+    for _ in range(2):
+        with FakeTensorMode():
+            param = torch.nn.Parameter(torch.ones(3))
+            param.grad = torch.ones(3)
+            norm = GradScaler("cpu", enabled=False).clip_grad_norm_([param], 0.5)
+            assert isinstance(norm, FakeTensor)
+        assert type(ones_of_a_clip()) is int
