@@ -382,7 +382,7 @@ def lists_options(options: type) -> Callable[[Class], Class]:
 
 
 def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
-    """Return the error text for a name that is no option: what is allowed, and what may be meant."""
+    """Return the error text for an unknown option: the allowed names, and the one that may be meant."""
     allowed = list(allowed)
     return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}"
 
@@ -451,7 +451,7 @@ def flag(name: str, value: object) -> None:
 
 
 def number(name: str, value: object, *, none: bool = False) -> None:
-    """Raise if an option is no number (nor None, if that is allowed).
+    """Raise unless an option is a number (or None, where that is allowed).
 
     Raises:
         TypeError: It is something else, a text for example.
@@ -463,7 +463,7 @@ def number(name: str, value: object, *, none: bool = False) -> None:
 
 
 def positive(name: str, value: float) -> float:
-    """Return ``value`` as a float, or raise ValueError if it is no finite number above 0."""
+    """Return ``value`` as a float, or raise ValueError unless it is finite and above 0."""
     is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
     if not (is_number and math.isfinite(value) and value > 0):
         msg = f"{name}={value!r} is not allowed; give a finite number greater than 0"

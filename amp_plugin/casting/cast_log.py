@@ -312,7 +312,7 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
         ``by_module()`` and ``by_op()``.
 
     Raises:
-        RuntimeError: there is no native core, or (on entry) another log is open.
+        RuntimeError: the native core is missing, or (on entry) another log is open.
         TypeError: ``model`` is no module.
 
     Example:

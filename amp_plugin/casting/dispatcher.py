@@ -337,7 +337,7 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
         rules: of their device; other devices keep theirs.
 
     Raises:
-        RuntimeError: there is no native core.
+        RuntimeError: the native core is missing.
         ValueError: ``AMP_PLUGIN_RULES`` is set, whose rules regions would follow instead.
     """
     require_native("a trial of rules")

@@ -187,7 +187,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContext
 
     Returns:
         A context for the forward pass, which does nothing, and one for the recomputation,
-        which opens the innermost region of each device anew.
+        which opens the innermost region of each device again.
 
     Example:
         >>> import torch

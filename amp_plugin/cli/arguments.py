@@ -66,7 +66,7 @@ def word_option(
 
 
 def show(table: Table) -> None:
-    """Print a table without trailing blanks, in full width if this is no terminal."""
+    """Print a table without trailing blanks; in full width where the output is not a terminal."""
     console = Console(highlight=False)
     if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         console.width = max(

@@ -126,7 +126,7 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         second: another.
 
     Raises:
-        ValueError: a file is no recorded run, or they have no result in common.
+        ValueError: a file does not hold a recorded run, or the two runs share no result.
     """
     runs = Run.load(Path(first)), Run.load(Path(second))
     comparison = _Comparison(*runs)

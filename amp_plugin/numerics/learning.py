@@ -9,15 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.modules import follow_steps
 from amp_plugin.numerics.op import Call, results_of
 from amp_plugin.numerics.places import CalledFrom, called_from
 from amp_plugin.numerics.report import Reporter
@@ -68,21 +65,7 @@ class Learning:
 
     def open(self) -> None:
         """Follow the steps of all optimizers."""
-        begin, end = self._begin, self._end
-
-        def begin_step(optimizer: Optimizer, *_: Any) -> None:
-            begin(optimizer)
-
-        def end_step(optimizer: Optimizer, *_: Any) -> None:
-            end(optimizer)
-
-        for hook in (begin_step, end_step):
-            hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-            hook.leaves_steps = True  # type: ignore[attr-defined]
-        self._hooks = [
-            register_optimizer_step_pre_hook(begin_step),
-            register_optimizer_step_post_hook(end_step),
-        ]
+        self._hooks = follow_steps(self._begin, self._end)
 
     def close(self) -> None:
         """Follow no more steps."""

@@ -12,7 +12,11 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.numerics.values import storage_address, unwatched
@@ -181,6 +185,23 @@ def _joined(prefix: str, name: str) -> str:
     return ".".join(filter(None, (prefix, name)))
 
 
+def follow_steps(
+    begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+) -> list[RemovableHandle]:
+    """Call ``begin`` before and ``end`` after each step of every optimizer; a step in one pass stays one."""
+
+    def begin_step(optimizer: Optimizer, *_: Any) -> None:
+        begin(optimizer)
+
+    def end_step(optimizer: Optimizer, *_: Any) -> None:
+        end(optimizer)
+
+    for hook in (begin_step, end_step):
+        hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+        hook.leaves_steps = True  # type: ignore[attr-defined]
+    return [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moment:
     """When an op ran, by what can be counted from outside of the program. All counts begin with the region.
@@ -252,21 +273,15 @@ class Progress:
         """Count the steps of all optimizers, and the passes of this thread, from now on."""
         self._thread = threading.get_ident()
 
-        def begin_step(*_: Any) -> None:
+        def begin(_: Optimizer) -> None:
             self.in_step = True
 
-        def count_step(*_: Any) -> None:
+        def end(_: Optimizer) -> None:
             self.in_step = False
             self._steps += 1
             self._called_at_step.update(self._calls)
 
-        for hook in (begin_step, count_step):
-            hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-            hook.leaves_steps = True  # type: ignore[attr-defined]
-        self._hooks = [
-            register_optimizer_step_pre_hook(begin_step),
-            register_optimizer_step_post_hook(count_step),
-        ]
+        self._hooks = follow_steps(begin, end)
 
     def close(self) -> None:
         """Count no more steps."""

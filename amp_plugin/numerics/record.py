@@ -246,7 +246,7 @@ class RunRecorder(Region):
             call.kept = (given, tuple(self._reads(call)))
 
     def failed(self, call: Call) -> None:
-        """Do nothing: there is no result."""
+        """Do nothing: a call that raised has no result to record."""
 
     def after(self, call: Call, output: Any) -> None:
         """Record the results."""

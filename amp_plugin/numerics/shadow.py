@@ -109,7 +109,7 @@ class Shadow:
             call.kept = self._sides(call.traits, call.args, call.kwargs)
 
     def failed(self, call: Call) -> None:
-        """Do nothing: there is no result."""
+        """Do nothing: a call that raised has no result to compare."""
 
     def after(self, call: Call, output: Any) -> None:
         """Run the op on both wide sides."""

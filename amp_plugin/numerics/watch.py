@@ -43,7 +43,7 @@ class Origin:
         kind: as in ``Finding``; ``"on purpose"`` needs no finding.
         finding: what to report.
         site: of the op that made it, the same object for the op's backward pass; None if that is not known.
-        is_reported: it was reported, so what comes of it is no news.
+        is_reported: Whether it was reported; what follows from it is not reported again.
         is_read: an op has computed with it; moving it about does not count.
         is_absorbed: an op has made finite numbers of it.
         became_nan: an op has made a nan of it.

@@ -139,7 +139,7 @@ def tune(
 
     Raises:
         ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
-        RuntimeError: there is no native core, or no rules make the gradients finite.
+        RuntimeError: the native core is missing, or no rules make the gradients finite.
 
     Example:
         >>> from amp_plugin import autocast
