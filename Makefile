@@ -8,10 +8,12 @@
 #              summary; in the PYTHON given, with its torch, which needs pytest and what the package depends on.
 #              STEPS=first-ten-minutes takes what matters most, STEPS="--rest --within 540" what is left, as far
 #              as it fits in 540 s; python -m tests.on_gpu --help tells the rest
-# make lint    ruff, mypy and clang-format alone
+# make lint    ruff, import-linter, mypy and clang-format alone
 # make format  bring Python, C++ and CUDA sources into shape
 # make docs    build the documentation into site/
-# make wheels  build a wheel with the native core inside, for the torch of .venv, into dist/
+# make wheels  build a wheel with the native core inside, for AVX2 and AVX-512, into dist/; for several releases of
+#              torch with TORCH="2.11.0 2.13.0 2.15.0", CPU and CUDA builds alike; the CPU builds are smaller, with
+#              PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 # make bench   measure ours beside torch.amp and the stock plugins on the CPU, some 10 minutes, and write
 #              benchmarks/results/, the tables of docs/measurements.md and its plots
 # make bench-check   measure what is promised; fails where a promise is missed by more than 10 %
@@ -26,7 +28,7 @@ JOBS ?= 2
 SEED ?= 0
 
 BIN := .venv/bin
-READY := .venv/.ready-torch-$(TORCH)
+READY := .venv/.ready-torch-$(firstword $(TORCH))
 # A test that hangs shows its stacks after 900 s, and the others go on.
 # One thread of inductor's compiles in the process itself; a second would be a process that imports torch.
 # Four processes collect the tests, so what one has compiled of them is kept, whatever the user's setting.
@@ -53,6 +55,7 @@ test-beside: lint
 lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE_SOURCES)
 
@@ -85,9 +88,15 @@ fuzz: $(READY)
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
+WRITE_CORES := from pathlib import Path; from amp_plugin.kernels.build import write_cores; write_cores(Path("build/core"))
+
 wheels: $(READY)
 	rm -rf build/core
-	$(BIN)/python -m amp_plugin.kernels.bundle build/core
+	$(BIN)/python -c '$(WRITE_CORES)'
+	set -e; for torch in $(wordlist 2,$(words $(TORCH)),$(TORCH)); do \
+		test -d build/torch-$$torch/torch || $(BIN)/python -m pip install -q --target build/torch-$$torch torch==$$torch; \
+		PYTHONPATH=build/torch-$$torch $(BIN)/python -c '$(WRITE_CORES)'; \
+	done
 	AMP_PLUGIN_BUNDLE=$(CURDIR)/build/core $(BIN)/python -m build --no-isolation --wheel
 
 bench: $(READY)
@@ -119,5 +128,5 @@ $(READY): pyproject.toml constraints.txt | asked-python
 	@rm -f .venv/.ready-*
 	@echo "installing torch $(TORCH) and the pinned tools into .venv (a few minutes the first time)"
 	@PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install -qq --disable-pip-version-check \
-		"torch==$(TORCH)" --editable ".[dev]"
+		"torch==$(firstword $(TORCH))" --editable ".[dev]"
 	@touch $@

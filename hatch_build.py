@@ -30,9 +30,7 @@ def wheel_tag(folder: Path) -> str:
         for minor in re.findall(rb"GLIBC_2\.(\d+)", file.read_bytes())
     }
     if not versions:
-        msg = (
-            f"there is no shared object in {folder}; run `python -m amp_plugin.kernels.bundle {folder}` first"
-        )
+        msg = f"there is no native core in {folder}; run `make wheels`, which compiles them there"
         raise FileNotFoundError(msg)
     python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     return f"{python}-{python}-manylinux_2_{max(versions)}_x86_64"

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.diagnose import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
-    from amp_plugin.sharding.collective_log import log_collectives as log_collectives
-    from amp_plugin.sharding.dtype_plan import DtypePlan as DtypePlan
-    from amp_plugin.sharding.dtype_report import dtype_report as dtype_report
+    from amp_plugin.sharding.collectives import log_collectives as log_collectives
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
+    from amp_plugin.sharding.plan import DtypePlan as DtypePlan
+    from amp_plugin.sharding.report import dtype_report as dtype_report
     from amp_plugin.tuning.tune import tune as tune
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _HOME = {
-    "DtypePlan": "amp_plugin.sharding.dtype_plan",
+    "DtypePlan": "amp_plugin.sharding.plan",
     "GradScaler": "amp_plugin.scaling.grad_scaler",
     "OpRule": "amp_plugin.casting.rules",
     "OpRules": "amp_plugin.casting.rules",
@@ -56,11 +56,11 @@ _HOME = {
     "custom_fwd": "amp_plugin.casting.custom_function",
     "diagnose": "amp_plugin.numerics.diagnose",
     "diagnose_skip": "amp_plugin.numerics.diagnose",
-    "dtype_report": "amp_plugin.sharding.dtype_report",
+    "dtype_report": "amp_plugin.sharding.report",
     "fully_shard": "amp_plugin.sharding.fully_shard",
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
-    "log_collectives": "amp_plugin.sharding.collective_log",
+    "log_collectives": "amp_plugin.sharding.collectives",
     "restore_weights": "amp_plugin.weights.store",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.dispatcher",
@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name in _ADAPTERS:
         return _from_adapter(name)  # not kept: which Lightning it is for may change
     if name not in _HOME:
-        from amp_plugin.did_you_mean import did_you_mean  # noqa: PLC0415 - the package imports nothing
+        from amp_plugin.messages import did_you_mean  # noqa: PLC0415 - the package imports nothing
 
         known = __dir__()
         hint = did_you_mean(name, known)

@@ -33,7 +33,7 @@ from typing import (
 import torch
 from typing_extensions import Doc, Self
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
 from amp_plugin.precision import (
     NameWithWeights,
     PrecisionName,
@@ -313,6 +313,49 @@ def _other_types() -> dict[str, Any]:
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 -- of a room above this floor
 
     return {"OpRules": OpRules, "ProcessGroup": getattr(dist, "ProcessGroup", Any)}
+
+
+# -- environment variables -----------------------------------------------------------------------
+
+PREFIX: Final = "AMP_PLUGIN_"
+OWN_VARIABLES: Final = (
+    "AMP_PLUGIN_NATIVE",
+    "AMP_PLUGIN_CACHE_DIR",
+    "AMP_PLUGIN_CONFIG",
+)
+_OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
+KNOWN_VARIABLES: Final = (
+    *OWN_VARIABLES,
+    *(PREFIX + option.upper() for option in option_names(AccelerateOptions)),
+)
+
+
+def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return name -> value of the package's variables, misspelt ones included.
+
+    Args:
+        environment: usually ``os.environ``.
+    """
+    return {
+        name: value for name, value in environment.items() if name.startswith(PREFIX) or name in _OF_OTHERS
+    }
+
+
+def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables ``AMP_PLUGIN_...`` that nothing reads.
+
+    Args:
+        environment: usually ``os.environ``.
+
+    Returns:
+        Name -> ``"; did you mean X?"``, or ``""`` if no known variable is near.
+    """
+    endings = [name.removeprefix(PREFIX) for name in KNOWN_VARIABLES]  # the prefix makes all names look alike
+    return {
+        name: did_you_mean(name.removeprefix(PREFIX), endings, written=PREFIX.__add__)
+        for name in environment
+        if name.startswith(PREFIX) and name not in KNOWN_VARIABLES
+    }
 
 
 # -- constructors --------------------------------------------------------------------------------

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from typing import Final
 
 from torch import nn
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
+
+_WRAPPED: Final = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+def clean_name(name: str) -> str:
+    """Return a module's name without those of wrappers: as it is in the model that was wrapped."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPED)
 
 
 def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Module]:
@@ -17,7 +25,8 @@ def matched_modules(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.M
         model: The model; it is not a submodule of its own, so no pattern matches it.
         patterns: Shell patterns for names of ``model.named_modules()``, such as ``"blocks.*.norm"``, or names
             of classes and base classes, such as ``"LayerNorm"``. ``torch.nn.Module`` is not one of them:
-            every module is of that class.
+            every module is of that class. Names are those of the model before FSDP, activation
+            checkpointing or torch.compile wrapped modules of it.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
@@ -68,11 +77,12 @@ def require_matches(
 
 
 def _submodules(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    named = ((clean_name(name), module) for name, module in model.named_modules(remove_duplicate=False))
+    return {name: module for name, module in named if name}
 
 
 def _is_meant(name: str, module: nn.Module, pattern: str) -> bool:
-    return fnmatchcase(name, pattern) or pattern in _kinds(module)
+    return fnmatchcase(name, clean_name(pattern)) or pattern in _kinds(module)
 
 
 def _kinds(module: nn.Module) -> set[str]:

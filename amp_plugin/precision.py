@@ -1,13 +1,15 @@
-"""The names of dtypes and precisions: ours, and those that users of other libraries type instead."""
+"""The names of dtypes and precisions, ours and those of other libraries, and which a device computes fast."""
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean, warn_user
 
 PrecisionName = Literal["fp16", "bf16", "fp32"]
 TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
@@ -80,7 +82,7 @@ def checked_precision(
         weights_in: how the option that stores weights in 16 bits is written there.
 
     Raises:
-        ValueError: it is no precision of ours; the text says what to use.
+        ValueError: it is not a precision of ours; the text says what to use.
     """
     known = known_precision(given)
     if known is not None:
@@ -110,10 +112,10 @@ def checked_training_precision(given: object) -> TrainingPrecision:
     """Return our name of a precision to train in.
 
     Args:
-        given: what :func:`checked_precision` takes, ``"fp8"``, or a name that tells of weights too.
+        given: what :func:`checked_precision` takes, ``"fp8"``, or a name that says how weights are stored.
 
     Raises:
-        ValueError: it is no precision of ours; the text says what to use.
+        ValueError: it is not a precision of ours; the text says what to use.
     """
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
@@ -210,3 +212,57 @@ def refuse_other_precision(weights: str, precision: str, *, named: str = "precis
 def stores_all(weights: str) -> bool:
     """Whether all weights are stored, not only what autocast would cast, and activations are in 16 bits."""
     return weights.endswith("-true")
+
+
+# -- speed ---------------------------------------------------------------------------------------
+
+# Names of instruction sets in /proc/cpuinfo, of x86-64 and of Arm.
+_BF16_ARITHMETIC: Final = {"avx512_bf16", "amx_bf16", "bf16"}
+_FP16_ARITHMETIC: Final = {"avx512_fp16", "amx_fp16", "asimdhp"}
+
+
+def processor_facts() -> tuple[str, set[str]]:
+    """Return the processor's name and its instruction sets; none where /proc/cpuinfo lists none."""
+    name, flags = platform.processor() or platform.machine(), set()
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.exists() else ():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            name = value.strip()
+        if key.strip() in {"flags", "Features"}:
+            flags = set(value.split())
+    return name, flags
+
+
+def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
+    """Return whether a device has arithmetic of a precision; None if that is not known.
+
+    Args:
+        precision: ``"fp16"`` or ``"bf16"``.
+        device_type: ``"cpu"`` or ``"cuda"``; of others nothing is known.
+        index: which GPU.
+    """
+    if device_type == "cpu":
+        flags = processor_facts()[1]
+        return (
+            bool(flags & (_FP16_ARITHMETIC if precision == "fp16" else _BF16_ARITHMETIC)) if flags else None
+        )
+    if device_type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(index).major >= (7 if precision == "fp16" else 8)
+    return None
+
+
+def speed_advice(precision: str, device_type: str) -> str:
+    """Return what to know of a precision's speed on a device; empty if it is fast, or nothing is known."""
+    if precision not in {"fp16", "bf16"} or is_fast(precision, device_type) is not False:
+        return ""
+    other = "bf16" if precision == "fp16" else "fp16"
+    better = f"; {other} is" if is_fast(other, device_type) else ", expect no speed-up"
+    return f"{precision} is not fast on this {device_type}{better}"
+
+
+def warn_of_slow_fp16(precision: str, device_type: str) -> None:
+    """Warn at the start of a run whose device has no fp16 arithmetic, as ``amp-plugin doctor`` does."""
+    advice = speed_advice(precision, device_type) if precision == "fp16" else ""
+    if advice:
+        warn_user(f"{advice}. The numbers are right all the same; amp-plugin doctor shows what is fast here")

@@ -21,62 +21,38 @@ class Program:
     """What is to run as the main program.
 
     Attributes:
-        name: How the user named it.
-        file: Its file; of a package its ``__main__.py``.
-        module: Its module's name, where it was named so.
+        name: as the user wrote it.
+        file: of a package its ``__main__.py``.
+        module: its module's name; None if a file was named.
     """
 
     name: str
     file: Path
     module: str | None = None
 
-    @classmethod
-    def of_file(cls, name: str, *, command: str) -> Program:
-        """Take a Python file.
-
-        Args:
-            name: Its path.
-            command: Of amp-plugin, to show how it takes a module.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
-        if Path(name).is_file():
-            return cls(name=name, file=Path(name))
-        kind = "is a folder" if Path(name).is_dir() else "does not exist"
-        hint = f"; for a module write: {command} -m {name}" if _place_of(name) else ""
-        msg = f"file {name!r} {kind}{hint}"
-        raise ValueError(msg)
-
-    @classmethod
-    def of_module(cls, name: str) -> Program:
-        """Take a module or a package, found as by ``python -m`` from the present folder.
-
-        Args:
-            name: With dots.
-
-        Raises:
-            ValueError: There is none of this name.
-        """
-        place = _place_of(name)
-        if place is None:
-            msg = f"module {name!r} is not found from {Path.cwd()} or among the installed packages"
-            raise ValueError(msg)
-        return cls(name=name, file=Path(place), module=name)
-
 
 def program_named(name: str, *, as_module: bool, command: str) -> Program:
-    """Take a module where one is asked for, else a Python file.
+    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder.
 
     Args:
-        name: Of the module, or the file's path.
-        as_module: Whether ``-m`` was given.
-        command: Of amp-plugin.
+        name: the file's path, or the module's name with dots.
+        as_module: whether ``-m`` was given.
+        command: of amp-plugin, to show how it takes a module.
 
     Raises:
-        ValueError: There is none of this name.
+        ValueError: there is none of this name.
     """
-    return Program.of_module(name) if as_module else Program.of_file(name, command=command)
+    if not as_module and Path(name).is_file():
+        return Program(name=name, file=Path(name))
+    place = _place_of(name)
+    if as_module and place is not None:
+        return Program(name=name, file=Path(place), module=name)
+    if as_module:
+        msg = f"module {name!r} is not found from {Path.cwd()} or among the installed packages"
+    else:
+        kind = "is a folder" if Path(name).is_dir() else "does not exist"
+        msg = f"file {name!r} {kind}" + (f"; for a module write: {command} -m {name}" if place else "")
+    raise ValueError(msg)
 
 
 def _place_of(module: str) -> str | None:
@@ -116,9 +92,8 @@ def run_program(
 ) -> ProgramRun:
     """Run a file or a module as the main program.
 
-    While it runs, ``torch.autocast`` blocks follow this package's default rules, which equal torch's, or
-    those
-    that the environment names. An error of the script is printed as Python prints it.
+    While it runs, ``torch.autocast`` blocks follow the rules that the environment names, or this package's
+    default rules, which equal torch's. An error of the script is printed as Python prints it.
 
     Args:
         program: a file or a module.

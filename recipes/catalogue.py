@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
 from recipes.config import config_errors, config_from_command_line, make_folder
 
 FOLDER = Path(__file__).resolve().parent

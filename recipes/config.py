@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
 from recipes.bounds import out_of_bounds
 
 Schema = TypeVar("Schema")

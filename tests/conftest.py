@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     files = {item.path for item in items if item.get_closest_marker("dist")}
     items.sort(key=lambda item: item.path not in files)  # what is begun first is not divided between workers
     for item in items:
-        if item.get_closest_marker("native") and (not core.loaded or core.region is None):
+        if item.get_closest_marker("native") and not core.loaded:
             item.add_marker(without_core)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without_gpu)

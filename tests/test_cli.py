@@ -17,14 +17,13 @@ import pytest
 from typer.testing import CliRunner
 
 import amp_plugin
-from amp_plugin import environment_variables
+from amp_plugin import options
 from amp_plugin.cli import app, doctor
-from amp_plugin.cli.app import _lines
+from amp_plugin.cli.doctor import _lines
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
 from amp_plugin.kernels.cuda import register
-from amp_plugin.kernels.shared_object import Built
 
 DOCS = [*(Path(__file__).parent.parent / "docs").glob("*.md"), Path(__file__).parent.parent / "README.md"]
 
@@ -35,7 +34,7 @@ def amp(*words: str) -> Any:
 
 @pytest.fixture
 def whole_core(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    core = NativeCore(loaded=True, reason="", library=tmp_path / "lib.so", region=build, seconds=2.0)
+    core = NativeCore(library=tmp_path / "lib.so", region=build, seconds=2.0)
     monkeypatch.setattr(doctor, "native_core", lambda: core)
     monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -84,14 +83,14 @@ def test_help_names_every_command() -> None:
         ),
         (
             ["doctor", "--device", "gpu"],
-            r"'--device': 'gpu' is not one of 'cpu', 'cuda', 'xpu', 'mps'; did you mean 'cuda'\?",
+            r"'--device': 'gpu' is not one of 'cpu', 'cuda', 'mps', 'xpu'; did you mean 'cuda'\?",
         ),
         (["casts", "no_such_script.py"], r"file 'no_such_script\.py' does not exist"),
         (
             ["casts", "--by", "modle", __file__],
             r"'--by': 'modle' is not one of .*'op'; did you mean 'module'\?",
         ),
-        (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is no GPU architecture; give it as sm_90"),
+        (["build", "--cuda", "sm90"], r"--cuda.*'sm90' is not a GPU architecture; give it as sm_90"),
         (["build", "--rebuilt"], r"No such option: --rebuilt .*--rebuild"),
     ],
 )
@@ -112,7 +111,7 @@ def test_doctor_on_a_healthy_machine(whole_core: None) -> None:
 def test_doctor_says_why_the_core_is_missing(no_core: None) -> None:
     result = amp("doctor")
     assert result.exit_code == 1
-    assert re.search(r"reason +there is no C\+\+ compiler on PATH; install the package", result.output)
+    assert re.search(r"reason +there is no C\+\+ compiler on PATH; install g\+\+ 10", result.output)
     assert re.search(r"kernels +torch", result.output)
     assert "compile seconds" not in result.output
     assert "Something is missing" in result.output
@@ -187,9 +186,9 @@ def test_a_misspelt_variable_is_not_well(
 
 def test_the_variables_known_are_those_of_the_adapter() -> None:
     settings = pytest.importorskip("amp_plugin.adapters.accelerate.settings")
-    known = {environment_variables.PREFIX + name.upper() for name in settings.OPTIONS}
-    assert known | set(environment_variables.OWN) == set(environment_variables.KNOWN)
-    assert settings.CONFIG in environment_variables.OWN
+    known = {options.PREFIX + name.upper() for name in settings.OPTIONS}
+    assert known | set(options.OWN_VARIABLES) == set(options.KNOWN_VARIABLES)
+    assert settings.CONFIG in options.OWN_VARIABLES
 
 
 def test_the_report_is_for_people_without_json(whole_core: None, tmp_path: Path) -> None:
@@ -223,36 +222,26 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Replace compiling; returns what `rebuild` was asked for."""
     asked: list[bool] = []
 
-    def library(sources: Path, *, rebuild: bool) -> Built:
+    def core(*, rebuild: bool) -> tuple[Path, float]:
         asked.append(rebuild)
-        return Built(path=Path("/cache/libamp_plugin.so"), seconds=20.25 if rebuild else 0.0)
+        return Path("/cache/core.so"), 20.25 if rebuild else 0.0
 
-    def region(_: Built, sources: Path, *, rebuild: bool) -> Built:
-        asked.append(rebuild)
-        return Built(path=Path("/cache/_region.so"), seconds=3.5 if rebuild else 0.0)
-
-    monkeypatch.setattr(build, "build_library", library)
-    monkeypatch.setattr(build, "build_region", region)
+    monkeypatch.setattr(build, "build_core", core)
     return asked
 
 
 def test_build(built: list[bool]) -> None:
     result = amp("build")
     assert result.exit_code == 0
-    assert result.output == "already compiled: /cache/libamp_plugin.so\n                  /cache/_region.so\n"
-    assert built == [False, False]
+    assert result.output == "already compiled: /cache/core.so\n"
+    assert built == [False]
 
 
 def test_rebuild_as_json(built: list[bool]) -> None:
     result = amp("build", "--rebuild", "--json")
     assert result.exit_code == 0
-    assert json.loads(result.stdout) == {
-        "built": True,
-        "library": "/cache/libamp_plugin.so",
-        "region": "/cache/_region.so",
-        "seconds": 23.8,
-    }
-    assert built == [True, True]
+    assert json.loads(result.stdout) == {"built": True, "core": "/cache/core.so", "seconds": 20.2}
+    assert built == [True]
 
 
 def test_build_of_cuda_kernels(built: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,3 +449,12 @@ def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
     every = json.loads(amp("casts", "--json", "--every", "--by", "module", str(script)).stdout)
     assert len(every["rows"]) == 12
     assert "compiled graphs: their casts are inside them" in amp("casts", str(script)).stdout
+
+
+def test_a_recorded_run_as_json_is_one_object(script: Path, tmp_path: Path) -> None:
+    result = amp("diagnose", "--save", str(tmp_path / "run.npz"), "--json", str(script))
+    report = json.loads(result.stdout)
+    assert result.exit_code == report["exit_code"] == 3
+    assert "arguments:" in result.stderr
+    assert report["file"] == str(tmp_path / "run.npz")
+    assert (report["results"] > 0, report["steps"]) == (True, 1)

@@ -17,7 +17,6 @@ from benchmarks.__main__ import arguments
 from benchmarks.catalogue import keys
 from tests import on_gpu
 from tests.gpu_step import ROOT, Outcome, Step, missing, run
-from tests.import_graph import modules_of
 from tests.on_gpu import main, steps, summary
 
 # The package depends on them, or pytest does.
@@ -289,7 +288,10 @@ def test_a_step_needs_what_its_tests_import(step):
         if "pytest.mark.gpu" in file.read_text()
     }
     assert files
-    modules = modules_of(ROOT / "tests")
+    modules = {
+        ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
+        for file in sorted((ROOT / "tests").rglob("*.py"))
+    }
     for file in files:
         asked = set(re.findall(r"""importorskip\(["'](\w+)""", file.read_text()))
         found = {name.partition(".")[0] for name in imported_at_once(file, modules, set())}

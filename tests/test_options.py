@@ -8,9 +8,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
-from amp_plugin.environment_variables import KNOWN
 from amp_plugin.kernels.ops import HYSTERESIS_MODES
 from amp_plugin.options import (
+    KNOWN_VARIABLES,
     AccelerateOptions,
     GradScalerOptions,
     HysteresisMode,
@@ -45,7 +45,7 @@ def test_the_options_of_the_environment_have_no_defaults_of_their_own():
     shown = inspect.signature(AmpKwargs).parameters
     assert list(shown) == list(option_names(AccelerateOptions))
     assert all(p.default is None and p.kind is p.KEYWORD_ONLY for p in shown.values())
-    assert {f"AMP_PLUGIN_{name.upper()}" for name in shown} < set(KNOWN)
+    assert {f"AMP_PLUGIN_{name.upper()}" for name in shown} < set(KNOWN_VARIABLES)
 
 
 def test_positions_are_those_of_torchs_scaler_and_of_the_stock_plugin():
@@ -71,7 +71,9 @@ def test_every_adapter_has_the_loss_scales_options_with_its_defaults():
     stated = option_defaults(LossScaleOptions)
     for options in (GradScalerOptions, LightningOptions, AccelerateOptions):
         assert stated.items() <= option_defaults(options).items()
-    assert AmpPrecision().settings.loss_scale == GradScaler("cpu").loss_scale.options == LossScaleOptions()
+    assert (
+        AmpPrecision().scaler.loss_scale.options == GradScaler("cpu").loss_scale.options == LossScaleOptions()
+    )
 
 
 def test_words_are_those_of_the_kernels():

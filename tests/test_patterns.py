@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from amp_plugin import DtypePlan, store_weights
 from amp_plugin.casting.run_in import apply_fp32_modules
@@ -27,8 +28,8 @@ def by_fp32_modules(model, patterns):
 
 
 def by_plan(model, patterns):
-    planned = DtypePlan(compute="bf16", fp32_modules=patterns).modules(model)
-    return {name for name, dtypes in planned.items() if dtypes.compute is torch.float32}
+    in_fp32 = DtypePlan(compute="bf16", fp32_modules=patterns).in_fp32(model)
+    return {name for name, module in model.named_modules() if module in in_fp32}
 
 
 def by_weights(model, patterns):
@@ -82,3 +83,12 @@ def test_several_models_share_patterns():
     first, second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.LayerNorm(2))
     require_matches([first, second], ["Linear", "LayerNorm"])
     assert found_patterns(first, ["Linear", "LayerNorm"]) == ["Linear"]
+
+
+@pytest.mark.parametrize("pattern", ["0.norm", "*.norm", "LayerNorm", "_orig_mod.0.norm"])
+def test_names_are_those_of_the_model_that_was_wrapped(pattern):
+    model = make_model()
+    model[0] = checkpoint_wrapper(model[0])
+    compiled = torch.compile(model, backend="eager")
+    assert matched_modules(compiled, [pattern])["0.norm"] is model[0].norm
+    require_matches([compiled], [pattern])

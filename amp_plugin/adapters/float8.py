@@ -13,31 +13,17 @@ _SIDE = 16  # elements: what float8 matrix products need each side of a weight t
 _INSTEAD = "use 'bf16' instead"
 
 
-def require_torchao(owner: str) -> None:
-    """Raise if torchao is not installed.
-
-    Raises:
-        ImportError: it is not; the text says what to install.
-    """
-    if importlib.util.find_spec("torchao") is None:
-        msg = (
-            f"{owner} needs torchao, which is not installed; run: pip install 'torchao>=0.18', or {_INSTEAD}"
-        )
-        raise ImportError(msg)
-
-
 def checked_config(owner: str, given: Any) -> Any:
     """Return torchao's Float8LinearConfig: the one given, of a recipe's name, or its default for None.
-
-    Args:
-        owner: the plugin, as the user wrote it.
-        given: a Float8LinearConfig, the name of a recipe, or None.
 
     Raises:
         ValueError: it is something else.
         ImportError: torchao is not installed.
     """
-    require_torchao(owner)
+    if importlib.util.find_spec("torchao") is None:
+        remedy = f"run: pip install 'torchao>=0.18', or {_INSTEAD}"
+        msg = f"{owner} needs torchao, which is not installed; {remedy}"
+        raise ImportError(msg)
     from torchao.float8 import Float8LinearConfig  # noqa: PLC0415 -- only float8 users pay for it
     from torchao.float8.config import Float8LinearRecipeName  # noqa: PLC0415
 
@@ -56,17 +42,10 @@ def checked_config(owner: str, given: Any) -> Any:
 
 
 def refuse_device(owner: str, device_type: str, config: Any) -> None:
-    """Raise if a device has no float8 arithmetic and torchao is not told to emulate it.
-
-    Args:
-        owner: the plugin or accelerator, as the user wrote it.
-        device_type: where the model runs.
-        config: torchao's Float8LinearConfig.
-
-    Raises:
-        ValueError: it has none; the text says what to use.
-    """
-    if config.emulate or _has_float8(device_type):
+    """Raise ValueError if a device has no float8 arithmetic and torchao is not told to emulate it."""
+    is_there = device_type == "cuda" and torch.cuda.is_available()
+    has_float8 = is_there and (torch.version.hip or torch.cuda.get_device_capability() >= (8, 9))
+    if config.emulate or has_float8:
         return
     msg = (
         f"{owner}: this {device_type} has no float8 arithmetic (NVIDIA GPUs have it from compute capability "
@@ -76,27 +55,14 @@ def refuse_device(owner: str, device_type: str, config: Any) -> None:
     raise ValueError(msg)
 
 
-def _has_float8(device_type: str) -> bool:
-    return (
-        device_type == "cuda"
-        and torch.cuda.is_available()
-        and (torch.version.hip is not None or torch.cuda.get_device_capability() >= (8, 9))
-    )
-
-
 def convert_linear_layers(model: nn.Module, config: Any, *, left_out: Collection[str]) -> nn.Module:
     """Let torchao turn Linear layers into float8 ones, in place; their parameters stay the same objects.
 
-    Converted are layers both of whose sides are multiples of 16, but for those left out and their children.
-    A model converted before stays as it is.
-
-    Args:
-        model: its layers are replaced; a Linear layer itself is returned converted.
-        config: torchao's Float8LinearConfig.
-        left_out: names of modules, as in ``model.named_modules()``.
+    Converted are layers both of whose sides are multiples of 16, but for those left out, by their names in
+    ``model.named_modules()``, and their children. A model converted before stays as it is.
 
     Returns:
-        The model.
+        The model; a Linear layer itself converted.
 
     Raises:
         ValueError: there is no such layer.
@@ -129,12 +95,9 @@ def _is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Let Accelerate's recipe for torchao leave modules out, beside those that it leaves out itself.
+    """Let Accelerate's AORecipeKwargs leave modules of a model out, next to those it leaves out itself.
 
-    Args:
-        recipe: Accelerate's AORecipeKwargs; without a filter of its own, the first and the last Linear layer.
-        model: the model it will be used for.
-        names: modules, as in ``model.named_modules()``.
+    Without a filter of its own, these are the first and the last Linear layer.
     """
     own = recipe.module_filter_func
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]

@@ -85,16 +85,9 @@ def bind_environment() -> None:
         return
     import atexit  # noqa: PLC0415 - most processes stop above
 
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415
+    from amp_plugin.casting.rules import read_environment_rules  # noqa: PLC0415
 
-    try:
-        rules = OpRules.from_yaml(path)
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else error
-        remedy = "give the path of a YAML file of rules, or unset the variable"
-        msg = f"AMP_PLUGIN_RULES={path}: {what}; {remedy}"
-        raise ValueError(msg) from error
-    bound = BoundRules(rules, path).__enter__()
+    bound = BoundRules(read_environment_rules(path), path).__enter__()
     if _is_main_process():
         atexit.register(bound.warn_if_unread)
 

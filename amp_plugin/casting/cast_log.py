@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from rich import filesize
@@ -15,10 +16,13 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 from torch import nn
+from torch.compiler import is_compiling
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import Self
 
 from amp_plugin.casting.dispatcher import KERNELS
-from amp_plugin.casting.module_scopes import ModuleScopes
 from amp_plugin.casting.op_names import argument_names
 from amp_plugin.kernels.build import require_native
 from amp_plugin.precision import short_name
@@ -87,7 +91,17 @@ class CastTotals:
         )
 
 
-Row = tuple[str, ...]
+Key = TypeVar("Key")
+
+
+def grouped(casts: Iterable[Cast], key: Callable[[Cast], Key]) -> dict[Key, CastTotals]:
+    """Add up the casts that have a key in common; the most bytes come first."""
+    groups: dict[Key, list[Cast]] = {}
+    for cast in casts:
+        groups.setdefault(key(cast), []).append(cast)
+    totals = {name: CastTotals.of(alike) for name, alike in groups.items()}
+    return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
+
 
 _COLUMNS = {"cast": ("module", "op", "argument", "dtypes"), "module": ("module",), "op": ("op",)}
 _NOTHING = "no casts: was the code in an amp_plugin.autocast region, and not compiled?"
@@ -146,18 +160,9 @@ def cast_table(casts: list[Cast], by: Literal["cast", "module", "op"]) -> Table:
         table.add_column(column, no_wrap=column == "dtypes", footer=footer)
     for column, footer in zip(("casts", "cached", "moved"), _counts(CastTotals.of(casts)), strict=True):
         table.add_column(column, justify="right", no_wrap=True, footer=footer)
-    for row, totals in _rows(casts, by):
+    for row, totals in grouped(casts, lambda cast: tuple(map(_shown(cast).__getitem__, columns))).items():
         table.add_row(*map(FoldedName, row), *_counts(totals))
     return table
-
-
-def _rows(casts: list[Cast], by: str) -> list[tuple[Row, CastTotals]]:
-    groups: dict[Row, list[Cast]] = {}
-    for cast in casts:
-        shown = _shown(cast)
-        groups.setdefault(tuple(shown[column] for column in _COLUMNS[by]), []).append(cast)
-    rows = [(row, CastTotals.of(alike)) for row, alike in groups.items()]
-    return sorted(rows, key=lambda row: -row[1].bytes)
 
 
 def _shown(cast: Cast) -> dict[str, str]:
@@ -169,8 +174,126 @@ def _shown(cast: Cast) -> dict[str, str]:
     }
 
 
-def _counts(totals: CastTotals) -> Row:
+def _counts(totals: CastTotals) -> tuple[str, ...]:
     return f"{totals.casts:,}", f"{totals.cached:,}", filesize.decimal(totals.bytes)
+
+
+_OUTSIDE = -1
+
+
+class ModuleScopes:
+    """Number the modules that are called, and tell the native log which one runs in each thread.
+
+    ``when_done`` is called when an outermost module returns, while its arguments are alive.
+    """
+
+    def __init__(self, model: nn.Module | None, when_done: Callable[[], None]) -> None:
+        self._model = model
+        self._when_done = when_done
+        self._hooks: list[RemovableHandle] = []
+        self._lock = threading.RLock()
+        self._paths: list[str] = []
+        self._numbers: dict[nn.Module, int] = {}
+        self._parameters: dict[int, str] = {}  # address of the TensorImpl -> path
+        self._inputs: dict[int, int] = {}  # the same -> calls that hold it
+        self._calls = threading.local()
+
+    def open(self) -> None:
+        """Place the hooks."""
+        if self._model is None:
+            self._hooks = [
+                register_module_forward_pre_hook(self._enter),
+                register_module_forward_hook(self._leave, always_call=True),
+            ]
+            return
+        self._name_children(self._model)
+        for module in dict.fromkeys(self._model.modules()):
+            self._hooks.append(
+                module.register_forward_pre_hook(self._enter_with, prepend=True, with_kwargs=True)
+            )
+            self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def path(self, scope: int) -> str:
+        """Return a module's path by its number."""
+        return self._paths[scope] if scope != _OUTSIDE else ""
+
+    def parameter(self, identity: int) -> str:
+        """Return the path of the parameter or buffer at an address, empty if there is none."""
+        return self._parameters.get(identity, "")
+
+    def is_input(self, identity: int) -> bool:
+        """Return whether the tensor is an argument of an outermost module that runs."""
+        return identity in self._inputs
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self._enter_with(module, args, {})
+
+    def _enter_with(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiling():  # Dynamo would trace the book-keeping
+            return
+        calls = self._open_calls()
+        with self._lock:
+            if not calls:
+                self._name_children(module)
+            number = self._numbers.get(module)
+            if number is None:  # not a child of the outermost module
+                number = self._number(module, type(module).__name__)
+            inputs = [] if calls else _addresses((args, kwargs))
+            for address in inputs:
+                self._inputs[address] = self._inputs.get(address, 0) + 1
+        calls.append((module, torch.ops.amp_plugin._cast_log_scope(number), inputs))
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        if is_compiling():
+            return
+        calls = self._open_calls()
+        if not any(entered is module for entered, _, _ in calls):
+            return  # it was entered before the hooks were placed
+        while calls:  # what an exception left open is closed with its caller
+            left, previous, inputs = calls.pop()
+            torch.ops.amp_plugin._cast_log_scope(previous)
+            if not calls:
+                self._finish(inputs)
+            if left is module:
+                return
+
+    def _finish(self, inputs: list[int]) -> None:
+        with self._lock:
+            self._when_done()
+            for address in inputs:
+                self._inputs[address] -= 1
+                if not self._inputs[address]:
+                    del self._inputs[address]
+
+    def _open_calls(self) -> list[tuple[nn.Module, int, list[int]]]:
+        if not hasattr(self._calls, "open"):
+            self._calls.open = []
+        calls: list[tuple[nn.Module, int, list[int]]] = self._calls.open
+        return calls
+
+    def _name_children(self, root: nn.Module) -> None:
+        """Name a module's tree, and its parameters where they are now."""
+        kind = type(root).__name__
+        if self._model is None or root is self._model:
+            for name, module in root.named_modules():
+                if module not in self._numbers:
+                    self._number(module, f"{kind}.{name}" if name else kind)
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            self._parameters[tensor._cdata] = name
+
+    def _number(self, module: nn.Module, path: str) -> int:
+        self._paths.append(path)
+        self._numbers[module] = len(self._paths) - 1
+        return self._numbers[module]
+
+
+def _addresses(values: Any) -> list[int]:
+    return [value._cdata for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 _TEXTS = 4  # op, device, dtype before, dtype after
@@ -251,18 +374,11 @@ class CastLog:
 
     def by_module(self) -> dict[str, CastTotals]:
         """Add up per module that ran the op, most bytes first."""
-        return self._grouped(lambda cast: cast.module)
+        return grouped(self.records(), lambda cast: cast.module)
 
     def by_op(self) -> dict[str, CastTotals]:
         """Add up per op, most bytes first."""
-        return self._grouped(lambda cast: cast.op)
-
-    def _grouped(self, key: Callable[[Cast], Any]) -> dict[Any, CastTotals]:
-        groups: dict[Any, list[Cast]] = {}
-        for cast in self.records():
-            groups.setdefault(key(cast), []).append(cast)
-        totals = {name: CastTotals.of(casts) for name, casts in groups.items()}
-        return dict(sorted(totals.items(), key=lambda item: -item[1].bytes))
+        return grouped(self.records(), lambda cast: cast.op)
 
     def table(self, by: Literal["cast", "module", "op"] = "cast") -> Table:
         """Return a rich table; equal casts share a row, the most bytes come first.

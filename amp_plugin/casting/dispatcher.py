@@ -25,7 +25,7 @@ from amp_plugin.kernels.build import NativeCore, native_core, require_native
 from amp_plugin.kernels.tracers import outside_tracers
 
 DEFAULT = 0  # the number of the default rules
-MAX_RULE_SETS = 24
+MAX_RULE_SETS = 585
 NO_RULES = -1
 
 # 0 says that a rule set does not name the op: it runs as if no autocast kernel were registered.
@@ -55,6 +55,7 @@ class AutocastKernels:
         self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
+        self.tagged: dict[int, str] = {}  # what torch's compile caches know: number -> fingerprint
         self._step_hook: RemovableHandle | None = None
         self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
 
@@ -89,20 +90,21 @@ class AutocastKernels:
             self._step_hook.remove()
             self._step_hook = None
         self._numbers.clear()
+        self.tagged.clear()
         self._is_installed = False
         self.checked.clear()
 
-    def number_of(self, rules: OpRules) -> tuple[int, bool]:
-        """Return the number of a rule set other than the default ones, and whether it was new."""
+    def number_of(self, rules: OpRules) -> int:
+        """Return the number of a rule set other than the default ones."""
         with self._lock, outside_tracers():
             if rules in self._numbers:
-                return self._numbers[rules], False
+                return self._numbers[rules]
             if len(self._numbers) + 1 >= MAX_RULE_SETS:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
                 raise ValueError(msg)
             _define(rules, len(self._numbers) + 1)
             self._numbers[rules] = len(self._numbers) + 1
-            return self._numbers[rules], True
+            return self._numbers[rules]
 
     def put_default(self, rules: OpRules) -> None:
         """Set what the number of the default rules means on their device, until they are put back.
@@ -190,19 +192,8 @@ def _bits(op: str, kept: frozenset[str]) -> int:
 UNWATCHED = frozenset(
     {
         *("relu_", "relu6_", "leaky_relu_", "rrelu_", "rrelu_with_noise_", "hardtanh_", "hardsigmoid_"),
-        *(
-            "hardswish_",
-            "silu_",
-            "mish_",
-            "gelu_",
-            "elu_",
-            "selu_",
-            "celu_",
-            "threshold_",
-            "sigmoid_",
-            "tanh_",
-        ),
-        *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "bernoulli_"),
+        *("hardswish_", "silu_", "mish_", "gelu_", "elu_", "selu_", "celu_", "threshold_", "sigmoid_"),
+        *("tanh_", "dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_", "bernoulli_"),
     }
 )
 
@@ -249,6 +240,20 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
     """Return the number of a region's rule set, installing it if it is new; None means the default rules."""
     if rules is None:
         return DEFAULT
+    check_rules(rules, device_type)
+    KERNELS.install()
+    if rules == OpRules.default(device_type):
+        return DEFAULT
+    require_native("a rule set other than the default one")
+    number = KERNELS.number_of(rules)
+    if number not in KERNELS.tagged:
+        KERNELS.tagged[number] = rules.fingerprint()
+        _tag_compile_caches()
+    return number
+
+
+def check_rules(rules: OpRules, device_type: str) -> None:
+    """Raise if these are not rules for regions on a device."""
     _check_is_rules(rules)
     if rules.device_type != device_type:
         msg = (
@@ -256,14 +261,6 @@ def number_of(rules: OpRules | None, device_type: str) -> int:
             f"use rules.as_policy_of({device_type!r}) or OpRules.default({device_type!r})"
         )
         raise ValueError(msg)
-    KERNELS.install()
-    if rules == OpRules.default(device_type):
-        return DEFAULT
-    require_native("a rule set other than the default one")
-    number, is_new = KERNELS.number_of(rules)
-    if is_new:
-        _tag_compile_caches()
-    return number
 
 
 def number_by_default(device_type: str) -> int:
@@ -286,7 +283,7 @@ def _tag_compile_caches() -> None:
     from torch.compiler import config  # noqa: PLC0415 - read when rules differ from torch's
 
     others = [part for part in config.cache_key_tag.split("|") if part and not part.startswith(_TAG)]
-    numbered = ",".join(f"{number}={rules.fingerprint()}" for number, rules in KERNELS.rule_sets().items())
+    numbered = ",".join(f"{number}={fingerprint}" for number, fingerprint in sorted(KERNELS.tagged.items()))
     config.cache_key_tag = "|".join([*others, _TAG + numbered])
 
 

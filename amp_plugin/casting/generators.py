@@ -17,38 +17,26 @@ Func = TypeVar("Func", bound=Callable[..., Any])
 
 def covers_each_step(func: Func, context: AbstractContextManager[Any]) -> Func:
     """Return `func` with `context` open while its body runs, and only then; it is entered many times."""
-    wrapped: Callable[..., Any]
+    covered: Any
     if inspect.isasyncgenfunction(func):
-        wrapped = _cover_async_generator(func, context)
+        covered = _cover_async_generator(func, context)
     elif inspect.iscoroutinefunction(func):
-        wrapped = _cover_coroutine(func, context)
+
+        async def covered(*args: Any, **kwargs: Any) -> Any:
+            return await _Steps(func(*args, **kwargs), context)
     elif inspect.isgeneratorfunction(func):
-        wrapped = _cover_generator(func, context)
+
+        def covered(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            return (yield from _each_step(func(*args, **kwargs), context))
     else:
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
+        def covered(*args: Any, **kwargs: Any) -> Any:
             with context:
                 return func(*args, **kwargs)
 
-    functools.update_wrapper(wrapped, func)
-    wrapped.__script_unsupported = (  # type: ignore[attr-defined]
-        "@autocast() decorator is not supported in script mode"
-    )
-    return wrapped  # type: ignore[return-value]
-
-
-def _cover_generator(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        return (yield from _each_step(func(*args, **kwargs), context))
-
-    return generate
-
-
-def _cover_coroutine(func: Callable[..., Any], context: AbstractContextManager[Any]) -> Callable[..., Any]:
-    async def run(*args: Any, **kwargs: Any) -> Any:
-        return await _Steps(func(*args, **kwargs), context)
-
-    return run
+    functools.update_wrapper(covered, func)
+    covered.__script_unsupported = "@autocast() decorator is not supported in script mode"
+    return covered  # type: ignore[no-any-return]
 
 
 def _cover_async_generator(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
 
 # Statistics that batch norms write into, though most of their schemas do not say so.
 _WRITTEN_UNSAID = frozenset({"running_mean", "running_var"})

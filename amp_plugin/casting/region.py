@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -13,11 +13,19 @@ from torch._guards import TracingContext
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
-from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, number_by_default, number_of, rules_of
+from amp_plugin.casting.compiled import TracedRegion, are_rules_in_force, teach_dynamo
+from amp_plugin.casting.dispatcher import (
+    DEVICE_NUMBERS,
+    KERNELS,
+    check_rules,
+    number_by_default,
+    number_of,
+    rules_of,
+)
 from amp_plugin.casting.generators import covers_each_step
 from amp_plugin.kernels.tracers import untraced
+from amp_plugin.messages import warned_at_user
 from amp_plugin.precision import DTYPES, known_precision
-from amp_plugin.user_warnings import warned_at_user
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 
 class _OpenBlocks(threading.local):
     def __init__(self) -> None:
-        self.blocks: list[tuple[torch.autocast, torch.autocast]] = []  # our region, torch's block
+        self.blocks: list[tuple[autocast, Any]] = []  # our region, torch's block
 
 
 _OPEN = _OpenBlocks()
@@ -36,14 +44,17 @@ def has_block() -> bool:
     return bool(_OPEN.blocks)
 
 
-def enter_block(region: torch.autocast) -> None:
+def enter_block(region: autocast) -> None:
     """Open a region as a block of torch's own, in this thread."""
-    block = torch.autocast(region.device, region.fast_dtype, region._enabled, cache_enabled=False)
-    block.__enter__()  # type: ignore[no-untyped-call]
+    device, dtype, enabled, cache_enabled, content = region.traced_as()
+    block: Any = torch.autocast(device, dtype, enabled, cache_enabled=False)
+    if content or (are_rules_in_force() and KERNELS.are_native):
+        block = TracedRegion(device, dtype, enabled, cache_enabled, content)
+    block.__enter__()
     _OPEN.blocks.append((region, block))
 
 
-def exit_block(region: torch.autocast) -> None:
+def exit_block(region: autocast) -> None:
     """Close the innermost block of torch's own that `region` opened in this thread."""
     for index in reversed(range(len(_OPEN.blocks))):
         if _OPEN.blocks[index][0] is region:
@@ -64,11 +75,6 @@ def blocks_are_recorded() -> bool:
         for mode in torch.overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     )
 
-
-_RULES_IN_COMPILED_CODE = (
-    "autocast(rules=...) was opened inside compiled code; open the region around the call "
-    "of the compiled function, or use set_default_rules()"
-)
 
 # What a region is opened with is one tuple; torch's attributes are read from it when asked for.
 _POSITIONS = {"fast_dtype": 1, "_enabled": 2, "_cache_enabled": 3, "_rules_number": 4, "device": 5}
@@ -107,8 +113,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
     Raises:
         ValueError: ``device_type`` is not a string, or ``rules`` are for another device.
         TypeError: ``dtype`` or ``rules`` is something else.
-        RuntimeError: the device has no autocast, or ``rules`` were given where they cannot work
-            (no native core, or inside compiled code).
+        RuntimeError: the device has no autocast, or ``rules`` need the native core and it is missing.
 
     Example:
         >>> a = torch.ones(2, 2)
@@ -134,9 +139,12 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         Dynamo knows exactly torch's class: a subclass would stop at a graph break.
         """
         if is_compiling():
+            if rules is None and not are_rules_in_force():
+                return torch.autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
-                raise RuntimeError(_RULES_IN_COMPILED_CODE)
-            return torch.autocast(device_type, dtype, enabled, cache_enabled)
+                check_rules(rules, device_type)
+            content = "" if rules is None else rules.content
+            return TracedRegion(device_type, dtype, enabled, cache_enabled, content)  # type: ignore[return-value]
         checked = KERNELS.checked.get((device_type, dtype, enabled))
         if checked is None:
             checked = _check(device_type, dtype, enabled)
@@ -151,27 +159,15 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         )
         return self
 
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            device_type: str,
-            dtype: torch.dtype | None = None,
-            enabled: bool = True,
-            cache_enabled: bool | None = None,
-            *,
-            rules: OpRules | None = None,
-        ) -> None: ...
-    else:
+    if not TYPE_CHECKING:
         __init__ = object.__init__  # __new__ has done it all, in one call
 
     def __getattr__(self, name: str) -> Any:
         position = _POSITIONS.get(name)
         opening = self.__dict__.get("_opening")
         if position is not None and opening is not None:
-            # Dynamo takes any torch.autocast for torch's own and would drop its rules.
-            if opening[4] and TracingContext.try_get() is not None:
-                raise RuntimeError(_RULES_IN_COMPILED_CODE)
+            if TracingContext.try_get() is not None and (opening[4] or are_rules_in_force()):
+                teach_dynamo(type(self))
             return opening[position]
         if name == "custom_backend_name":
             return torch._C._get_privateuse1_backend_name()
@@ -183,17 +179,20 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         _, dtype, enabled, cache_enabled, number, device_type = self._opening
         return _remade, (type(self), device_type, dtype, enabled, cache_enabled, rules_of(number))
 
+    def traced_as(self) -> tuple[str, torch.dtype, bool, bool, str]:
+        """Return device, dtype, whether it is on, cache flag, and the content of its rules."""
+        _, dtype, enabled, cache_enabled, number, device_type = self._opening
+        rules = rules_of(number)
+        return device_type, dtype, enabled, cache_enabled, "" if rules is None else rules.content
+
     def __repr__(self) -> str:
         return f"autocast({self.device!r}, dtype={self.fast_dtype}, enabled={self._enabled})"
 
     @untraced
     def __enter__(self) -> Self:
         opening, enter = self._opening, KERNELS.enter
-        if _is_torch_function_mode_enabled() and blocks_are_recorded():
-            if opening[4]:
-                raise RuntimeError(_RULES_IN_COMPILED_CODE)
-            enter_block(self)
-        elif enter is None or opening[0] is None:
+        is_recorded = _is_torch_function_mode_enabled() and blocks_are_recorded()
+        if is_recorded or enter is None or opening[0] is None:
             enter_block(self)
         else:
             enter(self, opening)
@@ -216,6 +215,14 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
             )
             raise TypeError(msg)
         return covers_each_step(func, self)
+
+
+def call_in(regions: Sequence[torch.autocast], function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call a function in several regions; tracers follow it, which takes a recursion."""
+    if not regions:
+        return function(*args, **kwargs)
+    with regions[0]:
+        return call_in(regions[1:], function, args, kwargs)
 
 
 @untraced

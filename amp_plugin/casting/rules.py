@@ -30,8 +30,7 @@ from amp_plugin.casting.rules_files import (
     release_of,
     torch_release,
 )
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.messages import did_you_mean, warn_user
 
 # Names of dtypes that people write where a rule is wanted.
 _DTYPE_RULES = {
@@ -82,12 +81,15 @@ class OpRule(str, Enum):
 class OpRules:
     """The rules of one device: op -> rule, and arguments that are never cast.
 
-    Immutable: ``with_rule`` returns another set. Equal sets have equal hashes.
+    Immutable: ``with_rule`` returns another set. Equal sets have equal hashes and contents.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``.
         rules: full op name (``"aten::softmax.int"``, ``"aten::mm.default"``) -> rule.
         keep: full op name -> names of the arguments that are never cast.
+
+    Attributes:
+        content: what they change in the installed torch's rules, as JSON; compiled graphs name them by it.
 
     Example:
         >>> rules = OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -100,6 +102,7 @@ class OpRules:
     device_type: str
     rules: Mapping[str, OpRule]
     keep: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    content: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the device and normalise the values."""
@@ -110,6 +113,16 @@ class OpRules:
         object.__setattr__(
             self, "keep", {op: frozenset(args) for op, args in sorted(self.keep.items()) if args}
         )
+        object.__setattr__(self, "content", self._content())
+
+    def _content(self) -> str:
+        """Return the rules as text, by what they change: a rule for each op, null where it has none."""
+        release = torch_release()
+        base = _listed_ops(self.device_type, release)
+        ops = sorted({*base, *self.rules})
+        changes = {op: self.rules.get(op) for op in ops if self.rules.get(op) != base.get(op)}
+        keep = {op: sorted(arguments) for op, arguments in self.keep.items()}
+        return json.dumps({"device_type": self.device_type, "torch": release, "rules": changes, "keep": keep})
 
     @staticmethod
     def default(device_type: str) -> OpRules:
@@ -231,7 +244,7 @@ class OpRules:
         return next(iter(found.values()))
 
     def __hash__(self) -> int:
-        return hash((self.device_type, tuple(self.rules.items()), tuple(self.keep.items())))
+        return hash(self.content)
 
     def __repr__(self) -> str:
         if self == OpRules.default(self.device_type):
@@ -243,11 +256,23 @@ class OpRules:
 
 @cache
 def _listed(device_type: str, release: str) -> OpRules:
+    return OpRules(device_type=device_type, rules=_listed_ops(device_type, release))
+
+
+@cache
+def _listed_ops(device_type: str, release: str) -> dict[str, OpRule]:
     """Return what a torch release lists, without the ops that the installed torch lacks."""
     listed = listed_rules(device_type, release)
-    return OpRules(
-        device_type=device_type, rules={op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
-    )
+    return {op: OpRule(rule) for op, rule in listed.items() if is_registered(op)}
+
+
+@cache
+def rules_with_content(content: str) -> OpRules:
+    """Return the rules that have a ``content``, made in this process or in another."""
+    read = json.loads(content)
+    rules = {**_listed_ops(read["device_type"], read["torch"]), **read["rules"]}
+    named = {op: rule for op, rule in rules.items() if rule is not None}
+    return OpRules(device_type=read["device_type"], rules=named, keep=read["keep"])
 
 
 def _rules_of(file: RulesFile) -> tuple[OpRules, str]:
@@ -299,7 +324,7 @@ def environment_rules(device_type: str) -> OpRules | None:
     path = os.environ.get(RULES_VARIABLE, "")
     if not path:
         return None
-    rules = _read_once(path)
+    rules = read_environment_rules(path)
     if rules.device_type == device_type:
         return rules
     warn_user(
@@ -310,7 +335,8 @@ def environment_rules(device_type: str) -> OpRules | None:
 
 
 @cache
-def _read_once(path: str) -> OpRules:
+def read_environment_rules(path: str) -> OpRules:
+    """Return the rules of a file that the environment names; a ValueError names the variable."""
     try:
         return OpRules.from_yaml(path)
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.messages import did_you_mean
 
 TABLES: Final = ("cpu", "cuda", "mps", "xpu")
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from amp_plugin.casting.op_names import nearest
-from amp_plugin.casting.region import autocast
+from amp_plugin.casting.region import autocast, call_in
 from amp_plugin.casting.rules_files import torch_older_than
 from amp_plugin.patterns import matched_modules, require_matches
 
@@ -266,20 +266,11 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
             back = _first_dtype(candidates)
         args = tuple(v if is_kept(position) else _cast(v, dtype) for position, v in enumerate(args))
         kwargs = {name: v if name in keep else _cast(v, dtype) for name, v in kwargs.items()}
-        on = [device for device in _DEVICES if torch.is_autocast_enabled(device)]
-        output = _call_without_autocast(on, function, args, kwargs)
+        off = [autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
+        output = call_in(off, function, args, kwargs)
         return output if back is None else _cast(output, back)
 
     return run
-
-
-def _call_without_autocast(
-    devices: list[str], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    if not devices:
-        return function(*args, **kwargs)
-    with autocast(devices[0], enabled=False):
-        return _call_without_autocast(devices[1:], function, args, kwargs)
 
 
 def _castable(value: Any) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.compiler import is_compiling
 
 from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
-from amp_plugin.casting.region import autocast, has_block
+from amp_plugin.casting.region import autocast, call_in, has_block
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import change_class
@@ -43,8 +43,6 @@ class RegionState:
 
     def region(self) -> torch.autocast:
         """Make a region with this state."""
-        if self.rules is None:
-            return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
         return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled, rules=self.rules)
 
 
@@ -92,8 +90,7 @@ def autocast_module(module: Module, *states: RegionState) -> Module:
     whatever that is at each call: dtype, cache flag and rules too, where torch hands over no more
     than the enabled flag.
 
-    Inside compiled code the state is opened where autocast is off on its devices; rules cannot
-    be: apply this to what ``torch.compile`` returns, and the region stays outside.
+    Inside compiled code the state is opened where autocast is off on its devices.
 
     Args:
         module: changed in place; hand over the ``nn.DataParallel``, or the module inside.
@@ -158,23 +155,14 @@ def _nesting() -> int:
 
 
 def _call_in(states: tuple[RegionState, ...], call: Any, args: Any, kwargs: Any) -> Any:
+    regions = [state.region() for state in states]
     if is_compiling():
-        return _call_in_compiled(states, call, args, kwargs)
-    with ExitStack() as stack:
-        for state in states:
-            stack.enter_context(state.region())
-        _in_carried.depth = 1
-        try:
-            return call(*args, **kwargs)
-        finally:
-            _in_carried.depth = 0
-
-
-def _call_in_compiled(states: tuple[RegionState, ...], call: Any, args: Any, kwargs: Any) -> Any:
-    if not states:
-        return call(*args, **kwargs)
-    with states[0].region():
-        return _call_in_compiled(states[1:], call, args, kwargs)
+        return call_in(regions, call, args, kwargs)
+    _in_carried.depth = 1
+    try:
+        return call_in(regions, call, args, kwargs)
+    finally:
+        _in_carried.depth = 0
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from amp_plugin.did_you_mean import did_you_mean
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.messages import did_you_mean
 from amp_plugin.program import Program, program_named
 
 OF_SCRIPTS: Final = {"allow_interspersed_args": False}
@@ -22,7 +23,7 @@ OF_SCRIPTS: Final = {"allow_interspersed_args": False}
 Script = Annotated[str, typer.Argument(help="A Python file to run; with -m a module.")]
 Arguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as python -m does.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
 
 def program_of(script: str, *, as_module: bool, command: str) -> Program:
@@ -35,6 +36,16 @@ def program_of(script: str, *, as_module: bool, command: str) -> Program:
         return program_named(script, as_module=as_module, command=command)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="SCRIPT") from error
+
+
+def need_core(command: str) -> None:
+    """End the command with exit code 1 if the native core is missing."""
+    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
+
+    try:
+        require_native(f"amp-plugin {command}")
+    except (RuntimeError, ValueError) as error:
+        fail(str(error), code=1)
 
 
 def word_option(
@@ -63,6 +74,12 @@ def word_option(
 
     names = () if name is None else (name,)
     return typer.Option(*names, metavar="|".join(words), callback=check, help=purpose)
+
+
+Device = Annotated[
+    str | None,
+    word_option(TABLES, "Device; default: a rules file's, or the best here.", aliases={"gpu": "cuda"}),
+]
 
 
 def show(table: Table) -> None:

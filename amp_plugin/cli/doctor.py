@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
+import textwrap
 import warnings
 from collections import Counter
 from importlib import metadata
-from typing import Any, Final
+from typing import Any
 
 import torch
+from rich import filesize
+from rich.console import Console
+from rich.markup import escape
 
 import amp_plugin
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.device_speed import is_fast, processor_facts, speed_advice
-from amp_plugin.environment_variables import KNOWN, read_variables, unknown_variables
+from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.build_cache import cache_root
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.options import LossScaleOptions
-from amp_plugin.precision import DTYPES
+from amp_plugin.options import KNOWN_VARIABLES, LossScaleOptions, read_variables, unknown_variables
+from amp_plugin.precision import DTYPES, is_fast, processor_facts, speed_advice
 from amp_plugin.scaling import one_pass
 from amp_plugin.weights.formats import FORMATS
 
-DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 _COMPANIONS = ("lightning", "pytorch-lightning", "accelerate", "transformers", "cuda-core")
 
 Part = dict[str, Any]
@@ -68,7 +71,7 @@ def examine(precision: str, device_type: str) -> dict[str, Any]:
 def default_device() -> str:
     """Return the type of this machine's accelerator, ``"cpu"`` if it has none."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None and accelerator.type in DEVICES else "cpu"
+    return accelerator.type if accelerator is not None and accelerator.type in TABLES else "cpu"
 
 
 def versions() -> Part:
@@ -116,13 +119,12 @@ def _cuda(index: int) -> Part:
 
 
 def native_core_state() -> Part:
-    """Return which parts of the native core are loaded, and why a part is not."""
+    """Return whether the native core is loaded, and why it is not."""
     with warnings.catch_warnings():  # the report gives the reason
         warnings.simplefilter("ignore")
         core = native_core()
     return {
-        "kernels": core.loaded,
-        "regions": core.region is not None,
+        "loaded": core.loaded,
         "library": str(core.library) if core.library else None,
         "compile_seconds": round(core.seconds, 1) if core.loaded else None,
         "reason": core.reason,
@@ -152,7 +154,7 @@ def cache_state() -> Part:
 
 def unknown_variables_state() -> dict[str, str]:
     """Return name -> advice for each environment variable that looks misspelt."""
-    unset = f"; unset it; known are {', '.join(KNOWN)}"
+    unset = f"; unset it; known are {', '.join(KNOWN_VARIABLES)}"
     hints = unknown_variables(os.environ).items()
     return {name: f"nothing reads this variable{hint or unset}" for name, hint in hints}
 
@@ -170,7 +172,7 @@ def plan(precision: str, device_type: str) -> Part:
     """
     problem, mixed = _problem(device_type), precision != "fp32"
     rules = Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else {}
-    kernels = "amp_plugin" if native_core_state()["regions"] else "torch"
+    kernels = "amp_plugin" if native_core_state()["loaded"] else "torch"
     return {
         "precision": precision,
         "device": device_type,
@@ -212,3 +214,55 @@ def _problem(device_type: str) -> str:
         return ""
     found = f"torch {torch.__version__} finds no {device_type} device on this machine"
     return f"{found}; plan for another with --device, or ask on a machine that has one"
+
+
+# -- printed -------------------------------------------------------------------------------------
+
+
+def print_report(report: dict[str, Any]) -> None:
+    """Print a report of :func:`examine` for people."""
+    console = Console(soft_wrap=True, highlight=False)
+    parts = {title: _rows(part) for title, part in report.items() if part and title != "healthy"}
+    width = max(len(name) for rows in parts.values() for name, _ in rows)
+    for title, rows in parts.items():
+        console.print(f"[bold]{_words(title)}[/]")
+        for name, value in rows:
+            first, *others = _lines(value, console.width - width - 4)
+            console.print(f"  [cyan]{escape(name):<{width}}[/]  {escape(first)}")
+            for line in others:
+                console.print(f"  {'':<{width}}  {escape(line)}")
+    is_well = "[green]All is well.[/]", "[yellow]Something is missing or wrong: see the reasons.[/]"
+    console.print(is_well[not report["healthy"]])
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """Break text between words for a terminal; a path stays whole, to be copied."""
+    if not sys.stdout.isatty():
+        return [text]
+    return textwrap.wrap(text, max(width, 20), break_long_words=False, break_on_hyphens=False) or [""]
+
+
+def _rows(part: Any) -> list[tuple[str, str]]:
+    """Return name -> text of a part, what is empty left out; the devices are a part that is a list."""
+    if isinstance(part, list):
+        part = {entry["device"]: {**entry, "device": None} for entry in part}
+    if "bytes_per_parameter" in part:
+        by_weights = {f"weights={name}": size for name, size in part["bytes_per_parameter"].items()}
+        part = part | {"bytes_per_parameter": f"{_text(by_weights)}; with AdamW"}
+    rows = [(_words(name), value) for name, value in part.items() if value not in ("", None, {})]
+    sizes = {"bytes": "size"}
+    return [
+        (sizes.get(name, name), filesize.decimal(value) if name in sizes else _text(value))
+        for name, value in rows
+    ]
+
+
+def _words(name: str) -> str:
+    """Return a key of the report as words, names of settings and packages unchanged."""
+    return name.replace("_", " ") if name.islower() and name != "amp_plugin" else name
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{_words(k)} {_text(item)}" for k, item in value.items() if item is not None)
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -68,7 +68,7 @@ def diagnose(
     if save is not None:
         if keep_going or strict or plot:
             fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
-        _record(program, arguments or [], save, steps)
+        _record(program, arguments or [], save, steps, as_json)
     if plot is not None:
         fail("--plot draws the errors of --compare fp32; give both", code=2)
     _find_non_finite(program, arguments or [], keep_going, strict, as_json)
@@ -78,8 +78,7 @@ def _find_non_finite(
     program: Program, arguments: list[str], keep_going: bool, strict: bool, as_json: bool
 ) -> None:
     from amp_plugin.numerics.diagnose import Diagnosis  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.finding import NonFiniteError  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.report import rank_of_process  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.finding import NonFiniteError, rank_of_process  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     def tell_at_once(finding: Finding) -> None:
@@ -173,14 +172,19 @@ def _compare_precision(
     raise typer.Exit(run.code)
 
 
-def _record(program: Program, arguments: list[str], path: Path, steps: int) -> None:
+def _record(program: Program, arguments: list[str], path: Path, steps: int, as_json: bool) -> None:
     from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     recorder = RunRecorder(path, steps=steps)
-    run = run_program(program, arguments, around=recorder)
-    if records := recorder.run.records:
-        print(f"{len(records)} results of {records[-1].step + 1} steps are in {path}")
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=recorder)
+    records = recorder.run.records
+    recorded = {"file": str(path), "results": len(records), "steps": records[-1].step + 1 if records else 0}
+    if as_json:
+        print(json.dumps({"script": program.name, "exit_code": run.code, **recorded}))
+    elif records:
+        print(f"{recorded['results']} results of {recorded['steps']} steps are in {path}")
     else:
         print(f"no op made a floating-point number; {path} is empty")
     raise typer.Exit(run.code)

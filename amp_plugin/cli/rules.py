@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from amp_plugin.casting.rules_files import TABLES
-from amp_plugin.cli.arguments import AsJson, fail, show, word_option
+from amp_plugin.cli.arguments import AsJson, Device, fail, show
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -19,10 +18,6 @@ commands = typer.Typer(
 )
 
 _WHAT = "default, a policy such as torch-2.11, or a rules file."
-Device = Annotated[
-    str | None,
-    word_option(TABLES, "Device; default: the file's, or the best here.", aliases={"gpu": "cuda"}),
-]
 
 
 @commands.command(name="show")

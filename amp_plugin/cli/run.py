@@ -1,19 +1,31 @@
-"""The command `amp-plugin run`: run a program that is not edited under op rules."""
+"""Run a program as it is: `amp-plugin run` under op rules, `amp-plugin casts` under a log of its casts."""
 
 from __future__ import annotations
 
+import json
 import sys
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from amp_plugin.cli.arguments import Arguments, AsModule, Script, fail, program_of
+from amp_plugin.cli.arguments import (
+    Arguments,
+    AsJson,
+    AsModule,
+    Script,
+    fail,
+    need_core,
+    output_of_script,
+    program_of,
+    show,
+    word_option,
+)
 
 if TYPE_CHECKING:
-    from amp_plugin.casting.rules import OpRules
+    from amp_plugin.casting.cast_log import Cast
 
 Rules = Annotated[
     Path,
@@ -22,57 +34,88 @@ Rules = Annotated[
 
 
 def run(script: Script, rules: Rules, arguments: Arguments = None, as_module: AsModule = False) -> None:
-    """Run a script under op rules; torch.autocast follows them. The exit code is the script's.
+    """Run a script whose torch.autocast blocks follow op rules; the exit code is the script's.
 
-    The script need not know this package. What is taken over is given back when it ends.
+    The script does not have to import amp_plugin. When it ends, torch has its own rules back.
     """
+    from amp_plugin.casting.bound_rules import BoundRules  # noqa: PLC0415 - loads torch
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="run")
+    need_core("run --rules")
     try:
-        require_native("amp-plugin run --rules")
         chosen = OpRules.from_yaml(rules)
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, ValueError) as error:
         fail(str(error), code=2)
-    ran = run_program(program, arguments or [], around=Takeover(rules_door(chosen, str(rules))))
+    print(f"amp-plugin run: torch.autocast on {chosen.device_type} follows {rules}", file=sys.stderr)
+    raise typer.Exit(run_program(program, arguments or [], around=BoundRules(chosen, str(rules))).code)
+
+
+_FIELDS: Final = {  # of a row in JSON
+    "cast": ("module", "op", "argument", "kind", "before", "after"),
+    "module": ("module",),
+    "op": ("op",),
+}
+_NO_CASTS = "no casts: was the code in an autocast block, amp_plugin's or torch's, and not compiled?"
+
+
+def casts(
+    script: Script,
+    arguments: Arguments = None,
+    as_module: AsModule = False,
+    by: Annotated[str, word_option(_FIELDS, "What a row adds up.")] = "cast",
+    every: Annotated[
+        bool, typer.Option("--every", help="Give each module a row; else siblings that cast alike share one.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run a script and list the casts that autocast makes in it; the exit code is the script's."""
+    from torch._dynamo.utils import counters  # noqa: PLC0415 - loads torch
+
+    from amp_plugin.casting.cast_log import cast_table, grouped, log_casts  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415
+
+    program = program_of(script, as_module=as_module, command="casts")
+    need_core("casts")
+    log = log_casts()
+    counters["stats"]["unique_graphs"] = 0
+    with output_of_script(as_json=as_json):
+        ran = run_program(program, arguments or [], around=log)
+    graphs = int(counters["stats"]["unique_graphs"])
+    made = log.records() if every else _folded(log.records())
+    if as_json:
+        fields = _FIELDS[by]
+        groups = grouped(made, lambda cast: tuple(_text(getattr(cast, field)) for field in fields))
+        rows = [dict(zip(fields, key, strict=True)) | asdict(totals) for key, totals in groups.items()]
+        print(json.dumps({"script": script, "by": by, "compiled_graphs": graphs, "rows": rows}))
+    elif made or not ran.failed:
+        if made:
+            show(cast_table(made, by))  # type: ignore[arg-type]
+        else:
+            print(_NO_CASTS)
+        if graphs:
+            print(f"{graphs} compiled graphs: their casts are inside them and not in this table")
     raise typer.Exit(ran.code)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Door:
-    """One thing that is taken over.
-
-    Attributes:
-        words: what happens, for the user.
-        region: takes it when it is entered, and gives it back when it is left.
-    """
-
-    words: str
-    region: AbstractContextManager[object]
+def _text(value: object) -> str:
+    return str(value).removeprefix("torch.")
 
 
-class Takeover:
-    """Take things over for the length of a program, say so, and give them back in the reverse order."""
+def _folded(made: Sequence[Cast]) -> list[Cast]:
+    """Return casts with one name for sibling modules that cast alike: ``Net.blocks.*.mlp, x12``."""
+    from amp_plugin.numerics.report import fold  # noqa: PLC0415 - loads torch
 
-    def __init__(self, *doors: Door) -> None:
-        self._doors = doors
-        self._open = ExitStack()
+    def kind(cast: Cast) -> tuple[object, ...]:
+        place = tuple("*" if part.isdecimal() else part for part in cast.module.split("."))
+        return place, cast.op, cast.argument, cast.kind, cast.before, cast.after
 
-    def __enter__(self) -> None:
-        """Take over."""
-        for door in self._doors:
-            self._open.enter_context(door.region)
-            print(f"amp-plugin run: {door.words}", file=sys.stderr)
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Give back."""
-        self._open.close()
-
-
-def rules_door(rules: OpRules, name: str) -> Door:
-    """Return the door by which torch.autocast follows the rules of a file."""
-    from amp_plugin.casting.bound_rules import BoundRules  # noqa: PLC0415 - loads torch
-
-    return Door(words=f"torch.autocast on {rules.device_type} follows {name}", region=BoundRules(rules, name))
+    siblings: dict[tuple[object, ...], dict[str, None]] = {}
+    for cast in made:
+        siblings.setdefault(kind(cast), {})[cast.module] = None
+    names = {
+        alike: fold([*modules]) + (f", x{len(modules)}" if len(modules) > 1 else "")
+        for alike, modules in siblings.items()
+    }
+    return [replace(cast, module=names[kind(cast)]) for cast in made]

@@ -13,15 +13,16 @@ from amp_plugin.cli.arguments import (
     Arguments,
     AsJson,
     AsModule,
+    Device,
     Script,
     fail,
+    need_core,
     program_of,
     show,
     word_option,
 )
 
 if TYPE_CHECKING:
-    from amp_plugin.program import Program
     from amp_plugin.tuning.tune import Tuning
 
 _GOAL_NAMES: Final = {"speed": "casts", "bytes": "memory", "fp16": "accuracy"}
@@ -30,10 +31,10 @@ _DTYPE_NAMES: Final = {"float64": "fp64", "double": "fp64", "float32": "fp32"}
 Output = Annotated[Path, typer.Option("-o", "--output", help="The rules file to write.")]
 Goal = Annotated[
     str,
-    word_option(("memory", "casts", "accuracy"), "What is to improve.", name="--for", aliases=_GOAL_NAMES),
+    word_option(("memory", "casts", "accuracy"), "What to improve.", name="--for", aliases=_GOAL_NAMES),
 ]
 Reference = Annotated[
-    str, word_option(("fp64", "fp32"), "What gradients are compared to.", aliases=_DTYPE_NAMES)
+    str, word_option(("fp64", "fp32"), "What to compare gradients with.", aliases=_DTYPE_NAMES)
 ]
 
 
@@ -41,9 +42,19 @@ def _share(given: str) -> float:
     """Return 0.05 for ``5%`` and for ``0.05``."""
     number = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*(%?)", str(given).strip())
     if number is None:
-        msg = f"{given!r} is no share; give it as 5% or 0.05"
+        msg = f"{given!r} is not a share; give it as 5% or 0.05"
         raise typer.BadParameter(msg)
     return float(number[1]) / (100 if number[2] else 1)
+
+
+Budget = Annotated[
+    float,
+    typer.Option(
+        parser=_share,
+        metavar="SHARE",
+        help="Share by which the gradient error may grow, 5% or 0.05; with --for accuracy the bytes.",
+    ),
+]
 
 
 def tune(
@@ -52,30 +63,29 @@ def tune(
     as_module: AsModule = False,
     output: Output = Path("rules.yaml"),
     goal: Goal = "memory",
-    budget: Annotated[
-        str, typer.Option(help="How much more gradient error is allowed; with --for accuracy: bytes.")
-    ] = "5%",
-    batches: Annotated[int, typer.Option(min=1, help="Backward passes to measure.")] = 4,
-    device: Annotated[str | None, typer.Option(help="Device of the rules; default: the best here.")] = None,
+    budget: Budget = 0.05,
+    batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
+    device: Device = None,
     reference: Reference = "fp64",
-    plot: Annotated[Path | None, typer.Option(help="Draw the sets tried into this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
 
-    The script runs some fifty times up to its first backward passes; it has to open autocast without rules of
-    its own. What it prints is dropped.
+    The script runs some fifty times, up to its first backward passes, in copies of this folder.
+    Its autocast blocks must name no rules of their own. What it prints is dropped.
     """
-    share = _share(budget)
+    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
+    from amp_plugin.tuning import tune, workload  # noqa: PLC0415 - loads torch
+
     program = program_of(script, as_module=as_module, command="tune")
+    need_core("tune")
     try:
-        tuning = _tuned(
-            program,
-            arguments or [],
-            batches,
-            device,
+        tuning = tune.tuned(
+            workload.Script(program, arguments or [], batches=batches),
+            device or default_device(),
             goal=goal,
-            budget=share,
+            budget=budget,
             reference=reference,
             progress=not as_json,
         )
@@ -86,54 +96,30 @@ def tune(
         fail(str(error), code=1)
     if as_json:
         print(json.dumps(_as_json(tuning, output)))
-    else:
-        _tell(tuning, output, plot)
-
-
-def _tuned(program: Program, arguments: list[str], batches: int, device: str | None, **search: Any) -> Tuning:
-    from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
-    from amp_plugin.kernels.build import require_native  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.tune import tune_script  # noqa: PLC0415 - loads torch
-    from amp_plugin.tuning.workload import Script  # noqa: PLC0415 - loads torch
-
-    require_native("amp-plugin tune")
-    script = Script(program, arguments, batches=batches)
-    return tune_script(script, device_type=device or default_device(), **search)
-
-
-def _tell(tuning: Tuning, output: Path, plot: Path | None) -> None:
-    drawn = f"; {plot} shows the {len(tuning.tried)} sets tried" if plot else ""
+        return
     print(tuning.headline)
     show(tuning.table())
-    print(f"{output} holds the rules{drawn}")
+    drawn = f"; {plot} shows what was tried" if plot else ""
+    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}{drawn}")
 
 
-def _rules(changes: Any) -> dict[str, str]:
-    return {change.op: change.rule.value for change in changes}
+_NUMBERS: Final = ("saved_bytes", "cast_bytes", "error", "mean_error", "failed")
 
 
 def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
-    rules = _rules(entry.changes[0] for entry in tuning.changes)
-    sides = {
-        name: {
-            "saved_bytes": side.saved_bytes,
-            "cast_bytes": side.cast_bytes,
-            "error": side.error,
-            "mean_error": side.mean_error,
-            "failed": side.failed,
-            "seconds": seconds,
-        }
-        for name, side, seconds in zip(
-            ("before", "after"), (tuning.before, tuning.after), tuning.seconds, strict=True
-        )
-    }
+    def rules(changes: Any) -> dict[str, str]:
+        return {change.op: change.rule.value for change in changes}
+
+    sides = {"before": tuning.before, "after": tuning.after}
     miss = tuning.nearest
-    nearest = miss and {"rules": _rules(miss.attempt.changes), "saved": miss.saved, "over_budget": miss.over}
     return {
-        "nearest": nearest,
+        "nearest": miss and {"rules": rules(miss.changes), "saved": miss.saved, "error_grows": miss.growth},
         "goal": tuning.goal,
         "file": str(output),
-        "rules": rules,
+        "rules": rules(entry.changes[0] for entry in tuning.changes),
         "tried": len(tuning.tried),
-        **sides,
+        **{
+            name: {number: getattr(side, number) for number in _NUMBERS} | {"seconds": seconds}
+            for (name, side), seconds in zip(sides.items(), tuning.seconds, strict=True)
+        },
     }

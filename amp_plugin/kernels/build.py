@@ -1,71 +1,73 @@
-"""Compile the native core once per torch version and machine, load it, or say why not.
+"""Compile the native core once per torch release, load it, or say why not.
 
-Two shared objects: ``libamp_plugin.so`` from ``csrc/*.cpp`` (kernels and dispatcher
-functors; they register themselves when loaded) and the Python extension ``_region``
-from ``csrc/python/*.cpp``. Both are compiled at first use by the host's compiler and
-kept in the build cache, one process compiling while the others wait.
+The core is one Python extension, ``_region``, of the sources in ``csrc``; its kernels and dispatcher functors
+register themselves when it is loaded. A core that a wheel brought along is looked up first, then one in the
+build cache; else ``torch.utils.cpp_extension.load`` compiles it, in a process of its own, because the import
+of that module may ask the CUDA driver for devices, after which a forked child cannot use them.
 
 Environment:
     AMP_PLUGIN_NATIVE: ``0`` forces the fallback, silently.
     AMP_PLUGIN_CACHE_DIR: The cache folder (default ``$XDG_CACHE_HOME/amp_plugin``).
     CXX: The C++ compiler.
     MAX_JOBS: How many files are compiled at once (default: one per core).
-    AMP_PLUGIN_SEPARATE_SOURCES: ``1`` compiles each source by itself: a first build takes three times
-        as long, one after a change to one source half as long.
 """
 
 from __future__ import annotations
 
-import importlib.machinery
+import importlib
 import importlib.util
+import json
 import os
+import re
+import shutil
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 import torch
 
-from amp_plugin.kernels.build_cache import cache_root
-from amp_plugin.kernels.compiler import SharedObject, jobs, python_headers
-from amp_plugin.kernels.prebuilt import FOLDER, find_prebuilt
-from amp_plugin.kernels.shared_object import Built, obtain
-from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, link_flags, vector_flags
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.kernels.build_cache import announced, cache_root, digest, obtain
+from amp_plugin.messages import warn_user
 
 SOURCES = Path(__file__).parent / "csrc"
-PREBUILT = FOLDER
-LIBRARY = "libamp_plugin.so"
-REGION = "_region"
-ARITHMETIC = ("scaling_", "step_", "weight_")
-"""How the names of the sources begin that compute on elements: half of the compiler's work."""
-FOR_CUDA = "cuda_"
-"""How the names of the sources begin that a torch without CUDA does not need."""
-MANY_CORES = 6
-"""From so many on, each word of `ARITHMETIC` is a translation unit, and the rest of the library another."""
-_FAILURES = (OSError, RuntimeError, ValueError, ImportError)
+PREBUILT = Path(__file__).parent / "prebuilt"
+UNITS: Final = "all_*.cpp"
+"""The files that are compiled; each includes all sources of one kind, which read torch's headers once."""
+TARGETS: Final = {"AVX512": "x86-64-v4", "AVX2": "x86-64-v3"}
+"""Vector width, as ``torch.backends.cpu.get_cpu_capability()`` names it -> the compiler's ``-march``."""
+_EXTENSION: Final = "_region"
+_COMPILE: Final = "import json, sys; from torch.utils.cpp_extension import load; load(**json.load(sys.stdin))"
+_FIRST_ERROR = re.compile(r"^.*\b(?:error|undefined (?:reference|symbol))\b.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeCore:
-    """What is loaded of the native core.
+    """The native core: whole, or absent for a reason.
 
     Attributes:
-        loaded: True if ``libamp_plugin.so`` is loaded, so its ops and functors are registered.
-        reason: Why something is missing, in one sentence; empty if all is there.
-        library: The library's path; None if it is not loaded.
-        region: The Python extension ``_region``; None if it is not loaded, which can also
-            happen with ``loaded`` True (no Python.h).
-        seconds: Time spent compiling; 0.0 if all came from the cache.
+        reason: Why it is absent, in one sentence; empty if it is loaded.
+        library: The file it was loaded from; None if it is absent.
+        region: The Python extension; None if it is absent.
+        seconds: Time spent compiling; 0.0 if it was there.
     """
 
-    loaded: bool
-    reason: str
-    library: Path | None
-    region: ModuleType | None
-    seconds: float
+    reason: str = ""
+    library: Path | None = None
+    region: ModuleType | None = None
+    seconds: float = 0.0
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its ops and functors are registered."""
+        return self.region is not None
 
 
 _core: NativeCore | None = None
@@ -76,8 +78,7 @@ def native_core() -> NativeCore:
     """Return the native core, compiled and loaded at the first call.
 
     Safe to call from several threads and processes. Never raises because something is
-    missing: then ``loaded`` is False (or ``region`` is None), ``reason`` says why, and one
-    RuntimeWarning has said so.
+    missing: then ``loaded`` is False, ``reason`` says why, and one RuntimeWarning has said so.
 
     Returns:
         The same object at every call of a process.
@@ -92,10 +93,11 @@ def native_core() -> NativeCore:
     if _core is None:
         with _lock:
             if _core is None:
-                core, warn = _load()
+                core = _load()
                 _core = core
-                if warn:
-                    warn_user(_fallback_text(core), RuntimeWarning)
+                if not core.loaded and not _switched_off():
+                    text = "amp_plugin's native core is not loaded; falling back to torch.autocast and plain "
+                    warn_user(f"{text}torch ops: {core.reason}", RuntimeWarning)
     return _core
 
 
@@ -106,24 +108,16 @@ def require_native(feature: str) -> NativeCore:
         feature: What needs it, as the user knows it, such as ``"log_casts"``.
 
     Raises:
-        RuntimeError: Part of the native core is missing; says why and what to do.
+        RuntimeError: The native core is absent; says why and what to do.
     """
     core = native_core()
-    if not core.loaded or core.region is None:
-        msg = f"{feature} needs the native core, which is not loaded: {core.reason}. {_way_out()}"
+    if not core.loaded:
+        way_out = "Fix the cause and start again; `amp-plugin doctor` shows the state of this machine."
+        if _switched_off():
+            way_out = "Unset AMP_PLUGIN_NATIVE and start again."
+        msg = f"{feature} needs the native core, which is not loaded: {core.reason}. {way_out}"
         raise RuntimeError(msg)
     return core
-
-
-def _way_out() -> str:
-    if _switched_off():
-        return "Unset AMP_PLUGIN_NATIVE and start again."
-    return "Mend the cause and start again; `amp-plugin doctor` shows the state of this machine."
-
-
-def _fallback_text(core: NativeCore) -> str:
-    instead = "torch's own autocast" if core.loaded else "torch's own autocast and plain torch ops"
-    return f"amp_plugin's native core is not complete, {instead} will do instead: {core.reason}"
 
 
 def _switched_off() -> bool:
@@ -134,35 +128,21 @@ def _switched_off() -> bool:
     return value == "0"
 
 
-def _load() -> tuple[NativeCore, bool]:
-    """Build and load both parts; returns the core and whether to warn."""
+def _load() -> NativeCore:
     if _switched_off():
-        return _missing("AMP_PLUGIN_NATIVE=0 switches it off"), False
+        return NativeCore(reason="AMP_PLUGIN_NATIVE=0 switches it off")
     if sys.platform != "linux":
-        return _missing(f"it is built on Linux only, this is {sys.platform}"), True
+        return NativeCore(reason=f"it is built on Linux only, this is {sys.platform}")
     try:
-        library = build_library(SOURCES)
-        torch.ops.load_library(str(library.path))  # type: ignore[no-untyped-call]
-    except _FAILURES as error:
-        return _missing(_reason_of(error)), True
-    seconds, region, reason = library.seconds, None, ""
-    try:
-        extension = build_region(library, SOURCES)
-        seconds += extension.seconds
-        region = _import_extension(extension.path)
-    except _FAILURES as error:
-        reason = _reason_of(error)
-    core = NativeCore(loaded=True, reason=reason, library=library.path, region=region, seconds=seconds)
-    return core, region is None
-
-
-def _reason_of(error: Exception) -> str:
-    """Return an error's text; torch keeps the linker's word in the cause."""
-    return f"{error} ({error.__cause__})" if isinstance(error.__cause__, OSError) else str(error)
-
-
-def _missing(reason: str) -> NativeCore:
-    return NativeCore(loaded=False, reason=reason, library=None, region=None, seconds=0.0)
+        file, seconds = build_core()
+        name = f"{__package__}.{_EXTENSION}"
+        spec = importlib.util.spec_from_file_location(name, file)
+        module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type] # .so files have a loader
+        spec.loader.exec_module(module)  # type: ignore[union-attr]
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
+        return NativeCore(reason=str(error))
+    sys.modules[name] = module
+    return NativeCore(library=file, region=module, seconds=seconds)
 
 
 def _forget_lock() -> None:
@@ -175,138 +155,169 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_lock)
 
 
-def build_library(sources: Path, *, rebuild: bool = False) -> Built:
-    """Return ``libamp_plugin.so``, from the cache or compiled.
+def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
+    """Return the native core's file: from the installed wheel, from the build cache, or compiled.
 
     Args:
-        sources: Folder whose ``*.cpp`` are compiled.
-        rebuild: Compile even if the cache has it.
+        rebuild: Compile it even if it is there.
+
+    Returns:
+        The file, and the seconds spent compiling; 0.0 if it was there.
 
     Raises:
-        RuntimeError: Compilation failed; names the first error and the log.
+        RuntimeError: Compiling failed; names the first error and the log.
         OSError: No compiler, or no usable cache folder.
     """
-    if not rebuild and (core := _prebuilt(sources)):
-        return Built(path=core / LIBRARY, seconds=0.0)
-    machine = Machine.this()
-    beside = _region_beside(sources, machine)
-    return obtain(library_target(sources, machine), cache_root(), rebuild=rebuild, beside=beside)
+    widths = vector_widths()
+    for file in () if rebuild else (PREBUILT / core_name(width) for width in widths):
+        if file.is_file():
+            return file, 0.0
+    file, seconds = cache_root() / core_name(widths[0]), 0.0
+    log, asked = file.with_name(file.name + ".log"), time.time()
+
+    def make(folder: Path) -> Path:
+        nonlocal seconds
+        if log.exists() and log.stat().st_mtime >= asked:  # it failed in the process that we waited for
+            raise RuntimeError(_failure(log))
+        _compiler()  # raises before anything is announced
+        started = time.perf_counter()
+        try:
+            with announced("amp_plugin: compiling the native core (once, about a minute) ..."):
+                made = compile_core(folder, widths[0])
+        except RuntimeError as error:
+            log.write_text(str(error))
+            raise RuntimeError(_failure(log)) from error
+        seconds = time.perf_counter() - started
+        return made
+
+    return obtain(file, make, rebuild=rebuild), seconds
 
 
-def build_region(library: Built, sources: Path, *, rebuild: bool = False) -> Built:
-    """Return the Python extension ``_region``, linked with ``library``; see `build_library`."""
-    if not rebuild and (core := _prebuilt(sources)):
-        return Built(path=core / region_name(), seconds=0.0)
-    target = region_target(sources, Machine.this(), library.path.parent)
-    return obtain(target, cache_root(), rebuild=rebuild)
+def vector_widths() -> tuple[str, ...]:
+    """Return the vector widths that run here, the widest first, as torch names them."""
+    widest, known = torch.backends.cpu.get_cpu_capability(), tuple(TARGETS)
+    return known[known.index(widest) :] if widest in known else (widest,)
 
 
-def library_target(sources: Path, machine: Machine) -> SharedObject:
-    """Return what ``libamp_plugin.so`` is made of."""
-    return SharedObject(
-        file_name=LIBRARY,
-        sources=_library_sources(sources),
-        headers=_files(sources, "*.h"),
-        include_dirs=include_dirs(),
-        compile_flags=compile_flags("-O1"),  # dispatch code has no loops: no call is faster above -O1
-        link_flags=(
-            *link_flags("torch_cpu", "c10", portable=machine.portable),
-            f"-Wl,-soname,{LIBRARY}",
-        ),
-        joined=_joined(),
-        apart=_apart(),
-        vector_flags=vector_flags(machine),
-        vectorized=(*ARITHMETIC, FOR_CUDA),
-    )
+def core_name(width: str) -> str:
+    """Return the file name of a core: torch's release, vector width, and a hash of all that it depends on.
 
-
-def region_target(sources: Path, machine: Machine, folder: Path | None = None) -> SharedObject:
-    """Return what the extension is made of; ``folder`` holds the library that it is linked with."""
-    paths = () if folder is None else (f"-L{folder}",)
-    found = () if folder is None or machine.portable else (f"-Wl,-rpath,{folder}",)
-    return SharedObject(
-        file_name=region_name(),
-        sources=_files(sources / "python", "*.cpp"),
-        headers=(*_files(sources, "*.h"), *_files(sources / "python", "*.h")),
-        include_dirs=(*include_dirs(), python_headers()),
-        compile_flags=compile_flags(),
-        link_flags=(
-            *link_flags("torch_python", "torch_cpu", "c10", portable=machine.portable),
-            *paths,
-            *found,
-            "-Wl,--no-as-needed",
-            f"-l:{LIBRARY}",
-        ),
-        joined=_joined(),
-    )
-
-
-def region_name() -> str:
-    """Return the extension's file name, which holds Python's ABI."""
-    return f"{REGION}{sysconfig.get_config_var('EXT_SUFFIX')}"
-
-
-def source_files(sources: Path) -> tuple[Path, ...]:
-    """Return all C++ sources and headers in ``sources`` and its ``python`` folder."""
-    folders = (sources, sources / "python")
-    return tuple(
-        file for folder in folders for pattern in ("*.cpp", "*.h") for file in _files(folder, pattern)
-    )
-
-
-def _prebuilt(sources: Path) -> Path | None:
-    return find_prebuilt(source_files(sources), (LIBRARY, region_name()), PREBUILT)
-
-
-def _region_beside(sources: Path, machine: Machine) -> SharedObject | None:
-    """Return what is compiled at the same time as the library; it is linked later, with the library."""
-    try:
-        return region_target(sources, machine) if _joined() else None
-    except FileNotFoundError:  # no Python.h; `build_region` says so
-        return None
-
-
-def _library_sources(sources: Path) -> tuple[Path, ...]:
-    """Return what the library is made of; a torch without CUDA never calls what launches its kernels."""
-    with_cuda = torch.version.cuda is not None or torch.version.hip is not None
-    files = _files(sources, "*.cpp")
-    return tuple(file for file in files if with_cuda or not file.name.startswith(FOR_CUDA))
-
-
-def _apart() -> tuple[tuple[str, ...], ...]:
-    """Return the groups of sources that are compiled beside the rest.
-
-    A group's headers are read once more, so there are no more groups than cores to compile them.
+    CPU and CUDA builds of a torch release have the same name and use the same core, which includes what
+    launches CUDA kernels.
     """
-    if jobs() == 1:
-        return ()
-    arithmetic = tuple((word,) for word in ARITHMETIC) if jobs() >= MANY_CORES else (ARITHMETIC,)
-    return (*arithmetic, (FOR_CUDA,))
+    release = torch.__version__.partition("+")[0]
+    sources = {file.name: file.read_text() for file in source_files()}
+    parts = {**sources, "commit": str(torch.version.git_version), "flags": " ".join(compile_flags(width))}
+    parts["python"] = str(sysconfig.get_config_var("SOABI"))  # Python's release and the kind of processor
+    return f"core-torch{release}-{width.replace(' ', '_').lower()}-{digest(parts)}.so"
 
 
-def _joined() -> bool:
-    value = os.environ.get("AMP_PLUGIN_SEPARATE_SOURCES", "0")
-    if value not in {"0", "1"}:
-        msg = (
-            f"AMP_PLUGIN_SEPARATE_SOURCES={value!r} is not allowed; "
-            "use 0 (all in one, the default) or 1 (each source by itself)"
-        )
-        raise ValueError(msg)
-    return value == "0"
+def source_files() -> list[Path]:
+    """Return all C++ sources and headers."""
+    return sorted(file for file in SOURCES.rglob("*") if file.suffix in {".cpp", ".h"})
 
 
-def _files(folder: Path, pattern: str) -> tuple[Path, ...]:
-    return tuple(sorted(folder.glob(pattern)))
+def compile_flags(width: str) -> list[str]:
+    """Return the compiler's flags, besides those of torch, for a vector width.
+
+    OpenMP is not linked: its functions are found in the library that torch has loaded, and a second one would
+    start a second set of threads.
+    """
+    vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
+    as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include those of all ops
+    standard = "-std=c++20"  # torch 2.11 compiles extensions as C++17
+    return [standard, *as_in_torch, lean_headers, "-fvisibility=hidden", *vectors]
 
 
-def _import_extension(path: Path) -> ModuleType:
-    name = f"{__package__}.{REGION}"
-    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    if spec is None:
-        msg = f"{path} is not a Python extension"
-        raise ImportError(msg)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    sys.modules[name] = module
-    return module
+def compile_core(folder: Path, width: str) -> Path:
+    """Compile a core for a vector width in another process, and load it there once if this CPU can run it.
+
+    Args:
+        folder: An empty folder to compile it in.
+        width: As torch names it.
+
+    Returns:
+        Its path in ``folder``.
+
+    Raises:
+        FileNotFoundError: The compiler or the sources are missing.
+        RuntimeError: It does not compile or load; the text is all that was printed.
+    """
+    units = sorted(str(file) for file in SOURCES.glob(UNITS))
+    if not units:
+        msg = "the C++ sources are missing from the installed package; install amp-plugin again"
+        raise FileNotFoundError(msg)
+    wanted: dict[str, object] = {
+        "name": _EXTENSION,
+        "sources": units,
+        "extra_cflags": compile_flags(width),
+        "extra_include_paths": [str(SOURCES)],
+        "build_directory": str(folder),
+    }
+    runs_here = width in vector_widths()
+    if not runs_here:  # load() would run it, except what it is told to make a program of
+        wanted |= {"is_standalone": True, "is_python_module": False}
+        wanted["extra_ldflags"] = ["-shared", "-ltorch_python"]
+    answer = subprocess.run(  # noqa: S603 -- this Python
+        [sys.executable, "-c", _COMPILE],
+        input=json.dumps(wanted),
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    if answer.returncode != 0:
+        raise RuntimeError(answer.stderr or f"{sys.executable} ended with status {answer.returncode}")
+    return folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of the process that compiles: this one's packages, its compiler, no GPU."""
+    folders = [os.environ.get("PATH", os.defpath)]
+    with suppress(ImportError):  # its program is not on PATH where Python is called by its path
+        folders.append(importlib.import_module("ninja").BIN_DIR)
+    return {
+        **os.environ,
+        "CXX": _compiler(),
+        "PATH": os.pathsep.join(folders),
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+    }
+
+
+def _compiler() -> str:
+    asked = os.environ.get("CXX")
+    for name in [asked] if asked else ["c++", "g++", "clang++"]:
+        if shutil.which(name.partition(" ")[0]):
+            return name
+    msg = f"CXX={asked!r} is not a program on PATH" if asked else "there is no C++ compiler on PATH"
+    msg = f"{msg}; install g++ 10 or newer, or set CXX to a C++20 compiler"
+    raise FileNotFoundError(msg)
+
+
+def _failure(log: Path) -> str:
+    text = log.read_text().strip()
+    found = _FIRST_ERROR.search(text)
+    first = found.group().strip() if found else text.splitlines()[-1]
+    return f"compiling it failed: {first} (full log: {log})"
+
+
+def write_cores(folder: Path) -> list[Path]:
+    """Compile the cores that a wheel brings along, for this torch and Python: see `make wheels`.
+
+    Args:
+        folder: Gets a file for each vector width.
+
+    Returns:
+        The files.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / core_name(width) for width in TARGETS]
+    for width, file in zip(TARGETS, files, strict=True):
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            compile_core(Path(scratch), width).replace(file)
+    return files

@@ -1,12 +1,7 @@
-"""The build cache: a private folder of finished, checksummed shared objects.
+"""The build cache: a private folder of finished shared objects and cubins.
 
-An entry is a folder that holds one shared object and ``manifest.json`` with its
-SHA-256. It is made beside its final place and renamed into it, so it is there
-whole or not at all. A reader checks the checksum before the file is loaded: a
-truncated shared object would take the process down with a bus error.
-
-Loading a file from the cache runs its code, so the folder must belong to the
-user alone.
+A file is written in a temporary folder and then renamed, so an incomplete one is never seen. Loading it runs
+its code, so the folder and the file must belong to the user alone.
 """
 
 from __future__ import annotations
@@ -21,14 +16,12 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-MANIFEST = "manifest.json"
-_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_OURS = re.compile(r"[\w-]+(-[0-9a-f]{16}){1,2}(\.o|\.log|\.tmp-\w+)?")
+_OURS = re.compile(r"[\w.+-]+-[0-9a-f]{16}\.(so|cubin)(\.log|\.tmp-\w+)?")
 _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
 _ABANDONED_AFTER = 30 * 24 * 3600.0  # seconds
 
@@ -40,7 +33,7 @@ def cache_root() -> Path:
     ``~/.cache/amp_plugin``.
 
     Returns:
-        An absolute path to a folder that only this user can write.
+        An absolute path to a folder that only this user can write to.
 
     Raises:
         ValueError: The environment names a relative path.
@@ -50,14 +43,10 @@ def cache_root() -> Path:
     root = _configured_root()
     try:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = root.stat()
     except OSError as error:
         msg = f"the cache folder {root} cannot be made ({error.strerror}); {_WAY_OUT}"
         raise OSError(msg) from error
-    if not stat.S_ISDIR(status.st_mode):
-        msg = f"the cache folder {root} is not a folder; {_WAY_OUT}"
-        raise NotADirectoryError(msg)
-    _require_private(root, status)
+    _require_private(root)
     return root
 
 
@@ -78,14 +67,14 @@ def _configured_root() -> Path:
         raise OSError(msg) from error
 
 
-def _require_private(root: Path, status: os.stat_result) -> None:
-    if status.st_uid != os.geteuid():
-        owner, user = status.st_uid, os.geteuid()
-        msg = f"the cache folder {root} belongs to user {owner}, not to you ({user}); {_WAY_OUT}"
+def _require_private(path: Path) -> None:
+    status, user = path.stat(), os.geteuid()
+    if status.st_uid != user:
+        msg = f"{path} in the build cache belongs to user {status.st_uid}, not to you ({user}); {_WAY_OUT}"
         raise PermissionError(msg)
-    if status.st_mode & _WRITABLE_BY_OTHERS:
-        mode = stat.S_IMODE(status.st_mode)
-        msg = f"others can write to the cache folder {root} (mode {mode:04o}); chmod 700 it, or {_WAY_OUT}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = f"{stat.S_IMODE(status.st_mode):04o}"
+        msg = f"others can write to {path} in the build cache (mode {mode}); chmod go-w it, or {_WAY_OUT}"
         raise PermissionError(msg)
 
 
@@ -94,46 +83,49 @@ def digest(parts: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps(dict(parts), sort_keys=True).encode()).hexdigest()[:16]
 
 
-def read_entry(entry: Path, file_name: str) -> Path | None:
-    """Return the shared object of a cache entry if it is whole, else None.
+def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
+    """Return a cached file, made first if it is not there; of several processes one makes it.
+
+    A file that is there is only read, so that a cache on a read-only file system serves.
 
     Args:
-        entry: Folder of the entry.
-        file_name: Name of the shared object in it.
+        file: Where it belongs.
+        make: Called with an empty folder to make it in; returns its path there.
+        rebuild: Make it even if it is there.
+
+    Raises:
+        PermissionError: Another user may write to the file or its folder.
+        OSError: The folder cannot keep it.
     """
-    shared_object = entry / file_name
-    try:
-        expected = json.loads((entry / MANIFEST).read_text())["sha256"]
-        found = hashlib.sha256(shared_object.read_bytes()).hexdigest()
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return shared_object if found == expected else None
+    if not rebuild and _is_there(file):
+        return file
+    with _locked(file):
+        if not rebuild and _is_there(file):  # another process was faster
+            return file
+        for left_over in file.parent.glob(f"{file.name}.tmp-*"):  # of builds that were killed
+            shutil.rmtree(left_over, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix=f"{file.name}.tmp-", dir=file.parent) as folder:
+            made = make(Path(folder))
+            made.chmod(0o600)
+            made.replace(file)
+    _remove_abandoned(file.parent)
+    return file
 
 
-def publish_entry(built: Path, entry: Path, file_name: str, identity: Mapping[str, str]) -> Path:
-    """Move a finished build into its place in one step; call it under `locked`.
-
-    Args:
-        built: Folder with the shared object, on the file system of ``entry``.
-        entry: Where it belongs; a broken entry there is removed.
-        file_name: Name of the shared object.
-        identity: What the build depends on; written to the manifest for the reader's eye.
-
-    Returns:
-        Path of the shared object in its final place.
-    """
-    checksum = hashlib.sha256((built / file_name).read_bytes()).hexdigest()
-    (built / MANIFEST).write_text(json.dumps({"sha256": checksum, "identity": dict(identity)}, indent=1))
-    if entry.exists():
-        shutil.rmtree(entry)
-    built.replace(entry)
-    return entry / file_name
+def _is_there(file: Path) -> bool:
+    if not file.exists():
+        return False
+    _require_private(file.parent)
+    _require_private(file)
+    with contextlib.suppress(OSError):
+        os.utime(file)  # when it was last used
+    return True
 
 
 @contextlib.contextmanager
-def locked(entry: Path) -> Iterator[None]:
-    """Hold the inter-process lock of a cache entry; the system frees it if we are killed."""
-    lock = FileLock(entry.with_name(entry.name + ".lock"), mode=0o600)
+def _locked(file: Path) -> Iterator[None]:
+    """Hold the file's inter-process lock; the system frees it if we are killed."""
+    lock = FileLock(file.with_name(file.name + ".lock"), mode=0o600)
     try:
         lock.acquire(timeout=0)
     except Timeout:
@@ -145,29 +137,22 @@ def locked(entry: Path) -> Iterator[None]:
         lock.release()
 
 
-@contextlib.contextmanager
-def scratch_folder(entry: Path) -> Iterator[Path]:
-    """Make a folder beside ``entry`` to build in; call it under `locked`.
-
-    What killed builds of the same entry left behind is removed first.
-    """
-    for left_over in entry.parent.glob(f"{entry.name}.tmp-*"):
-        shutil.rmtree(left_over, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Delete what nobody used for a month: entries, objects and logs in ``folder``.
-
-    Only names that this package gives: a user may have named a folder that holds other files.
-    Locks stay, because unlinking one that is held would let two processes in.
-    """
+def _remove_abandoned(folder: Path) -> None:
+    """Delete what nobody used for a month; locks stay, as unlinking a held one would let two processes in."""
     oldest = time.time() - _ABANDONED_AFTER
     for path in (entry for entry in folder.iterdir() if _OURS.fullmatch(entry.name)):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < oldest:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def announced(text: str) -> Iterator[None]:
+    """Write a line such as ``compiling ... 12.3 s`` to stderr, with ``failed after`` if the block raises."""
+    started, outcome = time.perf_counter(), "failed after "
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+        outcome = ""
+    finally:
+        print(f" {outcome}{time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

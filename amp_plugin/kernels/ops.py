@@ -37,20 +37,16 @@ Contract of every kernel, whatever the device:
 - ``found_inf`` is a new float32 0-dim tensor, exactly 0.0 or 1.0. It is 1.0 if
   any element, or what is written for it, is not finite; the square is not tested.
 - ``flags`` is a new uint8 tensor ``[len(grads)]``: bit 0 inf, bit 1 nan.
-- The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes; see
-  :mod:`amp_plugin.kernels.weight_reference`.
+- The three ops on weights take float32, bfloat16 and int16 tensors, of any strides and sizes.
 - Mutating kernels increase the version counter of the tensors they write. A
   factor of exactly 1 writes nothing.
 
-What ranks combine is packed by one op before the collective and read by one behind it; see
-:mod:`amp_plugin.kernels.rank_reference`.
+What ranks combine is packed by one op before the collective and read by one behind it. An optimizer's whole
+step is one op, ``adam_`` (Adam and AdamW) or ``sgd_``, which divides gradients by ``grad_scale`` in the pass
+that steps and leaves them divided.
 
-An optimizer's whole step is one op: ``adam_`` (Adam and AdamW) and ``sgd_``. They divide
-gradients by ``grad_scale`` in the pass that steps, and leave them divided; see
-:mod:`amp_plugin.kernels.step_reference`.
-
-Plain torch kernels (:mod:`amp_plugin.kernels.reference`) serve every device for
-which nothing faster is registered.
+Plain torch kernels (:mod:`amp_plugin.kernels.reference`) say exactly what each op does, and serve every
+device for which nothing faster is registered.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ from typing import Any, Final
 import torch
 from torch.library import Library, register_fake
 
-from amp_plugin.kernels import rank_reference, reference, step_reference, weight_reference
+from amp_plugin.kernels import reference
 from amp_plugin.kernels.cuda.register import register as register_cuda_kernels
 from amp_plugin.kernels.tracers import untraced
 
@@ -138,32 +134,18 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
     "norm_check": _measured_fake,
     "unscale_": _measured_fake,
     "multiply_": _found_fake,
-    "cast": _nothing_fake,
-    "update_scale_": _nothing_fake,
     "clip_factor": _factor_fake,
-    "adam_": _nothing_fake,
-    "sgd_": _nothing_fake,
-    "pack_weights_": _nothing_fake,
-    "unpack_weights_": _nothing_fake,
-    "round_weights_": _nothing_fake,
-    "pack_measurements_": _nothing_fake,
     "unpack_measurements": _unpacked_fake,
 }
-
-_REFERENCES: Final = (reference, rank_reference, step_reference, weight_reference)
-
-
-def _plain(name: str) -> Callable[..., Any]:
-    """Return the op in torch's own ops, one tensor at a time."""
-    return next(getattr(module, name) for module in _REFERENCES if hasattr(module, name))  # type: ignore[no-any-return]
+"""Of ops that return something."""
 
 
 def _define() -> None:
     for name, schema in SCHEMAS.items():
-        plain = _plain(name)
+        plain = getattr(reference, name)
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        register_fake(f"amp_plugin::{name}", FAKES[name], lib=LIBRARY)
+        register_fake(f"amp_plugin::{name}", FAKES.get(name, _nothing_fake), lib=LIBRARY)
         LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # what C++ falls back to
         LIBRARY.impl(f"_plain_{name}", untraced(plain), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 

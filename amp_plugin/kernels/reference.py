@@ -1,19 +1,56 @@
 """Each op in plain torch: the oracle of the tests and the fallback everywhere.
 
-Written to be read, not to be fast: one tensor at a time, norms in float64
-(float32 on devices without it). The contract is in :mod:`amp_plugin.kernels.ops`.
+Written to be read, not to be fast: one tensor at a time, in float64 (float32 on devices without it), rounded
+once when written. The contract is in :mod:`amp_plugin.kernels.ops`.
+
+**Ranks.** Norms cannot be added up over ranks, but their powers can. So these numbers travel, in float64::
+
+    packed = [the sum of norm ** p, for each way of spreading gradients over ranks, ...,
+              1 if a gradient is not finite, else 0]
+
+One collective adds them up. For an infinite p it takes maxima: of the norms themselves, or of the negated
+norms where p is -inf.
+
+**Weights.** A float32 master is kept as a pair, 16 + 16 bits::
+
+    high = (bits + 0x8000) >> 16          as bfloat16: the master, rounded to nearest, ties away from zero
+    low  = bits - (high << 16)            as int16: what makes it the master again
+
+Ties away from zero, because that is reversible: of ties to even, an even bfloat16 has 65537 originals and an
+odd one 65535. Values that round beyond bfloat16's largest number have an infinite high half, and come back.
+A NaN whose high half would not be a NaN (131070 of the 16777214) becomes the quiet NaN of its sign. Next to a
+zero a low half counts for nothing, so that a written zero is one: numbers below 4.6e-41 are lost.
+
+**Steps.** ``adam_`` and ``sgd_`` take the tensors of one parameter group, lists with an entry per parameter:
+
+- ``params``: float32, or bfloat16 with ``remainders`` (below).
+- ``grads``: float32, bfloat16 or float16; written if ``grad_scale`` is not 1.
+- the optimizer's states: float32, of the parameter's shape; ``steps`` float32 or float64, one element.
+- ``remainders``: empty, or int16: the low halves of pairs, whose high halves are ``params``.
+
+``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left
+divided, each rounded once to its dtype; the step itself takes the quotients in float32. ``maximize``
+and weight decay are not in what is written. Where ``found_inf`` (one element) is above 0 nothing else
+is written, step counters included. Without a ``grad_scale``, or where it is 1 in float32, gradients are
+not written; their versions then do not move, except that a GPU's host cannot know of the 1.
+``lr_tensor`` (one element) takes the place of ``lr``.
+
+Bytes for B of float32 gradients: Adam reads 4 B and writes 4 B, SGD with momentum reads 3 B and
+writes 3 B, each B less with a ``grad_scale`` of 1. One launch, no host sync.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 INF_FLAG = 1
 NAN_FLAG = 2
+_DRAWS = 8  # numbers of 16 bits from one call of the generator
+_WORD = 0xFFFFFFFF
 
 
 def _wide(device: torch.device) -> torch.dtype:
@@ -243,3 +280,332 @@ def clip_factor(
     factor = torch.clamp(max_norm / (value + 1e-6), max=1.0)
     factor = torch.where(skipped, 1.0, factor).to(torch.float32)
     return factor if scale is None else scale.reshape(()) / factor
+
+
+@torch.no_grad()
+def pack_measurements_(
+    packed: Tensor,
+    norms: Sequence[Tensor],
+    found_infs: Sequence[Tensor],
+    slots: Sequence[int],
+    replicas: Sequence[int],
+    norm_type: float,
+) -> None:
+    """Write what ranks are to add up, or take maxima of.
+
+    Args:
+        packed: float64 or float32, ``[len(replicas) + 1]``; written.
+        norms: This rank's norms, float32 or float64, one element each; may be none.
+        found_infs: This rank's overflow flags, float32 or float64, one element each; may be none.
+        slots: For each norm the element of ``packed`` that it is part of.
+        replicas: For each power the number of ranks that hold the same gradients and will all add theirs.
+        norm_type: The p of the norms.
+
+    Raises:
+        ValueError: The numbers of norms, slots and elements do not go together.
+    """
+    _refuse_shapes(packed, norms, slots, replicas)
+    values = []
+    for slot, count in enumerate(replicas):
+        members = [norm for norm, of in zip(norms, slots, strict=True) if of == slot]
+        power = _power(members, norm_type, packed)
+        values.append(power if math.isinf(norm_type) else power / count)
+    flags = [flag.reshape(()).to(packed.dtype) for flag in found_infs]
+    values.append(torch.stack(flags).max() if flags else packed.new_zeros(()))
+    packed.copy_(torch.stack(values))
+
+
+@torch.no_grad()
+def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
+    """Read what ranks have added up.
+
+    Args:
+        packed: As :func:`pack_measurements_` and collectives left them; at least one. The last one's flag
+            counts.
+        norm_type: The p of the norms.
+
+    Returns:
+        The norm of all gradients of all ranks, and found_inf, exactly 0.0 or 1.0; float32, 0-dim.
+
+    Raises:
+        ValueError: ``packed`` is empty.
+    """
+    if not packed:
+        msg = "unpack_measurements: got no packed measurements; give at least one"
+        raise ValueError(msg)
+    total = _join(torch.cat([values[:-1] for values in packed]), norm_type)
+    if norm_type == -math.inf:
+        total = -total
+    norm = total if _has_no_power(norm_type) else total.pow(1.0 / norm_type)
+    return norm.to(torch.float32), (packed[-1][-1] > 0).to(torch.float32)
+
+
+def _refuse_shapes(
+    packed: Tensor, norms: Sequence[Tensor], slots: Sequence[int], replicas: Sequence[int]
+) -> None:
+    fits = len(norms) == len(slots) and all(0 <= slot < len(replicas) for slot in slots)
+    if not fits or packed.shape != (len(replicas) + 1,):
+        count = len(replicas)
+        msg = (
+            f"pack_measurements_: got {len(norms)} norms, slots {list(slots)}, {count} replicas and packed "
+            f"of shape {list(packed.shape)}; give one slot below {count} for each norm, and one element more "
+            "than there are replicas"
+        )
+        raise ValueError(msg)
+
+
+def _power(norms: Sequence[Tensor], norm_type: float, like: Tensor) -> Tensor:
+    """The sum of the norms' powers, 0-dim; what changes nothing if there are none."""
+    if not norms:
+        return like.new_full((), -math.inf if norm_type == -math.inf else 0.0)
+    wide = torch.stack([norm.reshape(()).to(like.dtype) for norm in norms])
+    if norm_type == -math.inf:
+        wide = -wide
+    return _join(wide if _has_no_power(norm_type) else wide.pow(norm_type), norm_type)
+
+
+def _join(powers: Tensor, norm_type: float) -> Tensor:
+    if powers.numel() == 0:
+        return powers.new_full((), -math.inf if norm_type == -math.inf else 0.0)
+    return powers.max() if math.isinf(norm_type) else powers.sum()
+
+
+def _has_no_power(norm_type: float) -> bool:
+    return norm_type == 0 or math.isinf(norm_type)
+
+
+def _refuse_counts(op: str, masters: int, other: int, name: str) -> None:
+    if masters != other:
+        msg = f"{op}: {masters} masters and {other} {name}; give one for each master."
+        raise ValueError(msg)
+
+
+@torch.no_grad()
+def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
+    """Split float32 masters into the two halves of a pair.
+
+    Args:
+        masters: float32, any shapes and strides.
+        high: As many bfloat16 tensors of the same shapes; written.
+        low: As many int16 tensors of the same shapes; written.
+
+    Raises:
+        ValueError: The numbers of tensors differ.
+    """
+    _refuse_counts("pack_weights_", len(masters), len(high), "high halves")
+    _refuse_counts("pack_weights_", len(masters), len(low), "low halves")
+    for master, upper, lower in zip(masters, high, low, strict=True):
+        bits = master.view(torch.int32)
+        magnitude = bits & 0x7FFFFFFF
+        lost_nan = ((magnitude > 0x7F800000) & (magnitude < 0x7F808000)) | (magnitude >= 0x7FFF8000)
+        bits = torch.where(lost_nan, (bits & -0x80000000) | 0x7FC00000, bits)
+        rounded = (bits + 0x8000) >> 16
+        upper.copy_(rounded.to(torch.int16).view(torch.bfloat16))
+        lower.copy_((bits - (rounded << 16)).to(torch.int16))
+
+
+@torch.no_grad()
+def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Put the two halves of pairs together again.
+
+    Args:
+        high: bfloat16, any shapes and strides.
+        low: As many int16 tensors of the same shapes.
+        masters: As many float32 tensors of the same shapes; written.
+
+    Raises:
+        ValueError: The numbers of tensors differ.
+    """
+    _refuse_counts("unpack_weights_", len(masters), len(high), "high halves")
+    _refuse_counts("unpack_weights_", len(masters), len(low), "low halves")
+    for upper, lower, master in zip(high, low, masters, strict=True):
+        highs = upper.view(torch.int16).to(torch.int32) << 16
+        bits = highs + torch.where(upper == 0, 0, lower.to(torch.int32))
+        master.copy_(bits.view(torch.float32))
+
+
+@torch.no_grad()
+def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, step: int) -> None:
+    """Round masters to bfloat16, up or down with the probability of their distance.
+
+    What is representable stays as it is. The draw for an element depends on ``seed``, ``step``, the number of
+    its tensor in the list and its own number in it, and on nothing else: neither device nor threads.
+
+    Args:
+        masters: float32, any shapes and strides.
+        out: As many bfloat16 tensors of the same shapes; written.
+        seed: The low 32 bits count.
+        step: The low 32 bits count.
+
+    Raises:
+        ValueError: The numbers of tensors differ.
+    """
+    _refuse_counts("round_weights_", len(masters), len(out), "outputs")
+    for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
+        bits = master.contiguous().view(torch.int32).to(torch.int64).flatten()
+        draws = _draws(bits.numel(), number, seed, step, master.device)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        quiet = ((bits >> 16) & 0x8000) | 0x7FC0
+        halves = torch.where(is_nan, quiet, (bits + draws) >> 16)
+        rounded.copy_(halves.to(torch.int16).view(torch.bfloat16).view(master.shape))
+
+
+def _draws(numel: int, tensor: int, seed: int, step: int, device: torch.device) -> Tensor:
+    """Return ``numel`` numbers of 16 bits, int64: Philox 4x32-10 (Salmon et al., SC 2011)."""
+    block = torch.arange((numel + _DRAWS - 1) // _DRAWS, device=device)
+    words = [block & _WORD, block >> 32, torch.full_like(block, tensor), torch.zeros_like(block)]
+    key0, key1 = seed & _WORD, step & _WORD
+    for _ in range(10):
+        first, second = 0xD2511F53 * words[0], 0xCD9E8D57 * words[2]
+        words = [
+            ((second >> 32) & _WORD) ^ words[1] ^ key0,
+            second & _WORD,
+            ((first >> 32) & _WORD) ^ words[3] ^ key1,
+            first & _WORD,
+        ]
+        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+    halves = [half for word in words for half in (word & 0xFFFF, word >> 16)]
+    return torch.stack(halves, dim=1).flatten()[:numel]
+
+
+@torch.no_grad()
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    remainders: Sequence[Tensor],
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    decoupled_weight_decay: bool,
+    maximize: bool,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
+
+    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. As
+    torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
+
+        grad = +-grad / grad_scale
+        grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
+        exp_avg += (1 - beta1) * (grad - exp_avg)
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad^2
+        root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
+        param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
+    """
+    taken = _taken(found_inf)
+    rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
+    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
+    for i, (param, unscaled) in enumerate(pairs):
+        step = _widened(steps[i]) + 1
+        grad = unscaled if decoupled_weight_decay else unscaled + weight_decay * param
+        kept = param * (1 - rate * weight_decay) if decoupled_weight_decay else param
+        first = _widened(exp_avgs[i]) + (1 - beta1) * (grad - _widened(exp_avgs[i]))
+        second = beta2 * _widened(exp_avg_sqs[i]) + (1 - beta2) * grad * grad
+        largest = second
+        if max_exp_avg_sqs:
+            largest = torch.maximum(_widened(max_exp_avg_sqs[i]), second)
+            _write_if(max_exp_avg_sqs[i], largest, taken)
+        denominator = largest.sqrt() / (1 - beta2**step).sqrt() + eps
+        stepped = kept - rate / (1 - beta1**step) * first / denominator
+        for tensor, value in ((exp_avgs[i], first), (exp_avg_sqs[i], second), (steps[i], step)):
+            _write_if(tensor, value, taken)
+        _write_param(i, stepped, params, remainders, taken)
+
+
+@torch.no_grad()
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    remainders: Sequence[Tensor],
+    *,
+    lr: float,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    first_step: bool,
+    lr_tensor: Tensor | None = None,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Take a step of :class:`torch.optim.SGD`.
+
+    ``momentum_buffers``, empty where ``momentum`` is 0, are written; they hold nothing yet at ``first_step``.
+    As torch writes it::
+
+        grad = +-grad / grad_scale + weight_decay * param
+        buffer = momentum * buffer + (1 - dampening) * grad          (grad at the first step)
+        param -= lr * (grad + momentum * buffer if nesterov else buffer)
+    """
+    taken = _taken(found_inf)
+    rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
+    pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
+    for i, (param, unscaled) in enumerate(pairs):
+        grad = direction = unscaled + weight_decay * param
+        if momentum:
+            buffer = momentum_buffers[i]
+            moved = grad if first_step else momentum * _widened(buffer) + (1 - dampening) * grad
+            _write_if(buffer, moved, taken)
+            direction = grad + momentum * moved if nesterov else moved
+        _write_param(i, param - rate * direction, params, remainders, taken)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
+
+
+def _taken(found_inf: Tensor | None) -> Tensor | bool:
+    return True if found_inf is None else found_inf.reshape(()) <= 0
+
+
+def _unscaled(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    remainders: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    *,
+    maximize: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Divide the gradients; yield each parameter and what its step takes, wide."""
+    divides = grad_scale is not None and not (grad_scale.is_cpu and grad_scale.float().item() == 1)
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        whole = param
+        if remainders:
+            whole = torch.empty_like(param, dtype=torch.float32)
+            unpack_weights_([param], [remainders[i]], [whole])
+        unscaled = _widened(grad)
+        if grad_scale is not None and divides:
+            unscaled = unscaled / _widened(grad_scale).reshape(())
+            grad.copy_(unscaled)
+        yield _widened(whole), -unscaled if maximize else unscaled
+
+
+def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
+    tensor.copy_(torch.where(torch.as_tensor(taken, device=tensor.device), value.to(tensor.dtype), tensor))
+
+
+def _write_param(
+    i: int,
+    value: Tensor,
+    params: Sequence[Tensor],
+    remainders: Sequence[Tensor],
+    taken: Tensor | bool,
+) -> None:
+    if remainders:
+        high, low = torch.empty_like(params[i]), torch.empty_like(remainders[i])
+        pack_weights_([value.to(torch.float32)], [high], [low])
+        _write_if(params[i], high, taken)
+        _write_if(remainders[i], low, taken)
+        return
+    _write_if(params[i], value, taken)

@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from amp_plugin.numerics.record import NUDGES, OpRecord, Read, Run
+from amp_plugin.numerics.op import listed
+from amp_plugin.numerics.record import NUDGES, OpRecord, Run
+from amp_plugin.numerics.values import as_json
 
 _Key = tuple[int, str, str, str, int]
 
@@ -28,27 +30,31 @@ _FP32_EPS = 2.0**-23
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A result that two runs do not share.
+    """A result that two runs do not share."""
 
-    Attributes:
-        first, second: the results.
-        relative: the difference, as ``Fingerprint.difference`` says.
-        inputs: the largest difference among the op's inputs.
-        rounding: what the inputs' differences and rounding may come to.
-        alone: the op that one run alone has, if an input that it made is what differs; else empty.
-    """
-
-    first: OpRecord
+    first: OpRecord  # the results
     second: OpRecord
-    relative: float
-    inputs: float
-    rounding: float
-    alone: str = ""
+    relative: float  # the difference, as Fingerprint.difference says
+    inputs: float  # the largest difference among the op's inputs
+    rounding: float  # what the inputs' differences and rounding may come to
+    alone: str = ""  # the op that one run alone has, if an input that it made is what differs; else empty
 
     @property
     def is_rounding(self) -> bool:
         """Whether rounding explains it."""
         return self.relative <= self.rounding
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON's values."""
+        first = self.first
+        place = {"op": first.op, "module": first.module, "direction": first.direction, "step": first.step}
+        place |= {"line": first.line, "dtypes": [first.dtype, self.second.dtype], "alone": self.alone}
+        numbers = {"relative": self.relative, "inputs": self.inputs, "rounding": self.rounding}
+        return {
+            **place,
+            **{name: as_json(number) for name, number in numbers.items()},
+            "is_rounding": self.is_rounding,
+        }
 
     def __str__(self) -> str:
         dtypes = "" if self.first.dtype == self.second.dtype else f" against {self.second.dtype}"
@@ -57,8 +63,7 @@ class Difference:
         alone = f"\n  its input   comes from {self.alone}, which one run alone has" if self.alone else ""
         return (
             f"{self.first}{dtypes}{line}{alone}\n  difference  {self.relative:.2g}, relative; {verdict}: "
-            "inputs that "
-            f"differ by {self.inputs:.2g} allow {self.rounding:.2g}"
+            f"inputs that differ by {self.inputs:.2g} allow {self.rounding:.2g}"
         )
 
 
@@ -73,6 +78,8 @@ class RunComparison:
         first: the first that differs; None if none does.
         unexplained: the first that rounding does not explain; None if none is.
         unseen: module -> the difference of its forward results up to which rounding explains it.
+        unmeasured: ops that did not run again on changed inputs -> how often; they are taken to answer by as
+            much as their inputs change.
     """
 
     compared: int
@@ -82,6 +89,7 @@ class RunComparison:
     first: Difference | None
     unexplained: Difference | None
     unseen: dict[str, float]
+    unmeasured: dict[str, int]
 
     def report(self) -> str:
         """Return what is known, as text."""
@@ -99,7 +107,10 @@ class RunComparison:
             parts.append(f"first that rounding does not explain: {self.unexplained}")
         coarsest = sorted(self.unseen.items(), key=lambda row: -row[1])[:3]
         limits = ", ".join(f"below {limit:.1g} at {module or '(no module)'}" for module, limit in coarsest)
-        return "\n\n".join([*parts, f"not to be told from rounding: differences {limits}"])
+        parts.append(f"not to be told from rounding: differences {limits}")
+        if self.unmeasured:
+            parts.append(f"not measured: by how much the results answer of {listed(self.unmeasured)}")
+        return "\n\n".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
@@ -108,9 +119,10 @@ class RunComparison:
             "only_first": self.only_first,
             "only_second": self.only_second,
             "differing": self.differing,
-            "first": _as_dict(self.first),
-            "unexplained": _as_dict(self.unexplained),
-            "unseen": {module: _plain(limit) for module, limit in self.unseen.items()},
+            "first": self.first and self.first.to_dict(),
+            "unexplained": self.unexplained and self.unexplained.to_dict(),
+            "unseen": as_json(self.unseen),
+            "unmeasured": self.unmeasured,
         }
 
 
@@ -128,43 +140,40 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
     Raises:
         ValueError: a file does not hold a recorded run, or the two runs share no result.
     """
-    runs = Run.load(Path(first)), Run.load(Path(second))
-    comparison = _Comparison(*runs)
-    if not comparison.shared:
+    ours, theirs = Run.load(Path(first)), Run.load(Path(second))
+    comparison = _Comparison(ours, theirs)
+    shared = len(comparison.partner)
+    if not shared:
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
     found = comparison.differences()
     return RunComparison(
-        compared=len(comparison.shared),
-        only_first=len(runs[0].records) - len(comparison.shared),
-        only_second=len(runs[1].records) - len(comparison.shared),
+        compared=shared,
+        only_first=len(ours.records) - shared,
+        only_second=len(theirs.records) - shared,
         differing=len(found),
         first=next(iter(found), None),
         unexplained=next((difference for difference in found if not difference.is_rounding), None),
         unseen={module: median(limits) for module, limits in comparison.limits.items()},
+        unmeasured=dict(Counter(ours.unmeasured) | Counter(theirs.unmeasured)),
     )
 
 
 class _Comparison:
-    """Two runs, their results matched.
-
-    Attributes:
-        shared: pairs of numbers of records, in the order of the first run.
-        limits: module -> what its forward results might differ by.
-    """
+    """Two runs, their results matched."""
 
     def __init__(self, ours: Run, theirs: Run) -> None:
         self._ours, self._theirs = ours, theirs
         keys, others = _by_place(ours.records), _by_place(theirs.records)
-        self.shared = [
-            (number, others[key])
+        # number of a record of the first run -> that of the second, in the order of the first run
+        self.partner = {
+            number: others[key]
             for key, number in keys.items()
             if key in others and ours.records[number].shape == theirs.records[others[key]].shape
-        ]
-        self._partner = dict(self.shared)
-        self._measured = {number: self._difference(number, other) for number, other in self.shared}
-        self._back = {other: number for number, other in self.shared}
-        self.limits: dict[str, list[float]] = {}
+        }
+        self._measured = {number: self._difference(number, other) for number, other in self.partner.items()}
+        self._of_theirs = {other: self._measured[number] for number, other in self.partner.items()}
+        self.limits: dict[str, list[float]] = {}  # module -> what its forward results might differ by
 
     def _difference(self, number: int, other: int) -> float:
         mine, its = self._ours.records[number], self._theirs.records[other]
@@ -176,7 +185,7 @@ class _Comparison:
     def differences(self) -> list[Difference]:
         """Return the results that differ, in the order of the first run."""
         found = []
-        for number, other in self.shared:
+        for number, other in self.partner.items():
             mine, its = self._ours.records[number], self._theirs.records[other]
             difference = self._judged(mine, its, self._measured[number])
             if mine.direction == "forward":
@@ -188,13 +197,15 @@ class _Comparison:
     def _judged(self, mine: OpRecord, its: OpRecord, relative: float) -> Difference:
         """Compare a result, or the input of it that an op which one run alone has made too different."""
         smooth = discrete = 0.0
-        for read, other in zip(mine.reads, its.reads, strict=False):
-            apart = self._ours.prints[read.held].difference(self._theirs.prints[other.held])
-            if read.is_discrete and other.is_discrete:
+        for held, other in zip(mine.reads, its.reads, strict=False):
+            read, theirs = self._ours.prints[held], self._theirs.prints[other]
+            apart = read.difference(theirs)
+            if read.is_discrete and theirs.is_discrete:
                 discrete += apart
-            elif not (read.is_discrete or other.is_discrete):
+            elif not (read.is_discrete or theirs.is_discrete):
                 smooth = max(smooth, apart)
-                if (alone := self._alone(read, other)) and apart > (limit := self._bridged(read, other)):
+                alone = self._alone(read.made_by, theirs.made_by)
+                if alone and apart > (limit := self._bridged(read.made_by, theirs.made_by)):
                     return Difference(
                         first=mine, second=its, relative=apart, inputs=limit, rounding=limit, alone=alone
                     )
@@ -202,55 +213,50 @@ class _Comparison:
         answered = max(answer(mine, smooth + eps / 2), answer(its, smooth + eps / 2))
         limit = _SAFETY * answered + discrete + _own_rounding(mine, eps)
         limit += max(_spacing(self._ours, mine), _spacing(self._theirs, its))
+        if smooth and self._ours.prints[mine.held].is_discrete:
+            limit += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
         return Difference(
             first=mine, second=its, relative=relative, inputs=max(smooth, discrete), rounding=limit
         )
 
-    def _alone(self, read: Read, other: Read) -> str:
+    def _alone(self, ours: int, theirs: int) -> str:
         """Return the op that made an input in one run alone; empty if both runs have it."""
-        if self._partner.get(read.made_by, -1) == other.made_by:
+        if self.partner.get(ours, -1) == theirs:
             return ""
-        for run, number, matched in (
-            (self._theirs, other.made_by, self._back),
-            (self._ours, read.made_by, self._partner),
-        ):
+        sides = (self._theirs, theirs, self._of_theirs), (self._ours, ours, self.partner)
+        for run, number, matched in sides:
             if number >= 0 and number not in matched:
                 record = run.records[number]
-                return " at ".join(filter(None, (record.op, record.line)))
+                return f"{record.op} at {record.line}" if record.line else record.op
         return ""
 
-    def _bridged(self, read: Read, other: Read) -> float:
+    def _bridged(self, ours: int, theirs: int) -> float:
         """Return by how much an input may differ that an op made which one run alone has."""
-        ours = self._expected(self._ours, read.made_by, self._partner, lambda number: self._measured[number])
-        theirs = self._expected(
-            self._theirs, other.made_by, self._back, lambda number: self._measured[self._back[number]]
-        )
-        return _SAFETY * max(ours, theirs)
+        limits = _expected(self._ours, ours, self._measured), _expected(self._theirs, theirs, self._of_theirs)
+        return _SAFETY * max(limits)
 
-    def _expected(
-        self, run: Run, number: int, matched: dict[int, int], measured: Any, depth: int = 12
-    ) -> float:
-        """Return the difference measured of a result, or what its op makes of its inputs'."""
-        if number < 0:
-            return 0.0
-        if number in matched:
-            return float(measured(number))
-        record = run.records[number]
-        if depth == 0:
-            return math.inf
-        inputs = [self._expected(run, read.made_by, matched, measured, depth - 1) for read in record.reads]
-        return float(answer(record, max(inputs, default=0.0)) + record.eps + _spacing(run, record))
+
+def _expected(run: Run, number: int, measured: dict[int, float], depth: int = 12) -> float:
+    """Return the difference measured of a result, or what its op makes of its inputs'."""
+    if number < 0:
+        return 0.0
+    if number in measured:
+        return measured[number]
+    if depth == 0:
+        return math.inf
+    record = run.records[number]
+    makers = [run.prints[read].made_by for read in record.reads]
+    inputs = max((_expected(run, maker, measured, depth - 1) for maker in makers), default=0.0)
+    return float(answer(record, inputs) + record.eps + _spacing(run, record))
 
 
 def answer(record: OpRecord, change: float) -> float:
     """Return by how much of its size a result changes with its inputs: a power law through two points.
 
-    Args:
-        record: the result.
-        change: of the inputs, relative.
+    Of inputs that have nothing in common nothing follows.
     """
-    if change == 0:
-        return 0.0
+    if change == 0 or change >= 1:
+        return math.inf if change else 0.0
     (low, high), (small, large) = NUDGES, record.answers
     if not (math.isfinite(small) and math.isfinite(large)) or small == 0:
         return math.inf if math.isinf(large) or math.isinf(small) else max(change, large)
@@ -280,25 +286,3 @@ def _by_place(records: Sequence[OpRecord]) -> dict[_Key, int]:
         placed[(*place, counts[place])] = number
         counts[place] += 1
     return placed
-
-
-def _as_dict(difference: Difference | None) -> dict[str, Any] | None:
-    if difference is None:
-        return None
-    return {
-        "op": difference.first.op,
-        "module": difference.first.module,
-        "direction": difference.first.direction,
-        "step": difference.first.step,
-        "line": difference.first.line,
-        "dtypes": [difference.first.dtype, difference.second.dtype],
-        "relative": _plain(difference.relative),
-        "inputs": _plain(difference.inputs),
-        "rounding": _plain(difference.rounding),
-        "alone": difference.alone,
-        "is_rounding": difference.is_rounding,
-    }
-
-
-def _plain(number: float) -> float | str:
-    return number if math.isfinite(number) else str(number)

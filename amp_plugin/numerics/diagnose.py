@@ -17,30 +17,24 @@ from torch.utils.data import dataloader
 
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
-from amp_plugin.numerics.modules import Modules, Progress
-from amp_plugin.numerics.op import Region
-from amp_plugin.numerics.places import Site, called_from, in_autocast_block
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Observer, Region, listed
+from amp_plugin.numerics.places import Site
 from amp_plugin.numerics.report import Reporter, fold
 from amp_plugin.numerics.values import Storages, unwatched
 from amp_plugin.numerics.watch import Watch
 
 if TYPE_CHECKING:
-    from amp_plugin.scaling.step_log import Replay
+    from amp_plugin.scaling.replay import Replay
 
 _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
 
 
-class _Doors:
-    """Watch the doors by which numbers enter and leave torch's ops: loaders, autograd functions, the engine.
+class _Doors(Observer):
+    """Watch the doors by which numbers enter and leave ops: loaders, autograd functions, the engine."""
 
-    Args:
-        watch: is told.
-        modules: knows which module runs.
-        sources: takes where the tensors of a batch were loaded.
-    """
-
-    def __init__(self, watch: Watch, modules: Modules, sources: Storages[str]) -> None:
-        self._watch, self._modules, self._sources = watch, modules, sources
+    def __init__(self, watch: Watch, tracker: Tracker, sources: Storages[str]) -> None:
+        self._watch, self._tracker, self._sources = watch, tracker, sources
         self._loaded: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._open = ExitStack()
 
@@ -72,7 +66,7 @@ class _Doors:
 
     def _apply(self, method: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
         def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
-            site = Site(function.__name__, self._modules.current(), called_from(), in_autocast_block())
+            site = Site.here(function.__name__, self._tracker.current())
             outputs = method.__func__(function, *args, **kwargs)
             with unwatched():
                 self._watch.function_ended(site, (args, kwargs), outputs)
@@ -93,6 +87,7 @@ class _Doors:
             leaves, _ = tree_flatten_with_path(batch)
             for path, leaf in leaves:
                 if isinstance(leaf, Tensor):
+                    self._watch.loaded(leaf)
                     where = "".join(map(str, path))
                     self._sources.set(
                         leaf, f"batch {number} of the DataLoader" + (where and f", its {where}")
@@ -132,21 +127,12 @@ class Diagnosis(Region):
         on_finding: Callable[[Finding], None] | None = None,
     ) -> None:
         self.findings: list[Finding] = []
+        self._on_finding, self._raises = on_finding, not keep_going
         self._modules_of: dict[int, list[str]] = {}
-        self._on_finding = on_finding or _ignore
-        self._raises = not keep_going
-        progress, sources = Progress(), Storages[str]()
-        modules = Modules(model, progress.called)
-        reporter = Reporter(modules, progress, sources)
-        self._watch = Watch(reporter, self._found, self._amended, strict=strict)
-        self._learning = Learning(reporter, self._watch.state_written)
-        super().__init__(
-            modules,
-            _Both(self._watch, self._learning),
-            progress,
-            self._learning,
-            _Doors(self._watch, modules, sources),
-        )
+        tracker, sources = Tracker(model), Storages[str]()
+        self._watch = Watch(Reporter(tracker, sources), self._found, self._amended, strict=strict)
+        self._learning = Learning(tracker, self._watch.state_written)
+        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker, sources))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -161,22 +147,22 @@ class Diagnosis(Region):
         if error is None or isinstance(error, (SystemExit, *_CHECKS)):
             self._raises = self._raises and not isinstance(error, SystemExit)
             with unwatched():
-                self._watch.left_over()
+                refused = f"the program's {type(error).__name__}: {str(error).partition(chr(10))[0]:.160}"
+                self._watch.left_over(refused if isinstance(error, _CHECKS) else "the end of the region")
         if error is None or isinstance(error, SystemExit):
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
 
     def report(self) -> str:
-        """Return all findings as text; else says so, and what came to nothing or could not be seen."""
+        """Return all findings as text; else that there is none, and what could not be seen."""
         if self.findings:
             return "\n\n".join(map(str, self.findings))
-        harmless = [f"\n{_in_one_line(finding)}" for finding in self._watch.harmless()]
-        return "every number that mattered was finite" + "".join(harmless) + self._unseen()
-
-    def _unseen(self) -> str:
-        """Return which ops could not be looked into."""
-        ops = [f"{name} ({count}x)" for name, count in self.recorder.unseen.items()]
-        return f"\nnot seen: what happens inside {', '.join(ops)}; their results were" if ops else ""
+        lines = ["every number that mattered was finite"]
+        if unseen := self.recorder.unseen:
+            lines.append(f"not seen: what happens inside {listed(unseen)}; their results were")
+        if unmeasured := self.recorder.unmeasured:
+            lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
+        return "\n".join(lines)
 
     def _amended(self, before: Finding, after: Finding) -> None:
         """Take a finding with its consequences in place of what was found first."""
@@ -185,6 +171,7 @@ class Diagnosis(Region):
                 self.findings[index] = replace(finding, consequences=after.consequences)
 
     def _found(self, finding: Finding) -> None:
+        """Add a finding; those of one op and line are one with a count."""
         for index, other in enumerate(self.findings):
             if _alike(other) == _alike(finding):
                 modules = [*self._modules_of.get(index, [other.module]), finding.module]
@@ -192,45 +179,14 @@ class Diagnosis(Region):
                 self.findings[index] = replace(other, count=other.count + 1, module=fold(modules))
                 return
         self.findings.append(finding)
-        self._on_finding(finding)
+        if self._on_finding is not None:
+            self._on_finding(finding)
         if self._raises:
             raise NonFiniteError(finding)
 
 
-class _Both:
-    """Two observers in turn."""
-
-    def __init__(self, watch: Watch, learning: Learning) -> None:
-        self._watch, self._learning = watch, learning
-
-    def before(self, call: Any) -> None:
-        """Let the watch look."""
-        self._watch.before(call)
-
-    def after(self, call: Any, output: Any) -> None:
-        """Let both look."""
-        self._watch.after(call, output)
-        self._learning.after(call, output)
-
-    def failed(self, call: Any) -> None:
-        """Let the watch look."""
-        self._watch.failed(call)
-
-
 def _alike(finding: Finding) -> tuple[object, ...]:
     return (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
-
-
-def _in_one_line(finding: Finding) -> str:
-    place = f" at {finding.place}" if finding.place else ""
-    return (
-        f"{finding.headline}{place}; it reached no loss, gradient or weight, but x / inf is 0; strict "
-        "reports it"
-    )
-
-
-def _ignore(finding: Finding) -> None:
-    """Do nothing with a finding: it is in ``findings``."""
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:
@@ -245,10 +201,9 @@ def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict
     fp16.
 
     Threads that the region starts are not watched, nor is what happens in other processes; compiled functions
-    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks
-    the
-    error of one leaves the others waiting in their next collective until its process ends: let it end, or use
-    ``keep_going``, which stops none.
+    run eagerly. Each op waits for the device: use it to look for a fault, not to train. With several ranks,
+    the error of one leaves the others waiting in their next collective until its process ends: let it end, or
+    use ``keep_going``, which stops none.
 
     Args:
         model: gives the module and parameter names; default: whatever module is called, its class in front.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 
 from amp_plugin.numerics.modules import Moment
 from amp_plugin.numerics.places import Place
-from amp_plugin.numerics.values import NonFinite, TensorSummary
+from amp_plugin.numerics.values import NonFinite, TensorSummary, as_json
 from amp_plugin.precision import short_name
 
 Kind = Literal["made", "weight", "input", "unwritten", "collective", "constant", "function", "learning"]
@@ -23,13 +24,29 @@ Cause = Literal[
 """Why a number is not finite, or why nothing is learnt.
 
 ``"range"``: too large for a 16-bit dtype; ``"size"``: for fp32 as well; ``"pole"``: a division by zero, or
-a function or
-derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of nothing but
-masked
-positions; ``"infinity"``: arithmetic with infinities that are there on purpose; ``"empty"``: statistics of
-too few
-elements; ``"divergence"``: the weights have grown; the others are named after what brought it.
+a function or derivative that is infinite there; ``"domain"``: not defined there; ``"mask"``: a softmax of
+nothing but masked positions; ``"infinity"``: arithmetic with infinities that are there on purpose;
+``"empty"``: statistics of too few elements; ``"divergence"``: the weights have grown; the others are named
+after what brought it.
 """
+
+_HEADLINES: dict[Kind, str] = {
+    "made": "{op} made {held} {where}, in {dtype}",
+    "weight": "the weight {source} held {held} before {op} read it",
+    "input": "the data held {held}: {source}, read by {op}",
+    "unwritten": "{op} returned memory that nobody wrote; it holds {held}",
+    "collective": "{op} brought {held}: another rank made it",
+    "constant": "{op} wrote {held} on purpose, and it was not masked",
+    "function": "{op}, an autograd function of the program, made {held} outside of torch's ops",
+    "learning": "{lesson}",
+}
+
+
+def rank_of_process() -> int | None:
+    """Return the rank in the process group, or the launcher's; None where there is one process."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return int(torch.distributed.get_rank())
+    return int(os.environ["RANK"]) if os.environ.get("RANK", "").isdecimal() else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +84,6 @@ class Finding:
         place: the line that called the op, or that called its forward op; None if unknown.
         caller: the program's line that led there, if ``place`` is in an installed library.
         dtype: what the op computed in.
-        limit: the largest number of that dtype.
         rule: the rule that autocast has for the op.
         output: the result.
         inputs: the tensors among the arguments.
@@ -89,20 +105,19 @@ class Finding:
 
     kind: Kind
     cause: Cause = ""
-    op: str
-    direction: Literal["forward", "backward"]
-    forward_op: str
-    values: NonFinite
-    module: str
-    place: Place | None
-    caller: Place | None
-    dtype: torch.dtype
-    limit: float
-    rule: str
-    output: TensorSummary
-    inputs: tuple[TensorSummary, ...]
-    numbers: tuple[tuple[str, float], ...]
-    rank: int | None
+    op: str = ""
+    direction: Literal["forward", "backward"] = "forward"
+    forward_op: str = ""
+    values: NonFinite = NonFinite()  # noqa: RUF009 - frozen
+    module: str = ""
+    place: Place | None = None
+    caller: Place | None = None
+    dtype: torch.dtype = torch.float32
+    rule: str = "unchanged"
+    output: TensorSummary = TensorSummary()  # noqa: RUF009 - frozen
+    inputs: tuple[TensorSummary, ...] = ()
+    numbers: tuple[tuple[str, float], ...] = ()
+    rank: int | None = field(default_factory=rank_of_process)
     reached: str = ""
     consequences: tuple[str, ...] = ()
     advice: str = ""
@@ -116,49 +131,37 @@ class Finding:
     count: int = 1
 
     @property
-    def headline(self) -> str:  # noqa: PLR0911 - one sentence per kind
-        """What happened, in one sentence."""
-        held = str(self.values)
-        if self.kind == "learning":
-            return self.lesson
-        if self.kind == "constant":
-            return f"{self.op} wrote {held} on purpose, and it was not masked"
-        if self.kind == "function":
-            return f"{self.op}, an autograd function of the program, made {held} outside of torch's ops"
-        if self.kind == "made":
-            where = (
-                f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}"
-            )
-            return f"{self.op} made {held} {where}, in {short_name(self.dtype)}"
-        if self.kind == "weight":
-            return (
-                f"the weight {self.source or self._culprit or '(without a name)'} held {held} before "
-                f"{self.op} read it"
-            )
-        if self.kind == "unwritten":
-            return f"{self.op} returned memory that nobody wrote; it holds {held}"
-        if self.kind == "collective":
-            return f"{self.op} brought {held}: another rank made it"
-        return f"the data held {held}: {self.source or self._culprit or 'a tensor'}, read by {self.op}"
+    def limit(self) -> float:
+        """The largest number of ``dtype``."""
+        return torch.finfo(self.dtype).max
 
     @property
-    def _culprit(self) -> str:
-        return next((given.name for given in self.inputs if given.nan or given.inf), "")
+    def headline(self) -> str:
+        """What happened, in one sentence."""
+        culprit = next((given.name for given in self.inputs if given.nan or given.inf), "")
+        return _HEADLINES[self.kind].format(
+            op=self.op,
+            held=self.values,
+            where=f"in the backward pass of {self.forward_op}" if self.forward_op else f"in {self.direction}",
+            dtype=short_name(self.dtype),
+            source=self.source or culprit or "(without a name)",
+            lesson=self.lesson,
+        )
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yield what is known, as names and texts, for people."""
         yield "when", str(self.moment) + (f", and {self.count - 1} times more" if self.count > 1 else "")
         if self.module:
             yield "module", self.module
-        if self.place:
-            yield "line", f"{self.place}{': ' if self.place.text else ''}{self.place.text}"
-        if self.caller:
-            yield "called from", f"{self.caller}{': ' if self.caller.text else ''}{self.caller.text}"
+        for name, place in (("line", self.place), ("called from", self.caller)):
+            if place:
+                yield name, f"{place}{': ' if place.text else ''}{place.text}"
         yield from _under("inputs", map(str, self.inputs))
         if self.numbers:
             yield "", ", ".join(f"{name}={number:g}" for name, number in self.numbers)
         if self.kind == "made":
-            yield "output", f"{self.output}{_first(self.output)}"
+            first = f", first at {list(self.output.first)}" if self.output.first else ""
+            yield "output", f"{self.output}{first}"
         if self.kind != "learning":
             limits = f"largest number {self.limit:.5g}; autocast rule {self.rule}"
             yield "ran in", f"{short_name(self.dtype)}, {limits}"
@@ -170,7 +173,8 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        return {"headline": self.headline, "when": str(self.moment), **_plain(asdict(self))}
+        told = {"headline": self.headline, "when": str(self.moment), "limit": self.limit}
+        return {**told, **as_json(asdict(self))}
 
     def __str__(self) -> str:
         rows = list(self.rows())
@@ -197,19 +201,3 @@ def _under(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield texts below each other, the name next to the first."""
     for number, text in enumerate(texts):
         yield "" if number else name, text
-
-
-def _first(output: TensorSummary) -> str:
-    return f", first at {list(output.first)}" if output.first else ""
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(entry) for entry in value]
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    if isinstance(value, float) and not torch.tensor(value).isfinite():
-        return str(value)
-    return value

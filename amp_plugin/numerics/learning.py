@@ -4,64 +4,60 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.numerics.finding import Finding
-from amp_plugin.numerics.modules import follow_steps
-from amp_plugin.numerics.op import Call, results_of
-from amp_plugin.numerics.places import CalledFrom, called_from
-from amp_plugin.numerics.report import Reporter
-from amp_plugin.numerics.values import PLAIN, is_low_precision, unwatched
+from amp_plugin.numerics.finding import Cause, Finding
+from amp_plugin.numerics.modules import Tracker, follow_steps
+from amp_plugin.numerics.op import Call, Observer
+from amp_plugin.numerics.places import Place, Site, called_from
+from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, unwatched
 
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
 _UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
-_MOVED_APART = (
-    "store the weights exactly: fp32 weights under autocast, amp_plugin.store_weights(model, optimizer), "
-)
+
+_LESSONS = {
+    "no step": "no optimizer took a step in {passes} backward passes",
+    "no gradients": "no parameter had a gradient in any of {steps} optimizer steps",
+    "new tensor": "no parameter had a gradient in any of {steps} optimizer steps, but a new tensor had",
+    "lost updates": "{updates:.0%} of the elements with a gradient did not move in {steps} steps: the "
+    "updates are below half a unit of {dtype} weights",
+    "underflow": "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most of "
+    "them in {where}",
+}
+_WAYS_OUT = {
+    "no step": "call optimizer.step() after each backward pass; a scaler's leaves it out at an overflow.",
+    "no gradients": "give the optimizer the parameters of the model whose loss this is, after it was moved "
+    "or replaced; look for detach() and no_grad() on the way to the loss.",
+    "new tensor": "torch.tensor() and item() keep numbers alone: put losses together by torch.stack().",
+    "lost updates": "store the weights exactly: fp32 weights under autocast, amp_plugin.store_weights(model, "
+    "optimizer), AmpPrecision(weights='bf16') or stochastic rounding.",
+    "underflow": "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
+}
+_CAUSES: dict[str, Cause] = {"lost updates": "lost updates", "underflow": "underflow"}
 
 
-@dataclass(kw_only=True, slots=True)
-class _Share:
-    """How many elements of how many were lost."""
+class Learning(Observer):
+    """Count what steps and backward passes lose; tell what each step left in the optimizer's state."""
 
-    lost: int = 0
-    elements: int = 0
-
-    def add(self, lost: int, elements: int) -> None:
-        self.lost, self.elements = self.lost + lost, self.elements + elements
-
-    @property
-    def value(self) -> float:
-        return self.lost / self.elements if self.elements else 0.0
-
-
-class Learning:
-    """Count what steps and backward passes lose.
-
-    Args:
-        reporter: describes.
-        state_written: called after each step with the optimizer's class and the state of each parameter.
-    """
-
-    def __init__(self, reporter: Reporter, state_written: Callable[[str, dict[str, object]], None]) -> None:
-        self._reporter, self._state_written = reporter, state_written
+    def __init__(self, tracker: Tracker, state_written: Callable[[str, dict[str, object]], None]) -> None:
+        self._tracker, self._state_written = tracker, state_written
         self._hooks: list[RemovableHandle] = []
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
-        self._updates, self._underflow = _Share(), _Share()
+        self._updates, self._underflow = [0, 0], [0, 0]  # elements lost, and of how many
         self._worst: tuple[float, str] = (0.0, "")
-        self._steps = self._steps_with_gradients = 0
+        self._steps_with_gradients = 0
         self._leaves: set[int] = set()  # ids of parameters that got a gradient, while none has stepped
         self._has_optimizer: bool | None = None  # of one of them; looked for once
         self._dtype = torch.bfloat16
-        self._stepped_at = CalledFrom()
+        self._stepped_at: tuple[Place | None, Place | None] = (None, None)
+        self._new: Storages[Site] = Storages()  # where torch.tensor() made them
+        self._new_leaf: Site | None = None  # of which a backward pass has made a gradient
 
     def open(self) -> None:
         """Follow the steps of all optimizers."""
@@ -81,96 +77,81 @@ class Learning:
             ]
 
     def _end(self, optimizer: Optimizer) -> None:
-        self._steps += 1
         self._steps_with_gradients += any(param.grad is not None for _, param in _parameters(optimizer))
         self._stepped_at = called_from()
         with unwatched():
             for param, before in self._before.pop(optimizer, []):
-                wanted = param.grad != 0 if param.grad is not None else torch.zeros(())
-                lost = int((wanted & (param == before)).sum()) if param.grad is not None else 0
-                self._updates.add(lost, int(wanted.sum()))
-                self._dtype = param.dtype
-            name = type(optimizer).__name__
+                if param.grad is not None:
+                    wanted = param.grad != 0
+                    _add(self._updates, wanted & (param == before), wanted)
+                    self._dtype = param.dtype
             for state in optimizer.state.values():
                 if isinstance(state, dict):
-                    self._state_written(name, state)
+                    self._state_written(type(optimizer).__name__, state)
 
     def after(self, call: Call, output: Any) -> None:
         """Count the elements of an fp16 gradient that are 0 and are not in fp32, of the same arguments."""
+        if call.traits.base == "lift_fresh":
+            self._new.set(output, call.site)
         if not call.is_backward:
             return
-        if self._has_optimizer is None and not self._steps:
+        if call.leaf is not None:
+            self._new_leaf = self._new_leaf or self._new.get(call.leaf)
+        if self._has_optimizer is None and not self._tracker.steps:
             self._look_for_an_optimizer(call)
-        if call.traits.is_view or call.traits.written or call.traits.is_random:
+        traits, results = call.traits, [made.tensor for made in call.made(output)]
+        if traits.is_view or not call.is_repeatable or not any(map(_has_zeros, results)):
             return
-        results = [
-            r.tensor
-            for r in results_of(output)
-            if r.tensor.dtype is torch.float16 and type(r.tensor) in PLAIN
-        ]
-        if not results or not any(bool((tensor == 0).any()) for tensor in results):
+        if traits.written:  # what it wrote into is gone
+            call.count_unmeasured()
             return
-        try:
-            exact = results_of(call.func(*_wide(call.args), **_wide(call.kwargs)))
-        except (RuntimeError, TypeError, NotImplementedError):
-            return
+        exact = call.again(call.changed(_widened, torch.float32), len(results)) or ()
         for tensor, other in zip(results, exact, strict=False):
-            if other.tensor.shape == tensor.shape:
-                lost = int(((tensor == 0) & (other.tensor != 0)).sum())
-                self._underflow.add(lost, int((other.tensor != 0).sum()))
-                share = lost / max(tensor.numel(), 1)
-                if share > self._worst[0]:
-                    self._worst = (share, call.here())
+            if _has_zeros(tensor) and other.shape == tensor.shape:
+                lost = (tensor == 0) & (other != 0)
+                _add(self._underflow, lost, other != 0)
+                self._worst = max(self._worst, (float(lost.double().mean()), str(call)))
 
     def _look_for_an_optimizer(self, call: Call) -> None:
         """Find out in a late pass whether there is an optimizer that should have taken a step."""
-        if call.accumulates:
-            self._leaves.add(id(call.leaf))
-        if self._reporter.progress.backward_passes >= _ENOUGH:
+        self._leaves.add(id(call.leaf))
+        if self._tracker.backward_passes >= _ENOUGH:
             optimizers = [held for held in gc.get_objects() if issubclass(type(held), Optimizer)]
             stepped = {id(param) for optimizer in optimizers for _, param in _parameters(optimizer)}
             self._has_optimizer = bool(stepped & self._leaves)
 
     def findings(self) -> Iterator[Finding]:
         """Yield why nothing is learnt, if there is a reason."""
-        passes = self._reporter.progress.backward_passes
-        if self._steps == 0 and self._has_optimizer:
-            yield self._reporter.lesson(
-                f"no optimizer took a step in {passes} backward passes",
-                "call optimizer.step() after the backward pass; a scaler's step() leaves it out while "
-                "gradients "
-                "overflow.",
-                cause="no step",
-            )
-        elif self._steps >= _ENOUGH and not self._steps_with_gradients:
-            yield self._lesson(
-                f"no parameter had a gradient in any of {self._steps} optimizer steps",
-                "give the optimizer the parameters of the model that the loss is computed with, after "
-                "the model was "
-                "moved or replaced; look for detach() and no_grad() on the way to the loss.",
-                "no step",
-            )
-        elif self._steps >= _ENOUGH and self._updates.value > _LOST:
+        passes, steps, at = self._tracker.backward_passes, self._tracker.steps, self._stepped_at
+        updates, underflow = (lost / max(of, 1) for lost, of in (self._updates, self._underflow))
+        reason = ""
+        if steps == 0 and self._has_optimizer:
+            reason = "no step"
+        elif steps >= _ENOUGH and not self._steps_with_gradients:
+            reason = "no gradients"
+            if self._new_leaf is not None:
+                reason, at = "new tensor", (self._new_leaf.place, self._new_leaf.caller)
+        elif steps >= _ENOUGH and updates > _LOST:
+            reason = "lost updates"
+        elif passes >= _ENOUGH and underflow > _UNDERFLOWED:
+            reason = "underflow"
+        if reason:
+            shares = {"updates": updates, "underflow": underflow, "where": self._worst[1]}
             name = str(self._dtype).removeprefix("torch.")
-            yield self._lesson(
-                f"{self._updates.value:.0%} of the elements with a gradient did not move in {self._steps} "
-                "steps: the "
-                f"updates are below half a unit of {name} weights",
-                f"{_MOVED_APART}AmpPrecision(weights='bf16') or stochastic rounding.",
-                "lost updates",
-            )
-        elif passes >= _ENOUGH and self._underflow.value > _UNDERFLOWED:
-            yield self._lesson(
-                f"{self._underflow.value:.0%} of the fp16 gradients' elements are 0 and would not be in "
-                "fp32, most of "
-                f"them in {self._worst[1]}",
-                "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
-                "underflow",
+            yield Finding(
+                kind="learning",
+                cause=_CAUSES.get(reason, "no step"),
+                lesson=_LESSONS[reason].format(passes=passes, steps=steps, dtype=name, **shares),
+                advice=_WAYS_OUT[reason],
+                place=at[0],
+                caller=at[1],
+                moment=self._tracker.now(),
             )
 
-    def _lesson(self, text: str, advice: str, cause: str) -> Finding:
-        at = self._stepped_at
-        return self._reporter.lesson(text, advice, cause=cause, place=at.place, caller=at.caller)
+
+def _add(share: list[int], lost: Tensor, elements: Tensor) -> None:
+    share[0] += int(lost.sum())
+    share[1] += int(elements.sum())
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -185,10 +166,10 @@ def _rounds(param: Tensor, optimizer: Optimizer) -> bool:
     return not is_stochastic and not hasattr(param, "_amp_plugin_stored")
 
 
-def _wide(values: Any) -> Any:
-    def widened(value: Any) -> Any:
-        if isinstance(value, Tensor) and type(value) in PLAIN and value.dtype is torch.float16:
-            return value.float()
-        return torch.float32 if value is torch.float16 else value
+def _has_zeros(tensor: Tensor) -> bool:
+    is_fp16 = tensor.dtype is torch.float16 and type(tensor) in PLAIN
+    return is_fp16 and bool((tensor == 0).any())
 
-    return tree_map(widened, values)
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if type(tensor) in PLAIN and tensor.dtype is torch.float16 else tensor

@@ -32,174 +32,11 @@ _WRAPPERS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModuleAddress:
-    """Where a module is found in its model.
+    """Where a module is found in its model."""
 
-    Attributes:
-        model: class of the model; wrappers such as DistributedDataParallel are not counted.
-        path: as ``model.get_submodule`` takes it; empty for the model itself.
-        is_of_lightning: the model is a LightningModule.
-    """
-
-    model: str = ""
-    path: str = ""
-    is_of_lightning: bool = False
-
-
-_UNKNOWN = ModuleAddress()
-
-
-class Modules:
-    """Follow the modules that are called, by hooks that are there only between open and close.
-
-    Args:
-        model: gives the names; default: whatever outermost module is called, its class in front.
-        on_model: called with each outermost module that is called.
-    """
-
-    def __init__(
-        self, model: nn.Module | None = None, on_model: Callable[[nn.Module], object] | None = None
-    ) -> None:
-        self._model = model
-        self._on_model = on_model or _ignore
-        self._addresses: dict[str, ModuleAddress] = {}
-        self._hooks: list[RemovableHandle] = []
-        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
-        self._norms: dict[str, float] = {}  # of parameters when they were first seen
-        self._running = threading.local()
-
-    def open(self) -> None:
-        """Place the hooks."""
-        if self._model is not None:
-            self._name_tree(self._model, prefix="")
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def current(self) -> str:
-        """Return the path of the innermost module that runs in this thread; empty outside of modules."""
-        modules = self._modules()
-        return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
-
-    def address(self, path: str) -> ModuleAddress:
-        """Return where the module of a path, as ``current`` returned it, is found in its model."""
-        return self._addresses.get(path, _UNKNOWN)
-
-    def weight(self, tensor: Tensor) -> str:
-        """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
-        found = self._weights.get(storage_address(tensor))
-        owner = found[0]() if found else None
-        same = owner is not None and storage_address(owner) == storage_address(tensor)
-        return found[1] if found and same else ""
-
-    def growth(self) -> tuple[float, str]:
-        """Return by which factor the weights that grew most have grown since they were first seen, and whose.
-
-        A tensor that began at or near 0 counts from the size that weights of its number of elements begin
-        with.
-        """
-        most, grown = 1.0, ""
-        for tensor, name in self._living():
-            begun = max(self._norms.get(name, math.nan), 0.1 * math.sqrt(tensor.numel()))
-            with unwatched():
-                factor = _norm(tensor) / begun
-            if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
-                most, grown = math.inf if math.isnan(factor) else factor, name
-        return most, grown
-
-    def _living(self) -> Iterator[tuple[Tensor, str]]:
-        for reference, name in self._weights.values():
-            tensor = reference()
-            if name in self._norms and _is_measurable(tensor):
-                yield tensor, name
-
-    def _modules(self) -> list[nn.Module]:
-        if not hasattr(self._running, "modules"):
-            self._running.modules = []
-        modules: list[nn.Module] = self._running.modules
-        return modules
-
-    def _enter(self, module: nn.Module, _: Any) -> None:
-        modules = self._modules()
-        if not modules:
-            known = module in self._names
-            self._name_tree(module, prefix=self._names[module] if known else type(module).__name__)
-            self._on_model(module)
-        modules.append(module)
-
-    def _leave(self, module: nn.Module, *_: Any) -> None:
-        modules = self._modules()
-        if module in modules:  # what an error left open is closed with its caller
-            while modules.pop() is not module:
-                pass
-
-    def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
-        model, skipped = _unwrapped(root)
-        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
-        for name, module in root.named_modules():
-            path = self._names.setdefault(module, _joined(prefix, name))
-            if path not in self._addresses:
-                self._addresses[path] = ModuleAddress(
-                    model=type(model).__name__,
-                    path=name.removeprefix(skipped).removeprefix("."),
-                    is_of_lightning=is_of_lightning,
-                )
-        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
-            if (address := storage_address(tensor)) and not self.weight(tensor):
-                path = _joined(prefix, name)
-                self._weights[address] = (weakref.ref(tensor), path)
-                if isinstance(tensor, nn.Parameter) and _is_measurable(tensor):
-                    with unwatched():
-                        self._norms.setdefault(path, _norm(tensor))
-
-
-def _unwrapped(module: nn.Module) -> tuple[nn.Module, str]:
-    """Return the model inside of wrappers, and its path in them."""
-    skipped = ""
-    while (attribute := _WRAPPERS.get(type(module).__name__)) is not None:
-        module, skipped = getattr(module, attribute), _joined(skipped, attribute)
-    return module, skipped
-
-
-def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
-    if tensor is None or type(tensor) is not nn.Parameter:
-        return False
-    return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
-
-
-def _ignore(module: nn.Module) -> None:
-    """Do nothing when a module is called."""
-
-
-def _joined(prefix: str, name: str) -> str:
-    return ".".join(filter(None, (prefix, name)))
-
-
-def follow_steps(
-    begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
-) -> list[RemovableHandle]:
-    """Call ``begin`` before and ``end`` after each step of every optimizer; a step in one pass stays one."""
-
-    def begin_step(optimizer: Optimizer, *_: Any) -> None:
-        begin(optimizer)
-
-    def end_step(optimizer: Optimizer, *_: Any) -> None:
-        end(optimizer)
-
-    for hook in (begin_step, end_step):
-        hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-        hook.leaves_steps = True  # type: ignore[attr-defined]
-    return [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
+    model: str = ""  # class of the model; wrappers such as DistributedDataParallel are not counted
+    path: str = ""  # as model.get_submodule takes it; empty for the model itself
+    is_of_lightning: bool = False  # the model is a LightningModule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,83 +77,179 @@ class Moment:
         return forward or before
 
 
-class Progress:
-    """Count passes and optimizer steps between open and close."""
+class Tracker:
+    """Follow the modules that are called and the steps of optimizers, by hooks placed between open and close.
 
-    def __init__(self) -> None:
+    Names are those of a given model; else of whatever outermost module is called, its class in front.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        self.backward_passes = 0  # how many have begun
+        self.steps = 0  # how many optimizers have finished
+        self.in_step = False  # whether an optimizer's step runs
+        self._model = model
+        self._addresses: dict[str, ModuleAddress] = {}
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._weights: dict[int, tuple[weakref.ref[Tensor], str]] = {}  # storage -> tensor, path
+        self._norms: dict[str, float] = {}  # of parameters when they were first seen
+        self._running = threading.local()
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._called_at_step: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
-        self._model: weakref.ref[nn.Module] | None = None
+        self._latest: weakref.ref[nn.Module] | None = None
         self._last_task = -1
-        self._backward_passes = 0
-        self._steps = 0
         self._thread = 0
-        self.in_step = False
         self._hooks: list[RemovableHandle] = []
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether a backward pass has begun."""
-        return self._backward_passes > 0
-
-    @property
-    def backward_passes(self) -> int:
-        """How many backward passes have begun."""
-        return self._backward_passes
-
-    @property
-    def steps(self) -> int:
-        """How many steps optimizers have finished."""
-        return self._steps
-
     def open(self) -> None:
-        """Count the steps of all optimizers, and the passes of this thread, from now on."""
+        """Place the hooks; passes of this thread are counted from now on."""
         self._thread = threading.get_ident()
-
-        def begin(_: Optimizer) -> None:
-            self.in_step = True
-
-        def end(_: Optimizer) -> None:
-            self.in_step = False
-            self._steps += 1
-            self._called_at_step.update(self._calls)
-
-        self._hooks = follow_steps(begin, end)
+        if self._model is not None:
+            self._name_tree(self._model, prefix="")
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter),
+            register_module_forward_hook(self._leave, always_call=True),
+            *follow_steps(self._begin_step, self._end_step),
+        ]
 
     def close(self) -> None:
-        """Count no more steps."""
+        """Remove the hooks."""
         while self._hooks:
             self._hooks.pop().remove()
 
-    def called(self, model: nn.Module) -> None:
-        """Count a call of an outermost module; what a backward pass computes again is none."""
-        if threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1:
-            self._calls[model] = self._calls.get(model, 0) + 1
-            self._model = weakref.ref(model)
+    # -- modules -------------------------------------------------------------------------------------------
+
+    def current(self) -> str:
+        """Return the path of the innermost module that runs in this thread; empty outside of modules."""
+        modules = self._modules()
+        return self._names.get(modules[-1], type(modules[-1]).__name__) if modules else ""
+
+    def address(self, path: str) -> ModuleAddress:
+        """Return where the module of a path, as ``current`` returned it, is found in its model."""
+        return self._addresses.get(path, ModuleAddress())
+
+    def _modules(self) -> list[nn.Module]:
+        modules: list[nn.Module] = self._running.__dict__.setdefault("modules", [])
+        return modules
+
+    def _enter(self, module: nn.Module, _: Any) -> None:
+        modules = self._modules()
+        if not modules:
+            known = module in self._names
+            self._name_tree(module, prefix=self._names[module] if known else type(module).__name__)
+            # Recomputation in a backward pass is not a call by the program.
+            if threading.get_ident() == self._thread and torch._C._current_graph_task_id() == -1:
+                self._calls[module] = self._calls.get(module, 0) + 1
+                self._latest = weakref.ref(module)
+        modules.append(module)
+
+    def _leave(self, module: nn.Module, *_: Any) -> None:
+        modules = self._modules()
+        if module in modules:  # what an error left open is closed with its caller
+            while modules.pop() is not module:
+                pass
+
+    def _name_tree(self, root: nn.Module, *, prefix: str) -> None:
+        model, skipped = root, ""
+        while (attribute := _WRAPPERS.get(type(model).__name__)) is not None:
+            model, skipped = getattr(model, attribute), _joined(skipped, attribute)
+        is_of_lightning = any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
+        for name, module in root.named_modules():
+            path = self._names.setdefault(module, _joined(prefix, name))
+            own = name.removeprefix(skipped).removeprefix(".")
+            address = ModuleAddress(model=type(model).__name__, path=own, is_of_lightning=is_of_lightning)
+            self._addresses.setdefault(path, address)
+        for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
+            if (storage := storage_address(tensor)) and not self.weight(tensor):
+                path = _joined(prefix, name)
+                self._weights[storage] = (weakref.ref(tensor), path)
+                if _is_measurable(tensor):
+                    self._norms.setdefault(path, _norm(tensor))
+
+    # -- weights -------------------------------------------------------------------------------------------
+
+    def weight(self, tensor: Tensor) -> str:
+        """Return the path of the parameter or buffer that has the tensor's storage; empty if none has."""
+        found = self._weights.get(storage_address(tensor))
+        owner = found[0]() if found else None
+        same = owner is not None and storage_address(owner) == storage_address(tensor)
+        return found[1] if found and same else ""
+
+    def growth(self) -> tuple[float, str]:
+        """Return by which factor the weights that grew most have grown since they were first seen, and whose.
+
+        A tensor that began near 0 counts from the size that weights of its number of elements begin with.
+        """
+        most, grown = 1.0, ""
+        for tensor, name in self._living():
+            begun = max(self._norms[name], 0.1 * math.sqrt(tensor.numel()))
+            factor = _norm(tensor) / begun
+            if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
+                most, grown = math.inf if math.isnan(factor) else factor, name
+        return most, grown
+
+    def _living(self) -> Iterator[tuple[Tensor, str]]:
+        for reference, name in self._weights.values():
+            tensor = reference()
+            if name in self._norms and _is_measurable(tensor):
+                yield tensor, name
+
+    # -- passes and steps ----------------------------------------------------------------------------------
 
     def in_backward(self, task: int) -> None:
-        """Count a backward pass by its first op.
-
-        Args:
-            task: autograd's number of the pass; a later pass has a larger one.
-        """
+        """Count a backward pass by its first op; autograd's number of a later pass is larger."""
         if task > self._last_task:
             self._last_task = task
-            self._backward_passes += 1
+            self.backward_passes += 1
 
-    def now(self, *, in_backward: bool) -> Moment:
-        """Return how far the program is.
-
-        Args:
-            in_backward: whether a backward pass runs.
-        """
-        model = self._model() if self._model is not None else None
+    def now(self, *, in_backward: bool = False) -> Moment:
+        """Return how far the program is."""
+        model = self._latest() if self._latest is not None else None
         calls = 0 if model is None else self._calls[model]
         return Moment(
             model="" if model is None else type(model).__name__,
             forward_pass=calls,
-            backward_pass=self._backward_passes,
-            optimizer_steps=self._steps,
+            backward_pass=self.backward_passes,
+            optimizer_steps=self.steps,
             since_step=0 if model is None else calls - self._called_at_step.get(model, 0),
             in_backward=in_backward,
         )
+
+    def _begin_step(self, _: Optimizer) -> None:
+        self.in_step = True
+
+    def _end_step(self, _: Optimizer) -> None:
+        self.in_step = False
+        self.steps += 1
+        self._called_at_step.update(self._calls)
+
+
+def follow_steps(
+    begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+) -> list[RemovableHandle]:
+    """Call ``begin`` before and ``end`` after each step of every optimizer; a step in one pass stays one."""
+
+    def begin_step(optimizer: Optimizer, *_: Any) -> None:
+        begin(optimizer)
+
+    def end_step(optimizer: Optimizer, *_: Any) -> None:
+        end(optimizer)
+
+    for hook in (begin_step, end_step):
+        hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
+        hook.leaves_steps = True  # type: ignore[attr-defined]
+    return [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
+
+
+def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
+    if tensor is None or type(tensor) is not nn.Parameter:
+        return False
+    return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
+
+
+def _norm(tensor: Tensor) -> float:
+    with unwatched():
+        return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
+
+
+def _joined(prefix: str, name: str) -> str:
+    return ".".join(filter(None, (prefix, name)))

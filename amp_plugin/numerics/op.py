@@ -1,28 +1,28 @@
-"""One op while it runs, and the recorder: the only dispatch mode, which hands each op to an observer."""
+"""One op while it runs, and the recorder: the only dispatch mode, which hands each op to observers."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
 from amp_plugin.casting.dispatcher import KERNELS
 from amp_plugin.casting.op_names import full_name, written_arguments
-from amp_plugin.numerics.modules import Modules
-from amp_plugin.numerics.places import ForwardSites, Site, called_from, in_autocast_block, runs_backward
-from amp_plugin.numerics.values import unwatched
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.places import ForwardSites, Site
+from amp_plugin.numerics.values import is_low_precision, unwatched
 
 # They share memory with an argument, though their schemas do not say so.
 _VIEWS = frozenset({"_reshape_alias", "_unsafe_view", "alias", "detach", "set_"})
@@ -55,158 +55,112 @@ _OVERWRITING = frozenset(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# They are told to return fp32 from fp16, which no wider tensor can.
+_HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
+
+
 class OpTraits:
-    """What is known of an op before it runs.
+    """What is known of an op before it runs, from its schema, its tags and a few lists of names."""
 
-    Attributes:
-        name: full name, ``"aten::exp.default"``.
-        base: the name alone, in-place forms and lists as the plain op: ``"exp"``.
-        arguments: names of its arguments, in order.
-        written: names of the arguments it writes into.
-        overwritten: those of them that it does not read.
-        is_view: it computes nothing, its results share memory with an argument.
-        is_unwritten: its results are memory with whatever was there.
-        partly_unwritten: positions of results of which that is true in parts.
-        moves: it moves elements and computes none.
-        is_pointwise: each element of a result depends on the elements in that place.
-        is_listwise: it treats the elements of its lists one by one.
-        is_collective: it takes part in communication, perhaps still under way when it returns.
-        is_random: it draws numbers.
-    """
+    def __init__(self, op: OpOverload) -> None:
+        self.name = full_name(op._name)  # full name, "aten::exp.default"
+        packet = self.name.split("::")[1].split(".")[0]
+        # the name alone, in-place forms and lists as the plain op: "exp"
+        self.base = packet.removeprefix("_foreach_").removesuffix("_") or packet
+        # names of its arguments, in order
+        self.arguments = tuple(argument.name for argument in op._schema.arguments)
+        self.written = written_arguments(self.name)  # names of the arguments it writes into
+        out = {argument.name for argument in op._schema.arguments if argument.kwarg_only}
+        # those of them that it does not read
+        self.overwritten = self.written if packet in _OVERWRITING else self.written & out
+        # it computes nothing, its results share memory with an argument
+        self.is_view = op.is_view or packet in _VIEWS
+        self.is_unwritten = packet in _UNWRITTEN  # its results are memory with whatever was there
+        # positions of results of which that is true in parts
+        self.partly_unwritten: frozenset[int] = _ROOM.get(packet, frozenset())
+        self.moves = packet in _MOVING  # it moves elements and computes none
+        # each element of a result depends on the elements in that place
+        self.is_pointwise = torch.Tag.pointwise in op.tags or self.base in _IN_PLACE_OF_EACH
+        # it treats the elements of its lists one by one
+        self.is_listwise = packet.startswith(("_foreach_", "_fused_"))
+        # it takes part in communication, perhaps still under way when it returns
+        self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
+        self.is_random = torch.Tag.nondeterministic_seeded in op.tags  # it draws numbers
 
-    name: str
-    base: str
-    arguments: tuple[str, ...]
-    written: frozenset[str]
-    overwritten: frozenset[str]
-    is_view: bool
-    is_unwritten: bool
-    partly_unwritten: frozenset[int]
-    moves: bool
-    is_pointwise: bool
-    is_listwise: bool
-    is_collective: bool
-    is_random: bool
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the op was given, by the names of its arguments."""
+        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
 
 
-@cache
-def traits_of(op: OpOverload) -> OpTraits:
-    """Return what is known of an op, from its schema, its tags and a few lists of names."""
-    name = full_name(op._name)
-    packet = name.split("::")[1].split(".")[0]
-    base = packet.removeprefix("_foreach_").removesuffix("_") or packet
-    written = written_arguments(name)
-    out = frozenset(argument.name for argument in op._schema.arguments if argument.kwarg_only)
-    return OpTraits(
-        name=name,
-        base=base,
-        arguments=tuple(argument.name for argument in op._schema.arguments),
-        written=written,
-        overwritten=written if packet in _OVERWRITING else written & out,
-        is_view=op.is_view or packet in _VIEWS,
-        is_unwritten=packet in _UNWRITTEN,
-        partly_unwritten=_ROOM.get(packet, frozenset()),
-        moves=packet in _MOVING,
-        is_pointwise=torch.Tag.pointwise in op.tags or base in _IN_PLACE_OF_EACH,
-        is_listwise=packet.startswith(("_foreach_", "_fused_")),
-        is_collective=op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"},
-        is_random=torch.Tag.nondeterministic_seeded in op.tags,
-    )
+traits_of = cache(OpTraits)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
-    """A tensor that an op was given, or one it returned.
+    """A tensor that an op was given, or one it returned."""
 
-    Attributes:
-        name: of the argument; empty for a result.
-        index: its place in a list of tensors; None outside lists.
-        tensor: the tensor.
-    """
-
-    name: str
-    index: int | None
-    tensor: Tensor
+    name: str  # of the argument; empty for a result
+    index: int | None  # its place in a list of tensors; None outside lists
+    tensor: Tensor  # the tensor
 
     @property
     def label(self) -> str:
         """The name, with the place in the list."""
         return self.name if self.index is None else f"{self.name}[{self.index}]"
 
+    @property
+    def is_discrete(self) -> bool:
+        """Whether it holds integers or booleans."""
+        return not (self.tensor.is_floating_point() or self.tensor.is_complex())
+
 
 def arguments_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
-    """Return the floating-point and complex tensors among an op's arguments, in order."""
-    named = [*zip(traits.arguments, args, strict=False), *kwargs.items()]
+    """Return the tensors among an op's arguments, in order."""
+    named = traits.named(args, kwargs)
     if kwargs.get("beta") == 0:  # what addmm and its kin add is not read then
-        named = [(name, value) for name, value in named if name != "self"]
-    return [argument for name, value in named for argument in _tensors(name, value)]
-
-
-def results_of(output: Any) -> list[Argument]:
-    """Return the floating-point and complex tensors among an op's results."""
-    values = output if isinstance(output, tuple) else (output,)
-    return [result for value in values for result in _tensors("", value)]
+        named.pop("self", None)
+    return [argument for name, value in named.items() for argument in _tensors(name, value)]
 
 
 def made_by(traits: OpTraits, arguments: Sequence[Argument], output: Any) -> list[Argument]:
     """Return the arguments an op has written and its other results, but for those written in parts only."""
     written = [argument for argument in arguments if argument.name in traits.written]
     known = {id(argument.tensor) for argument in written} | {id(output[i]) for i in traits.partly_unwritten}
-    return [*written, *(result for result in results_of(output) if id(result.tensor) not in known)]
-
-
-def scalars_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, float]:
-    """Return the Python numbers among an op's arguments by their names, those in lists too."""
-    found: dict[str, float] = {}
-    for name, value in [*zip(traits.arguments, args, strict=False), *kwargs.items()]:
-        if isinstance(value, (list, tuple)):
-            numbers = [entry for entry in value if isinstance(entry, float)]
-            found |= {f"{name}[{index}]": number for index, number in enumerate(numbers)}
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            found[name] = float(value)
-    return found
+    values = output if isinstance(output, tuple) else (output,)
+    results = [result for value in values for result in _tensors("", value)]
+    return [*written, *(result for result in results if id(result.tensor) not in known)]
 
 
 def _tensors(name: str, value: Any) -> Iterator[Argument]:
-    if isinstance(value, Tensor):
-        if value.is_floating_point() or value.is_complex():
-            yield Argument(name=name, index=None, tensor=value)
-    elif isinstance(value, (list, tuple)):
-        for index, tensor in enumerate(value):
-            if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-                yield Argument(name=name, index=index, tensor=tensor)
+    is_list = isinstance(value, (list, tuple))
+    for index, tensor in enumerate(value if is_list else (value,)):
+        if isinstance(tensor, Tensor):
+            yield Argument(name=name, index=index if is_list else None, tensor=tensor)
 
 
 class Call:
-    """One call of an op: the record that every observer reads.
+    """One call of an op: the record that every observer reads."""
 
-    Args:
-        func: the op.
-        args, kwargs: what it was given.
-        modules: knows which module runs.
-        sites: know the forward ops of a backward pass.
-
-    Attributes:
-        arguments: the floating-point and complex tensors among the arguments.
-        node: the autograd node that runs it; None in a forward pass.
-        kept: what an observer notes before the op runs, for afterwards.
-    """
-
-    def __init__(
-        self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], modules: Modules, sites: ForwardSites
-    ) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
+    def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], recorder: Recorder) -> None:
+        self.func, self.args, self.kwargs, self._recorder = func, args, kwargs, recorder
         self.traits = traits_of(func)
-        self.arguments = arguments_of(self.traits, args, kwargs)
+        self.given = arguments_of(self.traits, args, kwargs)  # the tensors among the arguments
+        # those of them that are floating-point or complex
+        self.arguments = [argument for argument in self.given if not argument.is_discrete]
+        # the autograd node that runs it; None in a forward pass
         self.node = torch._C._current_autograd_node()
-        self.kept: Any = None
-        self._modules, self._sites = modules, sites
+        self.kept: Any = None  # what an observer notes before the op runs, for afterwards
+
+    def made(self, output: Any) -> list[Argument]:
+        """Return the arguments it has written and its other results, but for those written in parts only."""
+        return made_by(self.traits, self.given, output)
+
+    # -- where it runs -------------------------------------------------------------------------------------
 
     @property
     def is_backward(self) -> bool:
-        """Whether a backward pass runs the op."""
-        return runs_backward(self.node)
+        """Whether a backward pass runs the op; what checkpoint computes again belongs to the forward pass."""
+        return self.node is not None and not torch.is_grad_enabled()
 
     @property
     def direction(self) -> str:
@@ -214,58 +168,121 @@ class Call:
         return "backward" if self.is_backward else "forward"
 
     @property
-    def accumulates(self) -> bool:
-        """Whether autograd adds a gradient to that of a leaf."""
-        return self.is_backward and self.node.name().endswith("AccumulateGrad")
-
-    @property
-    def leaf(self) -> Tensor:
-        """The leaf to whose gradient autograd adds."""
-        leaf: Tensor = self.node.variable  # type: ignore[attr-defined]
-        return leaf
-
-    @property
-    def scalars(self) -> dict[str, float]:
-        """The Python numbers among the arguments, by name."""
-        return scalars_of(self.traits, self.args, self.kwargs)
+    def leaf(self) -> Tensor | None:
+        """The leaf to whose gradient autograd adds by this op; None for all other ops."""
+        adds = self.is_backward and self.node.name().endswith("AccumulateGrad")
+        return self.node.variable if adds else None  # type: ignore[attr-defined]
 
     @cached_property
     def forward_site(self) -> Site | None:
         """Where the forward op of a backward op ran; None in a forward pass and where that is not known."""
-        return self._sites.of(self.node)
+        return None if self.is_own_backward else self._recorder.sites.of(self.node)
+
+    @property
+    def is_own_backward(self) -> bool:
+        """Whether a line of the program called it, in the backward pass of an autograd function."""
+        return isinstance(self.node, torch.autograd.function.BackwardCFunction)
 
     @cached_property
     def site(self) -> Site:
         """Where the op was called; in a backward pass, where its forward op was."""
-        return self.forward_site or Site(
-            self.traits.name, self._modules.current(), called_from(), in_autocast_block()
-        )
+        around = self._recorder.sites.of(self.node) if self.is_own_backward else None
+        module = self._recorder.tracker.current() or (around.module if around else "")
+        return self.forward_site or Site.here(self.traits.name, module)
 
     @property
     def recorded_site(self) -> Site | None:
-        """The site under which autograd's node of this op is found again in the backward pass."""
-        return self._sites.latest(self.site)
+        """The object under which autograd's node of this op is found again in the backward pass."""
+        return self._recorder.sites.recorded(self.site)
 
     @property
     def forward_op(self) -> str:
         """The forward op's name; of a function of the user's, that of its node."""
-        if isinstance(self.node, torch.autograd.function.BackwardCFunction) or self.forward_site is None:
-            return str(self.node.name())
-        return self.forward_site.op
+        return str(self.node.name()) if self.forward_site is None else self.forward_site.op
+
+    def __str__(self) -> str:
+        return f"{self.traits.name} at {self.site.place}" if self.site.place else self.traits.name
+
+    # -- what it was given ---------------------------------------------------------------------------------
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The Python numbers among the arguments by name, floats in lists too."""
+        found: dict[str, float] = {}
+        for name, value in self.traits.named(self.args, self.kwargs).items():
+            if isinstance(value, (list, tuple)):
+                floats = {f"{name}[{i}]": entry for i, entry in enumerate(value) if isinstance(entry, float)}
+                found |= floats
+            elif isinstance(value, (int, float)) and not isinstance(value, bool):
+                found[name] = float(value)
+        return found
+
+    @property
+    def reads(self) -> bool:
+        """Whether it computes with an argument, and not only writes into it."""
+        return any(argument.name not in self.traits.overwritten for argument in self.arguments)
 
     @property
     def is_transposed(self) -> bool:
         """Whether this is a transposed convolution, or its backward pass."""
-        given = {**dict(zip(self.traits.arguments, self.args, strict=False)), **self.kwargs}
-        return given.get("transposed") is True
+        return self.traits.named(self.args, self.kwargs).get("transposed") is True
 
-    def here(self) -> str:
-        """Return where the op was called, in one line."""
-        return " at ".join(filter(None, (self.traits.name, str(self.site.where.place or ""))))
+    # -- once more -----------------------------------------------------------------------------------------
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether it makes the same of the same arguments: it draws no numbers and sends nothing."""
+        traits = self.traits
+        return bool(self.arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
+
+    def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return arguments for another run, each tensor changed once, narrower dtypes made ``dtype``.
+
+        Where the op writes, ``change`` has to return copies.
+        """
+        tensors: dict[int, Tensor] = {}
+
+        def leaf_of(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                if id(leaf) not in tensors:
+                    tensors[id(leaf)] = change(leaf)
+                return tensors[id(leaf)]
+            is_narrow = isinstance(leaf, torch.dtype) and (is_low_precision(leaf) or leaf is torch.float32)
+            return dtype if is_narrow else leaf
+
+        args, kwargs = tree_map(leaf_of, (self.args, self.kwargs))
+        return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
+
+    def again(self, given: tuple[Any, Any], count: int) -> list[Tensor] | None:
+        """Run the op on arguments of ``changed``, and return the tensors it makes, ``count`` of them.
+
+        None if it does not run with these, which is counted.
+        """
+        args, kwargs = given
+        try:
+            output = self.func(*args, **kwargs)
+        except (RuntimeError, TypeError, ValueError):
+            results = []
+        else:
+            results = made_by(self.traits, arguments_of(self.traits, args, kwargs), output)
+        if len(results) == count:
+            return [result.tensor for result in results]
+        self.count_unmeasured()
+        return None
+
+    def count_unmeasured(self) -> None:
+        """Count the op as one whose numbers are taken as they are, since it does not run again."""
+        self._recorder.unmeasured[self.traits.name] += 1
 
 
-class Observer(Protocol):
-    """What looks at each op."""
+class Observer:
+    """What looks at each op, and at the program by hooks between open and close; by itself at nothing."""
+
+    def open(self) -> None:
+        """Place the hooks."""
+
+    def close(self) -> None:
+        """Remove them."""
 
     def before(self, call: Call) -> None:
         """Look at an op's arguments before it runs."""
@@ -278,20 +295,18 @@ class Observer(Protocol):
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hand each op of this thread, and of the backward passes it starts, to an observer.
-
-    Attributes:
-        sites: where the ops of the forward passes ran.
-        unseen: names of ops whose inner ops could not be watched -> how often they ran.
-    """
+    """Hand each op of this thread, and of the backward passes it starts, to observers."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, modules: Modules, observer: Observer) -> None:
+    def __init__(self, tracker: Tracker, observers: Sequence[Observer]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.sites = ForwardSites()
+        self.tracker, self._observers = tracker, observers
+        self.sites = ForwardSites()  # where the ops of the forward passes ran
+        # names of ops whose inner ops could not be watched -> how often they ran
         self.unseen: Counter[str] = Counter()
-        self._modules, self._observer = modules, observer
+        # names of ops that were to run once more and do not -> how often
+        self.unmeasured: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
         self.sites.open()
@@ -301,7 +316,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an op between the observer's two looks; fake tensors have no numbers to look at."""
+        """Run an op between the observers' two looks; fake tensors have no numbers to look at."""
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             return self._run_whole(func, args, kwargs)
@@ -309,18 +324,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
             return NotImplemented  # the subclass's own ops come here one by one
-        call = Call(func, args, kwargs, self._modules, self.sites)
-        self.sites.record(call.traits.name, self._modules.current())
+        call = Call(func, args, kwargs, self)
+        self.sites.record(call.traits.name, self.tracker.current())
         with unwatched():
-            self._observer.before(call)
+            for observer in self._observers:
+                observer.before(call)
         try:
             output = func(*args, **kwargs)
         except Exception:  # it is raised again; what led to it is reported before
             with unwatched():
-                self._observer.failed(call)
+                for observer in self._observers:
+                    observer.failed(call)
             raise
         with unwatched():
-            self._observer.after(call, output)
+            for observer in self._observers:
+                observer.after(call, output)
         return output
 
     def _run_whole(self, func: HigherOrderOperator, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -337,31 +355,12 @@ def _dispatches(kind: type) -> bool:
     return getattr(kind, "__torch_dispatch__", None) is not Tensor.__torch_dispatch__
 
 
-class Follower(Protocol):
-    """What follows a program by hooks of its own, between open and close."""
-
-    def open(self) -> None:
-        """Place the hooks."""
-
-    def close(self) -> None:
-        """Remove them."""
-
-
 class Region:
-    """A region of a program whose ops a recorder sees; compiled functions run eagerly in it.
+    """A region of a program whose ops a recorder sees; compiled functions run eagerly in it."""
 
-    Args:
-        modules: follows the modules.
-        observer: looks at each op.
-        *followers: opened before the recorder, closed after it.
-
-    Attributes:
-        recorder: the dispatch mode.
-    """
-
-    def __init__(self, modules: Modules, observer: Observer, *followers: Follower) -> None:
-        self.recorder = Recorder(modules, observer)
-        self._followers = (*followers, modules)
+    def __init__(self, tracker: Tracker, *observers: Observer) -> None:
+        self.recorder = Recorder(tracker, observers)  # the dispatch mode
+        self._observers = observers
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -369,9 +368,11 @@ class Region:
         KERNELS.install()
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            for follower in self._followers:
-                follower.open()
-                stack.callback(follower.close)
+            for observer in self._observers:
+                observer.open()
+                stack.callback(observer.close)
+            self.recorder.tracker.open()
+            stack.callback(self.recorder.tracker.close)
             stack.enter_context(self.recorder)
             self._open = stack.pop_all()
         return self
@@ -381,3 +382,8 @@ class Region:
     ) -> None:
         """Close the region."""
         self._open.close()
+
+
+def listed(ops: Mapping[str, int]) -> str:
+    """Return names of ops with how often each was called, as text."""
+    return ", ".join(f"{name} ({count} {'call' if count == 1 else 'calls'})" for name, count in ops.items())

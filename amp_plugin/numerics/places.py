@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,17 +26,11 @@ _MOST = 500_000  # sites kept; a node this old has long run its backward
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A line of a program.
+    """A line of a program."""
 
-    Attributes:
-        file: its path.
-        line: counted from 1.
-        function: name of the function it is in.
-    """
-
-    file: str
-    line: int
-    function: str
+    file: str  # its path
+    line: int  # counted from 1
+    function: str  # name of the function it is in
 
     @property
     def text(self) -> str:
@@ -51,49 +45,24 @@ class Place:
         return f"{shown}:{self.line} in {self.function}"
 
 
-@dataclass(frozen=True, slots=True)
-class CalledFrom:
-    """Where an op was called, innermost first.
+def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | None]:
+    """Return the line outside torch and this package that runs now; reads no source.
 
-    Attributes:
-        code: code object and line outside torch and this package, perhaps in an installed library.
-        program: the same outside installed libraries; equal to ``code`` in most programs.
+    And, if that is in an installed library, the line of the program that led there.
     """
-
-    code: tuple[CodeType, int] | None = None
-    program: tuple[CodeType, int] | None = None
-
-    @property
-    def place(self) -> Place | None:
-        """The line that called the op."""
-        return _place(self.code)
-
-    @property
-    def caller(self) -> Place | None:
-        """The line of the program that led there, if the op was called in an installed library."""
-        return None if self.program == self.code else _place(self.program)
-
-
-def called_from(frame: FrameType | None = None) -> CalledFrom:
-    """Return the line that runs now, outside torch and this package; reads no source.
-
-    Args:
-        frame: where to begin; default: the caller.
-    """
-    code, frame = None, frame or sys._getframe(1)
+    inner, frame = None, frame or sys._getframe(1)
     while frame is not None:
         kind = _kind(frame.f_code.co_filename)
         if kind is not _MACHINERY:
-            here = (frame.f_code, frame.f_lineno)
-            code = code or here
+            here = _place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
             if kind is _PROGRAM:
-                return CalledFrom(code, here)
+                return (inner, here) if inner else (here, None)
+            inner = inner or here
         frame = frame.f_back
-    return CalledFrom(code, None)
+    return inner, None
 
 
-def _place(found: tuple[CodeType, int] | None) -> Place | None:
-    return None if found is None else Place(found[0].co_filename, found[1], found[0].co_name)
+_place = cache(Place)
 
 
 def _cell(file: str) -> str | None:
@@ -116,35 +85,20 @@ def _kind(file: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where an op ran.
+    """Where an op ran."""
 
-    Attributes:
-        op: full name.
-        module: path of the module; empty outside of modules.
-        where: the line that called it.
-        in_block: whether an autocast block was open around it.
-    """
+    op: str  # full name
+    module: str  # path of the module; empty outside of modules
+    place: Place | None  # the line that called it, outside torch and this package; None if there is none
+    caller: Place | None  # the line of the program that led there, if place is in an installed library
+    in_block: bool  # whether an autocast block was open around it
 
-    op: str
-    module: str
-    where: CalledFrom
-    in_block: bool = False
-
-
-def in_autocast_block() -> bool:
-    """Return whether this thread is in an autocast block; inside an op autocast's own flag is off."""
-    depth = torch.autocast_increment_nesting()
-    torch.autocast_decrement_nesting()
-    return depth > 1
-
-
-def runs_backward(node: Any) -> bool:
-    """Return whether a backward pass runs an op; what checkpoint computes again belongs to the forward pass.
-
-    Args:
-        node: the autograd node that runs it; None if there is none.
-    """
-    return node is not None and not torch.is_grad_enabled()
+    @classmethod
+    def here(cls, op: str, module: str) -> Site:
+        """Return the site of an op that runs now."""
+        depth = torch.autocast_increment_nesting()  # inside an op autocast's own flag is off
+        torch.autocast_decrement_nesting()
+        return cls(op, module, *called_from(), depth > 1)
 
 
 class ForwardSites:
@@ -159,36 +113,32 @@ class ForwardSites:
 
     def open(self) -> None:
         """Start with the nodes that this thread makes from now on."""
-        self._before[threading.get_ident()] = torch._C._autograd._get_sequence_nr() - 1
+        self._before[threading.get_ident()] = self._latest()[1]
 
     def record(self, op: str, module: str) -> None:
         """Record the op that runs, if autograd has just made a node for it."""
-        number = torch._C._autograd._get_sequence_nr() - 1
-        key = (threading.get_ident(), number)
-        if key in self._sites or number <= self._before.setdefault(key[0], number):
+        key = self._latest()
+        if key in self._sites or key[1] <= self._before.setdefault(*key):
             return
-        self._sites[key] = Site(op, module, called_from(), in_autocast_block())
+        self._sites[key] = Site.here(op, module)
         if len(self._sites) > _MOST:
             for old in list(self._sites)[: _MOST // 2]:
                 del self._sites[old]
 
-    def latest(self, site: Site) -> Site | None:
-        """Return what was recorded of the op that runs; None if autograd has made no node for it.
-
-        Args:
-            site: where it runs.
-        """
-        noted = self._sites.get((threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1))
-        return noted if noted == site else None
+    def recorded(self, site: Site) -> Site | None:
+        """Return the object recorded of the op that runs at a site; None if it has no node of autograd's."""
+        recorded = self._sites.get(self._latest())
+        return recorded if recorded == site else None
 
     def of(self, node: Any) -> Site | None:
-        """Return where the forward op of a node ran; None if that is not known.
-
-        Args:
-            node: an autograd node, or None.
-        """
+        """Return where the forward op of an autograd node, or of None, ran; None if that is not known."""
         if node is None:
             return None
         number = node._sequence_nr()
         found = [self._sites[thread, number] for thread in self._before if (thread, number) in self._sites]
         return found[0] if len(found) == 1 else None
+
+    @staticmethod
+    def _latest() -> tuple[int, int]:
+        """Return this thread, and the number of the node that it made last."""
+        return threading.get_ident(), torch._C._autograd._get_sequence_nr() - 1

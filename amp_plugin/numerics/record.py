@@ -4,61 +4,56 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_plugin.numerics.modules import Modules, Progress
-from amp_plugin.numerics.op import Call, Region
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Call, Observer, Region
 from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, real_values
 
 NUDGES = (2.0**-12, 2.0**-7)
 """By how much of their size inputs are changed to see what a result makes of it."""
 
 _BUCKETS = 128
-_WAYS = ("at random", "alike", "in proportion")
-_FORMAT = "amp_plugin run 2"
+_FEW_WAYS = ("in few", "in few, turned")
+_WAYS = ("at random", "alike", "in proportion", *_FEW_WAYS)
+_FEW = 16  # one element of so many may have all of the error
+_FORMAT = "amp_plugin run 3"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NO_DISCRETE = frozenset({"_local_scalar_dense", "is_nonzero", "equal", "_foreach_norm"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fingerprint:
-    """A tensor in a few numbers; every element is in each of them.
+    """A tensor in a few numbers; every element is in each of them."""
 
-    Attributes:
-        checksum: of all bits and their places; equal tensors of one dtype have equal ones.
-        norm: Euclidean, of the finite elements.
-        unfinite: how many elements are not finite.
-        sketch: sums of elements with signs that look random, in buckets that look random: the norm of the
-            difference of two sketches is that of the tensors' difference, to some 10 %.
-    """
-
-    checksum: int
-    norm: float
-    unfinite: int
-    sketch: tuple[float, ...]
+    checksum: int  # of all bits and their places; equal tensors of one dtype have equal ones
+    norm: float  # Euclidean, of the finite elements
+    unfinite: int  # how many elements are not finite
+    # sums of elements with signs that look random, in buckets that look random: the norm of the difference of
+    # two sketches is that of the tensors' difference, to some 10 %
+    sketch: Sequence[float]
+    is_discrete: bool = False  # it holds integers or booleans
+    made_by: int = -1  # number of the record that made it; -1 where no op of the region did
 
     def difference(self, other: Fingerprint) -> float:
         """Return the relative difference from a tensor of the same shape; inf if others are not finite."""
         if self.unfinite != other.unfinite:
             return math.inf
         apart = math.dist(self.sketch, other.sketch)
-        apart = max(apart, abs(self.norm - other.norm))
+        element = 2.0 if self.is_discrete and self.checksum != other.checksum else 0.0  # one at least
+        apart = max(apart, abs(self.norm - other.norm), element)
         return 0.0 if apart == 0 else apart / other.norm if other.norm else math.inf
 
 
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return a tensor in a few numbers.
-
-    Args:
-        tensor: dense, on any device. Integers and booleans count as equal or not, element by element.
+def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
+    """Return a dense tensor in a few numbers; integers and booleans count as equal or not, one by one.
 
     Raises:
         ValueError: its numbers cannot be read.
@@ -69,26 +64,23 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
         msg = f"fingerprint: the numbers of a {type(tensor).__name__} of {tensor.dtype} cannot be read"
         raise ValueError(msg)
     flat = values.contiguous().reshape(-1)
-    if not flat.numel():
-        return Fingerprint(checksum=0, norm=0.0, unfinite=0, sketch=(0.0,) * _BUCKETS)
     places = torch.arange(flat.numel(), device=flat.device)
+    bits = flat.long() if is_discrete else flat.view(_BITS[flat.element_size()]).long()
     if is_discrete:
-        numbers = _mixed(flat.long() * 2654435761 + places)
-        checksum, flat = int((flat.long() * (2 * places + 1)).sum()), (numbers & 1).double() * 2 - 1
-    else:
-        bits = flat.view(_BITS[flat.element_size()]).long()
-        checksum, flat = int((bits * (2 * places + 1)).sum()), flat.double()
+        flat = (_mixed(bits * 2654435761 + places) / 2.0**30 - 1) * math.sqrt(3)
+    flat = flat.double()
     finite = flat.isfinite()
     flat = torch.where(finite, flat, 0.0)
     hashed = _mixed(places)
-    signed = flat * ((hashed >> 20 & 1) * 2 - 1)
     sketch = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
-    sketch.index_add_(0, hashed % _BUCKETS, signed)
+    sketch.index_add_(0, hashed % _BUCKETS, flat * ((hashed >> 20 & 1) * 2 - 1))
     return Fingerprint(
-        checksum=checksum,
+        checksum=int((bits * (2 * places + 1)).sum()),
         norm=float(torch.linalg.vector_norm(flat)),
         unfinite=int((~finite).sum()),
         sketch=tuple(sketch.tolist()),
+        is_discrete=is_discrete,
+        made_by=made_by,
     )
 
 
@@ -100,49 +92,21 @@ def _mixed(numbers: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Read:
-    """An input of an op.
-
-    Attributes:
-        held: number of its fingerprint.
-        made_by: number of the record that made it; -1 where no op of the region did.
-        is_discrete: integers or booleans.
-    """
-
-    held: int
-    made_by: int
-    is_discrete: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class OpRecord:
-    """One result of one op.
+    """One result of one op."""
 
-    Attributes:
-        step: optimizer steps before it.
-        direction: ``"forward"`` or ``"backward"``.
-        module: path of the module; empty outside of modules.
-        op: full name.
-        line: the line that called it, or its forward op; empty if unknown.
-        dtype: of the result.
-        shape: of the result.
-        held: number of the result's fingerprint.
-        reads: the inputs.
-        answers: by how much of its size the result changed when the inputs were changed by ``NUDGES``.
-        eps: of the coarsest dtype among result and inputs.
-    """
-
-    step: int
-    direction: str
-    module: str
-    op: str
-    line: str
-    dtype: str
-    shape: tuple[int, ...]
-    held: int
-    reads: tuple[Read, ...]
+    step: int  # optimizer steps before it
+    direction: str  # "forward" or "backward"
+    module: str  # path of the module; empty outside of modules
+    op: str  # full name
+    line: str  # the line that called it, or its forward op; empty if unknown
+    dtype: str  # of the result
+    shape: tuple[int, ...]  # of the result
+    held: int  # number of the result's fingerprint
+    reads: tuple[int, ...]  # those of the inputs
+    # by how much of its size the result changed when the inputs were changed by NUDGES
     answers: tuple[float, ...]
-    eps: float
+    eps: float  # of the coarsest dtype among result and inputs
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -152,29 +116,19 @@ class OpRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A recorded run.
+    """A recorded run."""
 
-    Attributes:
-        records: results in the order of the ops.
-        prints: fingerprints, which records name by number.
-    """
-
-    records: list[OpRecord]
-    prints: list[Fingerprint]
+    records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
+    prints: list[Fingerprint] = field(default_factory=list)  # fingerprints, which records name by number
+    # ops that did not run again on changed inputs -> how often
+    unmeasured: dict[str, int] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
         """Write the run to a file of numpy's ``.npz`` format; nothing in it is pickled."""
         numpy = _numpy()
-        numpy.savez_compressed(
-            path,
-            format=numpy.array(_FORMAT),
-            rows=numpy.frombuffer(
-                json.dumps([asdict(record) for record in self.records]).encode(), numpy.uint8
-            ),
-            checksums=numpy.array([held.checksum for held in self.prints], dtype=numpy.int64),
-            numbers=numpy.array([[held.norm, held.unfinite] for held in self.prints], dtype=numpy.float64),
-            sketches=numpy.array([held.sketch for held in self.prints], dtype=numpy.float64),
-        )
+        rows = json.dumps([[asdict(record) for record in self.records], self.unmeasured])
+        columns = [numpy.array(column) for column in zip(*map(astuple, self.prints), strict=True)]
+        numpy.savez_compressed(path, _FORMAT, numpy.frombuffer(rows.encode(), numpy.uint8), *columns)
 
     @classmethod
     def load(cls, path: Path) -> Run:
@@ -188,26 +142,22 @@ class Run:
         numpy = _numpy()
         try:
             with numpy.load(path, allow_pickle=False) as file:
-                held = {name: file[name] for name in file.files}
-            if str(held["format"]) != _FORMAT:
+                tag, rows, *columns = [file[name] for name in file.files]
+            if str(tag) != _FORMAT:
                 raise KeyError(_FORMAT)  # noqa: TRY301 - answered below like any other file
-            rows = json.loads(held["rows"].tobytes())
+            records, unmeasured = json.loads(rows.tobytes())
         except (ValueError, KeyError, EOFError) as error:
-            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save {path} script.py"
+            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.npz train.py"
             raise ValueError(msg) from error
-        columns = zip(
-            held["checksums"].tolist(), held["numbers"].tolist(), held["sketches"].tolist(), strict=True
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        names = Fingerprint.__slots__
+        prints = [Fingerprint(**dict(zip(names, row, strict=True))) for row in rows]
+        lists = ("shape", "reads", "answers")
+        return cls(
+            records=[OpRecord(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in records],
+            prints=prints,
+            unmeasured=unmeasured,
         )
-        prints = [
-            Fingerprint(checksum=checksum, norm=norm, unfinite=int(unfinite), sketch=tuple(sketch))
-            for checksum, (norm, unfinite), sketch in columns
-        ]
-        return cls(records=[_record(row) for row in rows], prints=prints)
-
-
-def _record(row: dict[str, Any]) -> OpRecord:
-    reads = tuple(Read(**read) for read in row["reads"])
-    return OpRecord(**{**row, "shape": tuple(row["shape"]), "reads": reads, "answers": tuple(row["answers"])})
 
 
 def _numpy() -> Any:
@@ -219,7 +169,7 @@ def _numpy() -> Any:
     return np
 
 
-class RunRecorder(Region):
+class RunRecorder(Region, Observer):
     """A region whose results are written to a file when it ends; see ``record_run``.
 
     Attributes:
@@ -227,10 +177,10 @@ class RunRecorder(Region):
     """
 
     def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
-        self.run = Run(records=[], prints=[])
-        self._path, self._most, self._progress = Path(path), steps, Progress()
+        self._path, self._most, self._tracker = Path(path), steps, Tracker(model)
         self._made: Storages[tuple[int, int, object]] = Storages()  # record, fingerprint, layout and version
-        super().__init__(Modules(model), self, self._progress)
+        super().__init__(self._tracker, self)
+        self.run = Run(unmeasured=self.recorder.unmeasured)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -241,57 +191,48 @@ class RunRecorder(Region):
 
     def before(self, call: Call) -> None:
         """Take the inputs' fingerprints, and copies of what the op writes."""
-        if self._is_recorded(call):
-            given = _copied((call.args, call.kwargs)) if call.traits.written else (call.args, call.kwargs)
-            call.kept = (given, tuple(self._reads(call)))
-
-    def failed(self, call: Call) -> None:
-        """Do nothing: a call that raised has no result to record."""
+        traits = call.traits
+        is_made = not (traits.is_view or traits.is_unwritten or traits.is_collective)
+        if is_made and traits.base not in _NO_DISCRETE and self._tracker.steps < self._most:
+            written = call.given if traits.written else ()
+            copies = {id(argument.tensor): argument.tensor.detach().clone() for argument in written}
+            call.kept = (copies, tuple(self._reads(call)))
 
     def after(self, call: Call, output: Any) -> None:
         """Record the results."""
-        if not self._is_recorded(call):
-            return
-        (args, kwargs), reads = call.kept
-        written = [argument.tensor for argument in call.arguments if argument.name in call.traits.written]
-        results = [*written, *(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))]
-        results = [tensor for tensor in dict.fromkeys(results) if _is_readable(tensor)]
+        made = call.made(output) if call.kept else []
+        results = {number: result.tensor for number, result in enumerate(made) if _is_readable(result.tensor)}
         if not results:
             return
-        answers = _answers(call, args, kwargs, len(results))
-        for number, tensor in enumerate(results):
+        copies, reads = call.kept
+        answers = _answers(call, copies, len(made))
+        for number, tensor in results.items():
             self._add(call, tensor, reads, answers[number])
 
-    def _is_recorded(self, call: Call) -> bool:
-        traits = call.traits
-        is_made = not (traits.is_view or traits.is_unwritten or traits.is_collective)
-        return is_made and traits.base not in _NO_DISCRETE and self._progress.steps < self._most
-
-    def _reads(self, call: Call) -> Iterator[Read]:
-        for leaf in tree_leaves((call.args, call.kwargs)):
-            if isinstance(leaf, Tensor) and _is_readable(leaf) and leaf.numel():
+    def _reads(self, call: Call) -> Iterator[int]:
+        for leaf in (argument.tensor for argument in call.given):
+            if _is_readable(leaf) and leaf.numel():
                 made, held, layout = self._made.get(leaf) or (-1, -1, None)
                 if layout != _layout(leaf):
-                    held = self._print(leaf)
+                    held = self._print(leaf, made)
                     if made < 0:
                         self._made.set(leaf, (-1, held, _layout(leaf)))
-                is_discrete = not (leaf.is_floating_point() or leaf.is_complex())
-                yield Read(held=held, made_by=made, is_discrete=is_discrete)
+                yield held
 
-    def _print(self, tensor: Tensor) -> int:
-        self.run.prints.append(fingerprint(tensor))
+    def _print(self, tensor: Tensor, made_by: int) -> int:
+        self.run.prints.append(fingerprint(tensor, made_by))
         return len(self.run.prints) - 1
 
-    def _add(self, call: Call, tensor: Tensor, reads: tuple[Read, ...], answers: tuple[float, ...]) -> None:
-        held = self._print(tensor)
+    def _add(self, call: Call, tensor: Tensor, reads: tuple[int, ...], answers: tuple[float, ...]) -> None:
+        held = self._print(tensor, len(self.run.records))
         self._made.set(tensor, (len(self.run.records), held, _layout(tensor)))
         dtypes = [tensor.dtype, *(argument.tensor.dtype for argument in call.arguments)]
         record = OpRecord(
-            step=self._progress.steps,
+            step=self._tracker.steps,
             direction=call.direction,
             module=call.site.module,
             op=call.traits.name,
-            line=str(call.site.where.place or ""),
+            line=str(call.site.place or ""),
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(tensor.shape),
             held=held,
@@ -312,102 +253,83 @@ def _layout(tensor: Tensor) -> object:
     return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
 
-def _copied(values: Any) -> Any:
-    """Return copies of tensors; one that is given twice stays one."""
-    copies: dict[object, Tensor] = {}
+def _answers(call: Call, copies: dict[int, Tensor], count: int) -> list[tuple[float, ...]]:
+    """Return for each result by how much of its size it changes when the op's inputs are nudged.
 
-    def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return copies.setdefault((leaf.data_ptr(), _layout(leaf)), leaf.detach().clone())
-
-    return tree_map(copied, values)
-
-
-def _answers(call: Call, args: Any, kwargs: Any, count: int) -> list[tuple[float, ...]]:
-    """Return for each result by how much it changes when the op's inputs are nudged, in fp32 at least.
-
-    Errors of inputs may be alike in all elements, or in proportion to them, or neither: each nudge is tried
-    in all three
-    ways. The largest change counts, and never less than the nudge.
+    Errors of inputs may be alike in all elements, or in proportion to them, or neither; or in few elements,
+    where they are larger by as much: the first step of Adam is the sign of a gradient, which errors in few
+    elements near 0 turn. The largest change counts, and never less than the nudge.
     """
-    least = [tuple(NUDGES)] * count
-    if call.traits.is_random or not call.arguments:
-        return least
-    try:
-        exact = _run_again(call, args, kwargs, 0.0, _WAYS[0])
-        changed = [[_run_again(call, args, kwargs, nudge, way) for way in _WAYS] for nudge in NUDGES]
-    except (RuntimeError, TypeError, ValueError, NotImplementedError):
-        return least
-    if len(exact) != count or any(len(results) != count for ways in changed for results in ways):
-        return least
-    return [
-        tuple(
-            max(nudge, *(_change(results[index], exact[index]) for results in ways))
-            for nudge, ways in zip(NUDGES, changed, strict=True)
-        )
-        for index in range(count)
-    ]
+    answers: list[tuple[float, ...]] = [NUDGES] * count
+    if not call.is_repeatable:
+        if call.reads:
+            call.count_unmeasured()
+        return answers
+    exact = _run_nudged(call, copies, count, "", 0.0)
+    for way in _WAYS if exact else ():
+        low, high = (_run_nudged(call, copies, count, way, nudge) for nudge in NUDGES)
+        if exact is None or low is None or high is None:
+            return [NUDGES] * count
+        for number, same in enumerate(exact):
+            is_steep = call.traits.is_pointwise or call.traits.is_listwise or not same.is_floating_point()
+            share = _FEW if way in _FEW_WAYS else 1
+            changes = (_change(low[number], same, share), _change(high[number], same, share))
+            if share == 1 or is_steep:
+                answers[number] = tuple(map(max, answers[number], changes))
+    return answers
 
 
-def _run_again(call: Call, args: Any, kwargs: Any, nudge: float, way: str) -> list[Tensor]:
+def _run_nudged(
+    call: Call, copies: dict[int, Tensor], count: int, way: str, nudge: float
+) -> list[Tensor] | None:
+    """Run an op again with its inputs nudged, in fp32 at least."""
     generator = torch.Generator().manual_seed(0)
-    known: dict[int, Tensor] = {}  # a tensor that is given twice is changed once
 
-    def changed(leaf: Any) -> Any:
-        if isinstance(leaf, torch.dtype) and is_low_precision(leaf):
-            return torch.float32
-        if not isinstance(leaf, Tensor) or not _is_readable(leaf) or not leaf.is_floating_point():
-            return leaf.clone() if isinstance(leaf, Tensor) and call.traits.written else leaf
-        if id(leaf) in known:
-            return known[id(leaf)]
-        wide = leaf.detach().to(torch.float32 if is_low_precision(leaf.dtype) else leaf.dtype, copy=True)
-        if nudge and wide.numel():
-            noise = torch.randn(wide.shape, generator=generator) if way == "at random" else torch.ones(())
-            size = torch.where(wide.isfinite(), wide, 0.0)
-            size = size if way == "in proportion" else size.square().mean().sqrt()
-            wide += noise.to(wide) * size * nudge
-        known[id(leaf)] = wide
-        return wide
+    def changed(tensor: Tensor) -> Tensor:
+        tensor = copies.get(id(tensor), tensor)
+        if not _is_readable(tensor) or not tensor.is_floating_point():
+            return tensor.clone() if copies else tensor
+        dtype = torch.float32 if is_low_precision(tensor.dtype) else tensor.dtype
+        wide = tensor.detach().to(dtype, copy=True)
+        return wide.add_(nudge * _noise(wide, way, generator)) if nudge and wide.numel() else wide
 
-    args, kwargs = tree_map(changed, (args, kwargs))
-    if call.traits.base in {"_softmax", "_log_softmax"}:
-        args = (*args[:2], False)  # half_to_float: of a half tensor only
-    output = call.func(*args, **kwargs)
-    given = {**dict(zip(call.traits.arguments, args, strict=False)), **kwargs}
-    written = [
-        leaf
-        for name in call.traits.arguments
-        if name in call.traits.written
-        for leaf in _floats(given.get(name))
-    ]
-    results = [*written, *(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))]
-    return [tensor for tensor in dict.fromkeys(results) if _is_readable(tensor)]
+    return call.again(call.changed(changed, torch.float32), count)
 
 
-def _floats(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+def _noise(tensor: Tensor, way: str, generator: torch.Generator) -> Tensor:
+    """Return noise of a tensor's size; in few elements, where all have what those would have."""
+    finite = torch.where(tensor.isfinite(), tensor, 0.0)
+    if way == "in proportion":
+        return finite
+    size = finite.square().mean().sqrt()
+    if way == "alike":
+        return size
+    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+    if way in _FEW_WAYS:
+        noise = noise.sign() * math.sqrt(min(_FEW, tensor.numel())) * (1 if way == _FEW_WAYS[0] else -1)
+    return noise * size
 
 
-def _change(result: Tensor, exact: Tensor) -> float:
-    """Return by how much of its size a result has changed."""
-    if not exact.is_floating_point() or result.shape != exact.shape:
-        share = (
-            float((result != exact).double().mean()) if result.shape == exact.shape and exact.numel() else 0.0
-        )
-        return math.sqrt(4 * share)
+def _change(result: Tensor, exact: Tensor, share: int = 1) -> float:
+    """Return by how much of its size a result has changed, counting one of ``share`` elements, the worst."""
+    if result.shape != exact.shape or not exact.numel():
+        return 0.0
+    if not exact.is_floating_point():
+        return math.sqrt(4 * min(float((result != exact).double().mean()), 1 / share))
     finite = exact.isfinite() & result.isfinite()
-    norm = float(torch.linalg.vector_norm(exact[finite].double()))
-    apart = float(torch.linalg.vector_norm((result - exact)[finite].double()))
-    return apart / norm if norm else math.inf if apart else 0.0
+    apart, values = (result - exact)[finite].double(), exact[finite].double()
+    if share > 1:
+        apart = apart.abs().topk(math.ceil(apart.numel() / share)).values
+    norm, change = (float(torch.linalg.vector_norm(of)) for of in (values, apart))
+    return change / norm if norm else math.inf if change else 0.0
 
 
 def record_run(path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> RunRecorder:
     """Record what each op of a region makes, into a file for ``compare_runs``.
 
-    A few hundred numbers of each tensor are kept: some 1 kB per op. Each op runs seven times more, on
-    inputs that are
-    changed a little, to learn how much its result answers; the program's own results and random numbers stay.
+    A few hundred numbers of each tensor are kept: some 1 kB per op. Each op runs eleven times more, on inputs
+    that are changed a little, to learn how much its result answers; the program's own results and random
+    numbers stay.
 
     Args:
         path: of the file; ``.npz`` is added where it is missing.

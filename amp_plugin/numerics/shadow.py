@@ -1,9 +1,4 @@
-"""Which ops lose precision, and what of it arrives: each op of a program runs in fp32 or fp64, too.
-
-A storage has one flat shadow: the values it would have without rounding to 16 bits. A tensor's shadow is a
-view of that
-with the tensor's own strides, so views, writes in place and what autograd saves need no care.
-"""
+"""Which ops lose precision, and what of it arrives: each op of a program runs in fp32 or fp64, too."""
 
 from __future__ import annotations
 
@@ -13,12 +8,11 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from amp_plugin.numerics.modules import Modules
-from amp_plugin.numerics.op import Argument, Call, OpTraits, Region, arguments_of, results_of
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Call, Observer, Region, listed
 from amp_plugin.numerics.rounding import Errors, draw
-from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, unwatched
+from amp_plugin.numerics.values import ShadowValues, is_low_precision, unwatched
 from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
@@ -26,179 +20,53 @@ Key = tuple[str, str, str]  # module, op, direction
 _DTYPES = (torch.float32, torch.float64)
 
 
-class ShadowValues:
-    """Values in a wider dtype next to the tensors of a program.
-
-    Args:
-        dtype: fp32 or fp64.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self._flat: Storages[Tensor] = Storages()
-
-    def follows(self, tensor: object) -> bool:
-        """Return whether a value has a shadow: a dense floating-point tensor no wider than it."""
-        return (
-            isinstance(tensor, Tensor)
-            and type(tensor) in PLAIN  # others hold plain ones, or no memory
-            and tensor.is_floating_point()
-            and tensor.layout is torch.strided
-            and not tensor.is_meta
-            and not tensor.is_nested
-            and tensor.element_size() <= self.dtype.itemsize
-            and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
-        )
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's shadow, of its shape; one without a shadow gets its own values, exactly."""
-        flat = self._flat.get(tensor)
-        if flat is None or flat.numel() != tensor.untyped_storage().nbytes() // tensor.element_size():
-            storage = tensor.untyped_storage()
-            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            flat = whole.to(self.dtype, copy=True)
-            self._flat.set(tensor, flat)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Make values a tensor's shadow."""
-        self.of(tensor).copy_(values)
-
-    def reset(self, tensor: Tensor) -> None:
-        """Make a tensor's own values its shadow."""
-        self.of(tensor).copy_(tensor)
-
-    def widened(self, value: Any) -> Any:
-        """Return an argument on the side of the shadow: wide tensors and dtypes, all else as it is."""
-        if isinstance(value, Tensor):
-            return self.of(value) if self.follows(value) else value
-        if isinstance(value, torch.dtype):
-            return self.dtype if is_low_precision(value) or value is torch.float32 else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.widened(entry) for entry in value)
-        return value
-
-    def exact(self, value: Any) -> Any:
-        """Return the same with the program's own values: an op's own error is against these."""
-        if isinstance(value, Tensor):
-            return value.to(self.dtype) if self.follows(value) else value
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.exact(entry) for entry in value)
-        return self.widened(value)
-
-
-class Shadow:
-    """Run every op twice more in a wide dtype: on its inputs, and on those of a run without rounding.
-
-    Args:
-        dtype: the wide dtype, fp32 or fp64.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.errors: dict[Key, Errors] = {}
-        self.not_compared: dict[str, int] = {}
-        self._shadows = ShadowValues(dtype)
-
-    def value_of(self, tensor: Tensor) -> Tensor:
-        """Return a tensor's shadow, of its shape."""
-        return self._shadows.of(tensor)
-
-    def before(self, call: Call) -> None:
-        """Widen the arguments, which the op may write."""
-        if not call.traits.is_view and self._is_computed(call.traits, call.arguments):
-            call.kept = self._sides(call.traits, call.args, call.kwargs)
-
-    def failed(self, call: Call) -> None:
-        """Do nothing: a call that raised has no result to compare."""
-
-    def after(self, call: Call, output: Any) -> None:
-        """Run the op on both wide sides."""
-        if call.traits.is_view:
-            return
-        written = [argument for argument in call.arguments if argument.name in call.traits.written]
-        results = [*written, *results_of(output)]
-        followed = [result for result in results if self._shadows.follows(result.tensor)]
-        if call.kept is None or not followed:
-            if followed and self._is_a_loss(call.traits, call.arguments):
-                self._count(call.traits)
-            self._own_values(followed)
-        else:
-            self._compare(call, results)
-
-    @staticmethod
-    def _is_computed(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Return whether the op can run again: it draws no numbers and sends nothing."""
-        return bool(arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
-
-    @staticmethod
-    def _is_a_loss(traits: OpTraits, arguments: list[Argument]) -> bool:
-        """Return whether errors are lost if the op is not run again: it reads its arguments."""
-        return not traits.is_unwritten and any(a.name not in traits.overwritten for a in arguments)
-
-    def _count(self, traits: OpTraits) -> None:
-        self.not_compared[traits.name] = self.not_compared.get(traits.name, 0) + 1
-
-    def _sides(self, traits: OpTraits, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the op's arguments as wide tensors: with the program's values, and with the other run's."""
-        if traits.base in {"_softmax", "_log_softmax"}:
-            args = (*args[:2], False)  # half_to_float: of a half tensor only
-        exact = self._shadows.exact([*args]), {name: self._shadows.exact(v) for name, v in kwargs.items()}
-        arriving = (
-            self._shadows.widened([*args]),
-            {name: self._shadows.widened(v) for name, v in kwargs.items()},
-        )
-        if traits.written:  # the shadow is written afterwards, by what this copy holds
-            arriving = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, arriving)
-            exact = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, exact)
-        return exact, arriving
-
-    def _own_values(self, results: list[Argument]) -> None:
-        for result in results:
-            self._shadows.reset(result.tensor)
-
-    def _compare(self, call: Call, results: list[Argument]) -> None:
-        """Run the op on both wide sides, add up the errors, and write the results' shadows."""
-        traits = call.traits
-        try:
-            exact, arriving = (self._results(call, *side) for side in call.kept)
-            if [len(exact), len(arriving)] != [len(results)] * 2:
-                raise RuntimeError(traits.name)  # noqa: TRY301 - counted below like any other
-        except (RuntimeError, TypeError, NotImplementedError):
-            self._count(traits)
-            self._own_values([result for result in results if self._shadows.follows(result.tensor)])
-            return
-        seen: set[int] = set()
-        for result, same, other in zip(results, exact, arriving, strict=True):
-            if not self._shadows.follows(result.tensor) or id(result.tensor) in seen:
-                continue
-            seen.add(id(result.tensor))
-            if result.tensor.numel() and is_low_precision(result.tensor.dtype):
-                self._errors(call).add(result.tensor, same, other)
-            self._shadows.write(result.tensor, other)
-
-    @staticmethod
-    def _results(call: Call, args: Any, kwargs: Any) -> list[Tensor]:
-        output = call.func(*args, **kwargs)
-        written = [a.tensor for a in arguments_of(call.traits, args, kwargs) if a.name in call.traits.written]
-        return [*written, *(result.tensor for result in results_of(output))]
-
-    def _errors(self, call: Call) -> Errors:
-        return self.errors.setdefault((call.site.module, call.traits.name, call.direction), Errors())
-
-
-class ShadowRun(Region):
+class ShadowRun(Region, Observer):
     """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
 
     def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
         if dtype not in _DTYPES:
             msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
             raise ValueError(msg)
-        self._shadow = Shadow(dtype)
-        super().__init__(Modules(model), self._shadow)
+        self._errors: dict[Key, Errors] = {}
+        self._shadows = ShadowValues(dtype)
+        super().__init__(Tracker(model), self)
+
+    def before(self, call: Call) -> None:
+        """Widen the arguments: with the program's own values, and with those of the other run."""
+        if call.traits.is_view or not call.is_repeatable:
+            return
+        shadows, copy = self._shadows, bool(call.traits.written)  # shadows are written by the results
+
+        def exact(tensor: Tensor) -> Tensor:
+            return tensor.to(shadows.dtype if shadows.follows(tensor) else tensor.dtype, copy=copy)
+
+        def arriving(tensor: Tensor) -> Tensor:
+            wide = shadows.of(tensor) if shadows.follows(tensor) else tensor
+            return wide.clone() if copy else wide
+
+        call.kept = call.changed(exact, shadows.dtype), call.changed(arriving, shadows.dtype)
+
+    def after(self, call: Call, output: Any) -> None:
+        """Run the op on both wide sides, add up the errors, and write the results' shadows."""
+        results = [made.tensor for made in call.made(output)]
+        if call.traits.is_view or not any(map(self._shadows.follows, results)):
+            return
+        exact = arriving = None
+        if call.kept is not None:
+            exact = call.again(call.kept[0], len(results))
+            arriving = None if exact is None else call.again(call.kept[1], len(results))
+        elif call.reads and not call.traits.is_unwritten:
+            call.count_unmeasured()
+        for number, result in enumerate(results):
+            if self._shadows.follows(result):
+                if exact and arriving and result.numel() and is_low_precision(result.dtype):
+                    key = (call.site.module, call.traits.name, call.direction)
+                    self._errors.setdefault(key, Errors()).add(result, exact[number], arriving[number])
+                self._shadows.of(result).copy_(arriving[number] if arriving else result)
 
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
-        return dict(sorted(self._shadow.errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
+        return dict(sorted(self._errors.items(), key=lambda row: (-row[1].own, -row[1].arriving)))
 
     def without_rounding(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return what a tensor of the program would hold without rounding: a copy in the wide dtype.
@@ -207,11 +75,11 @@ class ShadowRun(Region):
             tensor: dense, floating-point; one that no op of the region made has its own values.
         """
         with unwatched():
-            return self._shadow.value_of(tensor).clone()
+            return self._shadows.of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
         """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
-        return dict(self._shadow.not_compared) | dict(self.recorder.unseen)
+        return {**self.recorder.unmeasured, **self.recorder.unseen}
 
     def table(self, rows: int | None = 20) -> Table:
         """Return a rich table, the largest own error first.
@@ -232,8 +100,7 @@ class ShadowRun(Region):
         if not errors:
             notes = ["no op returned a 16-bit result: was the code in an autocast block?"]
         if self.not_compared():
-            ops = (f"{op} ({calls} {_plural('call', calls)})" for op, calls in self.not_compared().items())
-            notes.append(f"passed on as exact, not measured: {', '.join(ops)}")
+            notes.append(f"passed on as exact, not measured: {listed(self.not_compared())}")
         table.caption = "; ".join(notes) or None
         return table
 
@@ -263,8 +130,7 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
 
     Each op runs three times: as it is, in the wide dtype on the same inputs (the op's own error), and in the
     wide dtype on what a run without rounding would have given it (what arrives). Listed are ops that return
-    16 bits.
-    The program's own results are not changed. Memory: the wide values of every living tensor.
+    16 bits. The program's own results are not changed. Memory: the wide values of every living tensor.
 
     Ops that draw numbers from tensors, collectives, and ops without a kernel for the wide dtype are not
     measured, and pass their results on as exact; ``not_compared()`` counts them. Of a DTensor each rank
@@ -287,10 +153,6 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         [('aten::_to_copy.default', 1)]
     """
     return ShadowRun(model, dtype=dtype)
-
-
-def _plural(noun: str, count: int) -> str:
-    return noun if count == 1 else f"{noun}s"
 
 
 def _cells(module: str, op: str, direction: str, errors: Errors) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,20 +20,14 @@ PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that hold their numbers themselves."""
 
 _SWEEP = 4096  # entries, after which those of dead storages are dropped
-_NARROW = tuple(
-    getattr(torch, name) for name in dir(torch) if name.startswith("float8_") or name == "float4_e2m1fn_x2"
-)
+_NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NonFinite:
-    """Which numbers that are not finite a tensor holds.
+    """Which numbers that are not finite a tensor holds."""
 
-    Attributes:
-        nan, posinf, neginf: whether there is one.
-    """
-
-    nan: bool = False
+    nan: bool = False  # whether there is one
     posinf: bool = False
     neginf: bool = False
 
@@ -50,29 +44,18 @@ class NonFinite:
         return " and ".join(name for name, held in named.items() if held) or "finite"
 
 
-FINITE = NonFinite()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSummary:
-    """A tensor in a few numbers.
+    """A tensor in a few numbers."""
 
-    Attributes:
-        name: of the op's argument; a weight's path where it is known; empty for an output.
-        dtype: its dtype.
-        shape: its shape.
-        lowest, highest: of its finite elements; nan if there is none.
-        nan, inf: how many elements are nan, and infinite.
-        first: index of the first element that is not finite; empty if all are, or it has no dimensions.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    lowest: float
-    highest: float
-    nan: int = 0
+    name: str = ""  # of the op's argument; a weight's path where it is known; empty for an output
+    dtype: torch.dtype = torch.float32  # its dtype
+    shape: tuple[int, ...] = ()  # its shape
+    lowest: float = math.nan  # of its finite elements; nan if there is none
+    highest: float = math.nan
+    nan: int = 0  # how many elements are nan, and infinite
     inf: int = 0
+    # index of the first element that is not finite; empty if all are, or it has no dimensions
     first: tuple[int, ...] = ()
 
     @property
@@ -91,33 +74,23 @@ class TensorSummary:
 def real_values(tensor: Tensor) -> Tensor | None:  # noqa: PLR0911 - one answer per layout
     """Return a tensor's stored numbers as real ones, without a copy where that can be.
 
-    Returns:
-        None if they cannot be read here: no floating-point or complex numbers, a tensor subclass, a
-        fake or meta tensor, no storage.
+    None if they cannot be read here: integers, a tensor subclass, a fake or meta tensor, no storage.
     """
-    if type(tensor) not in PLAIN or tensor.is_meta or tensor.is_quantized:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    if type(tensor) not in PLAIN or tensor.is_meta or not is_number or tensor._is_zerotensor():
         return None
     if tensor.is_nested:
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return real_values(whole.set_(tensor.untyped_storage()))
-    if tensor._is_zerotensor():
-        return None
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return None
+    if tensor.layout is torch.sparse_coo:
+        return real_values(tensor._values())
+    if tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
+        return real_values(tensor.values())
     if tensor.layout is not torch.strided:
-        values = _stored(tensor)
-        return None if values is None else real_values(values)
+        return None
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().resolve_conj())
     return tensor.detach().float() if tensor.dtype in _NARROW else tensor.detach()
-
-
-def _stored(tensor: Tensor) -> Tensor | None:
-    if tensor.layout is torch.sparse_coo:
-        return tensor._values()
-    if tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        return tensor.values()
-    return None
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -125,19 +98,16 @@ def is_finite(tensor: Tensor) -> bool:
     values = real_values(tensor)
     if values is None or values.numel() == 0:
         return True
-    lowest, highest = torch.aminmax(values)  # nan comes through
-    if values.is_cuda:
-        return all(map(math.isfinite, torch.stack((lowest, highest)).tolist()))
-    return math.isfinite(lowest.item()) and math.isfinite(highest.item())
+    bounds = torch.stack(torch.aminmax(values))  # nan comes through
+    return all(map(math.isfinite, bounds.tolist()))
 
 
-def non_finite(tensor: Tensor) -> NonFinite:
-    """Return which numbers that are not finite a tensor holds; several reads where there are some."""
-    if is_finite(tensor):
-        return FINITE
-    values = real_values(tensor)
+def non_finite(tensor: Tensor, where: Tensor | None = None) -> NonFinite:
+    """Return which numbers that are not finite a tensor holds, among the real values ``where`` chooses."""
+    values = None if is_finite(tensor) else real_values(tensor)
     if values is None:
-        return FINITE
+        return NonFinite()
+    values = values if where is None else values[where]
     return NonFinite(
         nan=bool(values.isnan().any()),
         posinf=bool((values == math.inf).any()),
@@ -146,33 +116,23 @@ def non_finite(tensor: Tensor) -> NonFinite:
 
 
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
-    """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts.
-
-    Args:
-        tensor: of any shape and floating-point or complex dtype, on any device.
-        name: what to call it.
-    """
+    """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
+    shape = () if tensor.is_nested else tuple(tensor.shape)
     values = real_values(tensor)
-    lowest = highest = math.nan
-    nan, inf, first = 0, 0, ()
-    if values is not None and values.numel():
-        finite = values.isfinite()
-        if bool(finite.any()):
-            kept = values[finite]
-            lowest, highest = (bound.item() for bound in torch.aminmax(kept))
-        nan, inf = int(values.isnan().sum()), int(values.isinf().sum())
-        if nan or inf:
-            index = (~finite).nonzero()[0].tolist()
-            first = () if tensor.is_nested else tuple(index[: tensor.dim()])
+    if values is None or not values.numel():
+        return TensorSummary(name=name, dtype=tensor.dtype, shape=shape)
+    finite = values.isfinite()
+    lowest, highest = torch.aminmax(values[finite]) if bool(finite.any()) else (math.nan, math.nan)
+    odd = (~finite).nonzero()[:1].tolist()
     return TensorSummary(
         name=name,
         dtype=tensor.dtype,
-        shape=() if tensor.is_nested else tuple(tensor.shape),
-        lowest=lowest,
-        highest=highest,
-        nan=nan,
-        inf=inf,
-        first=first,
+        shape=shape,
+        lowest=float(lowest),
+        highest=float(highest),
+        nan=int(values.isnan().sum()),
+        inf=int(values.isinf().sum()),
+        first=tuple(odd[0][: len(shape)]) if odd else (),
     )
 
 
@@ -188,6 +148,19 @@ def is_low_precision(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
 
 
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it: dtypes by name, nan and inf as words, tuples as lists."""
+    if isinstance(value, dict):
+        return {name: as_json(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(entry) for entry in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
 def storage_address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; 0 if it has none."""
     try:
@@ -199,8 +172,7 @@ def storage_address(tensor: Tensor) -> int:
 class Storages(Generic[Value]):
     """A value for each storage, so for a tensor, its views and what autograd saves of it.
 
-    An entry holds the storage weakly: its memory is freed, but its address not used again until
-    the entry is gone.
+    The storage is held weakly: its memory is freed, but its address is not used again before the entry goes.
     """
 
     def __init__(self) -> None:
@@ -219,7 +191,7 @@ class Storages(Generic[Value]):
         if address:
             self._entries[address] = (StorageWeakRef(tensor.untyped_storage()), value)  # type: ignore[no-untyped-call]
             if len(self._entries) > self._sweep_at:
-                self._drop_dead()
+                self.alive()
 
     def forget(self, tensor: Tensor) -> None:
         """Forget a storage that the tensor covers; of a part of one nothing is forgotten."""
@@ -229,14 +201,45 @@ class Storages(Generic[Value]):
                 del self._entries[address]
 
     def alive(self) -> list[Value]:
-        """Return the values of the storages that live, oldest first."""
-        self._drop_dead()
-        return [value for _, value in self._entries.values()]
-
-    def _drop_dead(self) -> None:
+        """Drop what dead storages had, and return the values of those that live, oldest first."""
         self._entries = {
             address: entry
             for address, entry in self._entries.items()
             if not entry[0].expired()  # type: ignore[no-untyped-call]
         }
         self._sweep_at = max(_SWEEP, 2 * len(self._entries))
+        return [value for _, value in self._entries.values()]
+
+
+class ShadowValues(Storages[Tensor]):
+    """Values in a wider dtype next to the tensors of a program: one flat shadow for each storage.
+
+    A tensor's shadow is a view of that with its own strides: views, writes in place and saved tensors need no
+    care.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def follows(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has a shadow: a dense floating-point one no wider than that."""
+        return (
+            type(tensor) in PLAIN  # others hold plain ones, or no memory
+            and tensor.is_floating_point()
+            and tensor.layout is torch.strided
+            and not tensor.is_meta
+            and not tensor.is_nested
+            and tensor.element_size() <= self.dtype.itemsize
+            and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
+        )
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's shadow, of its shape; one without a shadow gets its own values, exactly."""
+        flat = self.get(tensor)
+        if flat is None or flat.numel() != tensor.untyped_storage().nbytes() // tensor.element_size():
+            storage = tensor.untyped_storage()
+            whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            flat = whole.to(self.dtype, copy=True)
+            self.set(tensor, flat)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())

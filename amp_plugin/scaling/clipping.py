@@ -88,7 +88,7 @@ def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
     has_op = type(state.optimizer).__name__ in OPTIMIZERS and not unavailable(state.device().type)
     has_kernel = is_fused(state.optimizer) or (shared.one_pass and has_op)
     on_one_scale = shared.scales.enabled == (state.scales_carried() != {None})
-    return has_kernel and on_one_scale and may_be_left_to_kernel(state) and not torch.compiler.is_compiling()
+    return has_kernel and on_one_scale and may_be_left_to_kernel(state)
 
 
 def clip_value(registry: Registry, shared: Shared, target: Target, limit: float) -> None:

@@ -28,7 +28,7 @@ from torch.optim import LBFGS, Optimizer
 from amp_plugin.scaling.gradients import match_memory_order
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.step_log import StepResult
 from amp_plugin.scaling.units import is_watched
 from amp_plugin.weights.weight import fp32_shown
 
@@ -43,16 +43,6 @@ _NOT_PUT_BACK = (
 
 class _NonfiniteError(Exception):
     """Leaves ``optimizer.step`` from inside its closure."""
-
-
-def take_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Closure | None, Any, dict[str, Any]]:
-    """Find the closure among the arguments of ``step``, by keyword or by position."""
-    if callable(kwargs.get("closure")):
-        rest = dict(kwargs)
-        return rest.pop("closure"), args, rest
-    if args and callable(args[0]) and not isinstance(args[0], Tensor):
-        return args[0], args[1:], kwargs
-    return None, args, kwargs
 
 
 def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:

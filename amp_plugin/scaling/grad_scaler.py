@@ -5,37 +5,48 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from typing_extensions import Self
+from typing_extensions import ParamSpec, Self
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.messages import warn_user
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
-from amp_plugin.scaling.loss_scale import LossScales, is_state, scale_outputs
+from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs
 from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.step_log import Explainer, StepLog, raise_for_nonfinite
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.replay import Explainer, explain_once
+from amp_plugin.scaling.step_log import StepLog, StepResult, raise_for_nonfinite
 from amp_plugin.scaling.steps import Steps
 from amp_plugin.scaling.torch_names import TorchNames
 from amp_plugin.scaling.units import Units
-from amp_plugin.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
+    """Leave compiled code for a call, which decides by values: a graph break there."""
+    outside = torch._disable_dynamo(method)  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return outside(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return call
 
 
 @lists_options(GradScalerOptions)
@@ -88,11 +99,6 @@ class GradScaler(TorchNames):
         self._on_nonfinite = options.on_nonfinite
         self._one_pass = options.one_pass
         self._start(self._new_log())
-
-    @classmethod
-    def from_options(cls, device: str, options: LossScaleOptions, **others: Any) -> Self:
-        """Make a scaler from a loss scale's options and the constructor's other arguments."""
-        return cls(device, **asdict(options), **others)
 
     def _new_log(self, skipped_before: int = 0) -> StepLog:
         log = StepLog(skipped_before)
@@ -154,6 +160,23 @@ class GradScaler(TorchNames):
         """
         if not self._enabled:
             return outputs
+        watched = bool(name or self._scales.named or self._units.requested)
+        if torch.compiler.is_compiling() and not watched:
+            return self._scale_in_graph(outputs)
+        return self._scale_watched(outputs, name)
+
+    def _scale_in_graph(self, outputs: T) -> T:
+        """Multiply by the scale that is live when the graph runs; no backward is watched, as in torch."""
+        loss_scale = self._scales.default
+
+        def apply(tensor: Tensor) -> Tensor:
+            scale = moved(loss_scale.materialize(tensor.device).clone(), tensor.device)
+            return (tensor.float() if tensor.dtype is torch.float16 and tensor.dim() else tensor) * scale
+
+        return cast("T", scale_outputs(outputs, apply))
+
+    @_outside_graphs
+    def _scale_watched(self, outputs: T, name: str | None) -> T:
         loss_scale = self._scales.of(name)
         again = self.step_log.replaying  # no optimizer steps with its gradients
         if not again:
@@ -204,10 +227,13 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-        self.step_log.explain_once(
-            explainer, after, lambda: [param for state in self._registry for param in state.params]
-        )
 
+        def params() -> list[Tensor]:
+            return [param for state in self._registry for param in state.params]
+
+        explain_once(self.step_log, explainer, after, params)
+
+    @_outside_graphs
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
 
@@ -234,6 +260,7 @@ class GradScaler(TorchNames):
                 raise ValueError(msg)
             state.names.add(named)
 
+    @_outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
 
@@ -259,6 +286,7 @@ class GradScaler(TorchNames):
             raise RuntimeError(msg)
         state.unscale_(on_request=True)
 
+    @_outside_graphs
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
@@ -279,6 +307,7 @@ class GradScaler(TorchNames):
         state.begin_call()
         return state
 
+    @_outside_graphs
     def clip_grad_norm_(
         self,
         optimizer_or_params: Optimizer | Tensor | Iterable[Tensor],
@@ -320,6 +349,7 @@ class GradScaler(TorchNames):
         )
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
+    @_outside_graphs
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
     ) -> None:
@@ -336,6 +366,7 @@ class GradScaler(TorchNames):
         limit = number("clip_value", clip_value, least=0)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, limit)
 
+    @_outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
@@ -362,6 +393,7 @@ class GradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
         return self._steps.step(optimizer, args, kwargs, self)
 
+    @_outside_graphs
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return the result of the optimizer's last step.
 
@@ -381,6 +413,7 @@ class GradScaler(TorchNames):
         state = self._registry.find(optimizer)
         return None if state is None else state.result
 
+    @_outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
@@ -388,6 +421,7 @@ class GradScaler(TorchNames):
         state = self._registry.find(optimizer)
         return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
 
+    @_outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
 
@@ -407,6 +441,7 @@ class GradScaler(TorchNames):
             else:
                 self._units.set_scale(new_scale)
 
+    @_outside_graphs
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
@@ -452,6 +487,7 @@ class GradScaler(TorchNames):
         """
         self._registry.state(optimizer).is_unchanged = True
 
+    @_outside_graphs
     def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
@@ -469,12 +505,14 @@ class GradScaler(TorchNames):
             state.check(write=False)
         return state.norm
 
+    @_outside_graphs
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
         return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
 
+    @_outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
 
@@ -493,6 +531,7 @@ class GradScaler(TorchNames):
         self.end_iteration()
         return self._scales.state_dict(self.skipped_steps())
 
+    @_outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
 

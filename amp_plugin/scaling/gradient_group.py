@@ -23,9 +23,15 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.scaling.gradients import GradientBatch, GradientLedger, Measurement, batches_of, make_ledger
+from amp_plugin.scaling.gradients import (
+    GradientBatch,
+    GradientLedger,
+    Measurement,
+    OverflowHistory,
+    batches_of,
+    make_ledger,
+)
 from amp_plugin.scaling.loss_scale import LossScale, capturing, moved, stream_number
-from amp_plugin.scaling.overflows import OverflowHistory
 
 # Slots of the ledger; an optimizer's number, from 1 on, is the slot for what it stepped with.
 _MEASURED = 0

@@ -8,8 +8,8 @@ ten times as fast as Python; the result is the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.kernels import ops  # noqa: F401 -- what batches run is registered there
 from amp_plugin.kernels.build import native_core
+from amp_plugin.scaling.loss_scale import moved
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,6 +57,67 @@ class Measurement(NamedTuple):
     def flagged(self) -> Tensor:
         """Return the flags of overflows that count."""
         return self.flags if self.kept is None else self.flags * self.kept.to(self.flags.device)
+
+    def alone(self, device: torch.device, earlier: Iterable[Tensor] = ()) -> tuple[Tensor, Tensor]:
+        """Return norm and found_inf of gradients that are all here, with what was found in them earlier."""
+        found = moved(self.found_inf, device)
+        for flag in earlier:
+            found = torch.maximum(found, moved(flag, device))
+        return moved(self.norm, device), found
+
+
+class OverflowHistory:
+    """Measurements of gradients before user code wrote to them: a clip by value turns inf into a number."""
+
+    def __init__(self) -> None:
+        self.found_inf: Tensor | None = None  # 1.0 if one of them found an overflow; None if there are none
+        self.measurements: list[Measurement] = []  # one for the same gradients
+
+    def add(self, measurements: Iterable[Measurement]) -> None:
+        """Keep measurements that are about to be replaced."""
+        for new in measurements:
+            found = self.found_inf
+            self.found_inf = (
+                new.found_inf if found is None else torch.maximum(found, moved(new.found_inf, found.device))
+            )
+            for i, old in enumerate(self.measurements):
+                if old.positions == new.positions and old.flags.device == new.flags.device:
+                    self.measurements[i] = new._replace(flags=old.flagged() | new.flags)
+                    break
+            else:
+                self.measurements.append(new)
+
+    def forget_if_zero(self, measurements: Iterable[Measurement]) -> None:
+        """Forget all if the gradients are zero now: setting them to zero drops the batch."""
+        if self.found_inf is None:
+            return
+        nonzero = [moved(measurement.norm.ne(0), self.found_inf.device) for measurement in measurements]
+        if not nonzero:
+            self.clear()
+            return
+        kept = reduce(torch.logical_or, nonzero)
+        self.found_inf = self.found_inf * kept
+        self.measurements = [
+            seen._replace(kept=kept if seen.kept is None else seen.kept & kept) for seen in self.measurements
+        ]
+
+    def split(self, positions: Sequence[int]) -> OverflowHistory:
+        """Return what was found in the gradients of the parameters at ``positions``."""
+        part = OverflowHistory()
+        for kept in self.measurements:
+            places = range(len(kept.flags)) if kept.positions is None else kept.positions
+            row = {place: i for i, place in enumerate(places)}
+            present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
+            if present:
+                flags = kept.flagged()[[i for _, i in present]]
+                found, places = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
+                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=None)])
+        return part
+
+    def clear(self) -> None:
+        """Forget all: the optimizer has stepped, or its gradients are gone."""
+        self.found_inf = None
+        self.measurements.clear()
 
 
 class GradientBatch(NamedTuple):

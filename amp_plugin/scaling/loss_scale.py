@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from amp_plugin.kernels import ops
+from amp_plugin.messages import warn_user
 from amp_plugin.options import LossScaleOptions
-from amp_plugin.user_warnings import warn_user
 
 _RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}
 _TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
@@ -55,7 +55,6 @@ class LossScale:
         self.found_inf: Tensor | None = None
         self._derived: dict[Any, Tensor] = {}
         self._derived_from: tuple[int, int] | None = None
-        self._has_version = True  # tensors made in inference mode have none
         self._captured = False
 
     def materialize(self, device: torch.device | str) -> Tensor:
@@ -80,7 +79,6 @@ class LossScale:
     def replace(self, value: Tensor | None) -> None:
         """Take another tensor for the scale, as code written for torch's scaler does."""
         self.value, self._derived_from = value, None
-        self._has_version = value is not None and not value.is_inference()
         self.generation += 1
 
     def require_growth_tracker(self) -> Tensor:
@@ -96,7 +94,7 @@ class LossScale:
         nothing is kept. The key names the stream too: another one may run before the number is there.
         """
         value = self.require()
-        state = (self.generation, value._version if self._has_version else 0)
+        state = (self.generation, 0 if value.is_inference() else value._version)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state

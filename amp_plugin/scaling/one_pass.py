@@ -8,7 +8,7 @@ step at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
-from amp_plugin.weights.weight import remainder_of
+from amp_plugin.weights.weight import remainder_of, stored_params
 
 _Group = dict[str, Any]
 _Part = tuple[Callable[..., None], tuple[Any, ...], Tensor | None]  # an op, its options, lr on a GPU
@@ -137,12 +137,14 @@ OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
 
 
-def _by_storage(params: Iterable[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Yield parameters that are stored as they are, then pairs with their low halves."""
-    remainders = {param: remainder for param in params if (remainder := remainder_of(param)) is not None}
-    yield [param for param in params if param not in remainders], []
-    if remainders:
-        yield list(remainders), list(remainders.values())
+    stored = stored_params(params)
+    kept = [remainder_of(param) for param in stored]
+    pairs = {param: remainder for param, remainder in zip(stored, kept, strict=True) if remainder is not None}
+    yield [param for param in params if param not in pairs] if pairs else list(params), []
+    if pairs:
+        yield list(pairs), list(pairs.values())
 
 
 def _is_step_replaced(optimizer: Optimizer) -> bool:
@@ -157,8 +159,9 @@ def _is_step_replaced(optimizer: Optimizer) -> bool:
 
 
 def pre_hooks(optimizer: Optimizer) -> Iterator[Any]:
-    """Return the hooks that run before an optimizer's step."""
-    return chain(_global_optimizer_pre_hooks.values(), optimizer._optimizer_step_pre_hooks.values())
+    """Return the hooks that run before an optimizer's step; a wrapper without Optimizer.__init__ has none."""
+    own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+    return chain(_global_optimizer_pre_hooks.values(), own.values())
 
 
 def _post_hooks(optimizer: Optimizer) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from amp_plugin.scaling.gradients import Measurement, ShardLayout
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
 from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.step_log import StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,9 +214,11 @@ class PerOptimizerState:
             overflow = gradients.found_before(self.number).found_inf
             if overflow is not None:
                 earlier.append(overflow)
-        ranks, device = self._shared.ranks, self.device()
-        norm, found = ranks.combine(measurements, norm_type, device, self.layouts, earlier)
-        return bool(measurements), norm, found
+        device = self.device()
+        if len(measurements) == 1 and not self.spans_ranks:
+            return True, *measurements[0].alone(device, earlier)
+        ranks = self._shared.ranks
+        return bool(measurements), *ranks.combine(measurements, norm_type, device, self.layouts, earlier)
 
     def _refuse_half(self, gradients: GradientGroup) -> None:
         param = None if self._shared.fp16_gradients else gradients.first_half()

@@ -56,12 +56,6 @@ class Ranks:
         earlier: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor]:
         """Combine the measurements of all devices and ranks."""
-        if len(measurements) == 1 and not (self.groups or layouts):
-            norm = moved(measurements[0].norm, device)
-            found = moved(measurements[0].found_inf, device)
-            for flag in earlier:
-                found = torch.maximum(found, moved(flag, device))
-            return norm, found
         if not self._core_agreed:
             _agree_on_core(self.groups, device)
             self._core_agreed = True

@@ -1,4 +1,4 @@
-"""The log of steps: counts them, learns late what the device has decided, and calls who asked.
+"""The result of a step, and the log that counts steps and learns late what the device has decided.
 
 ::
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,10 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_plugin.options import whole
+from amp_plugin.messages import warn_user
 from amp_plugin.scaling.loss_scale import capturing
-from amp_plugin.scaling.step_result import HostFlag, StepResult
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.scaling.overflows import OverflowReport
 
 RUN = 50
 """Skipped steps in a row that are worth a warning."""
@@ -35,65 +34,159 @@ RUN = 50
 _STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
-_RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
+_NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
+
+RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA device if CUDA has been used
 
 
-def _random_state() -> _RandomState:
+def random_state() -> RandomState:
+    """Return the state of torch's random number generators."""
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ()
-
-
-def _restore_random_state(state: _RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])
 
 
 class RecordedCall(NamedTuple):
     """A call that runs forward and backward passes, and the random state that it began with."""
 
     call: Callable[[], Any]
-    random_state: _RandomState
+    random_state: RandomState
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Replay:
-    """A skipped step that can be run once more: same batches, random numbers and weights.
+class HostFlag:
+    """A device flag (one element; above 0 means set) on its way to the host.
 
-    The weights are those of the step because it changed none. What forward passes write themselves, as
-    the running statistics of batch norm, is not put back.
-
-    Attributes:
-        optimizer: Whose step was skipped.
-        result: Its result.
-        in_a_row: How many of its steps were skipped one after the other.
-        calls: The forward and backward passes of its accumulation window.
-        params: Parameters whose gradients are set aside meanwhile.
+    On CUDA and XPU it is copied to pinned memory behind the work already queued; on the CPU it is read at
+    once, on other devices when somebody waits for it.
     """
 
-    optimizer: Optimizer
-    result: StepResult
-    in_a_row: int
-    calls: Sequence[RecordedCall]
-    params: Sequence[Tensor]
+    def __init__(self, flag: Tensor) -> None:
+        self._flag = flag
+        self._copy = flag
+        self._arrived: torch.Event | None = None
+        self.lasting = not capturing(flag.device)  # else a CUDA graph writes it at each replay
+        if flag.device.type in {"cuda", "xpu"} and self.lasting:
+            self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
+            self._copy.copy_(flag.reshape(()), non_blocking=True)
+            self._arrived = torch.Event(flag.device)
+            self._arrived.record(torch.accelerator.current_stream(flag.device))  # else of the current device
 
-    def run(self) -> None:
-        """Run the passes again, without a step; gradients and random states are as before afterwards."""
-        grads, random_state = [param.grad for param in self.params], _random_state()
-        for param in self.params:
-            param.grad = None
-        try:
-            for recorded in self.calls:
-                _restore_random_state(recorded.random_state)
-                recorded.call()
-        finally:
-            _restore_random_state(random_state)
-            for param, grad in zip(self.params, grads, strict=True):
-                param.grad = grad
+    @staticmethod
+    def at_once(flag: Tensor) -> bool | None:
+        """Return a flag that the host can read without waiting, on the CPU; None elsewhere."""
+        on_host = flag.device.type == "cpu" and not capturing(flag.device)
+        return bool(flag.item() > 0) if on_host else None
+
+    def known(self) -> bool | None:
+        """Return the flag if the host can know it without waiting, else None."""
+        if self._arrived is None:
+            return self.at_once(self._flag)
+        return bool(self._copy.item() > 0) if self._arrived.query() else None
+
+    def wait(self) -> bool:
+        """Return the flag: a host sync if it is not known yet."""
+        known = self.known()
+        return bool(self._flag.item() > 0) if known is None else known
 
 
-Explainer = Callable[[Replay], str]
-"""Runs a skipped step again, under whatever it likes, and returns what it has found."""
+class StepResult:
+    """The result of one ``scaler.step(optimizer)``.
+
+    Owns its tensors: later steps do not change it. That of a step captured in a CUDA graph shows
+    the last replay. Every property but :attr:`norm` and :attr:`found_inf` waits for the device when
+    first read.
+
+    Attributes:
+        norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
+            had no gradients, or nothing was measured because the scaler is disabled.
+        found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
+    """
+
+    def __init__(
+        self,
+        *,
+        norm: Tensor | None,
+        found_inf: Tensor,
+        scale_before: Tensor | None,
+        report: Callable[[], OverflowReport],
+        scale_after: Sequence[Tensor] = (),
+        known: bool | None = None,
+        obstacle: str = _NOTHING_TO_DO,
+    ) -> None:
+        self.norm = norm
+        self.not_one_pass_because = obstacle
+        self.found_inf = found_inf
+        self._scale_before = scale_before
+        self._scale_after = scale_after  # filled by the update that follows
+        self._report = report
+        self._skipped = known
+        self._flag = None if known is not None else HostFlag(found_inf)
+
+    @classmethod
+    def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
+        """Return the result of a step without a loss scale: taken, with its norm if that was measured."""
+        return cls(
+            norm=norm,
+            found_inf=torch.zeros((), device="cpu"),
+            scale_before=None,
+            report=OverflowReport,
+            known=False,
+            obstacle=obstacle,
+        )
+
+    @property
+    def one_pass(self) -> bool:
+        """Whether the step was taken in one pass."""
+        return not self.not_one_pass_because
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the step was skipped."""
+        if self._skipped is not None or self._flag is None:
+            return bool(self._skipped)
+        skipped = self._flag.wait()
+        if self._flag.lasting:
+            self._skipped = skipped
+        return skipped
+
+    def skipped_if_known(self) -> bool | None:
+        """Return whether the step was skipped, or None if the host would have to wait to know."""
+        if self._skipped is None and self._flag is not None and self._flag.lasting:
+            self._skipped = self._flag.known()
+        return self._skipped
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether the gradients came with a loss scale."""
+        return self._scale_before is not None
+
+    @property
+    def scale_before(self) -> float:
+        """The loss scale the gradients came with."""
+        return 1.0 if self._scale_before is None else float(self._scale_before.item())
+
+    @property
+    def scale_after(self) -> float:
+        """The loss scale after the update that followed; ``scale_before`` until it is applied."""
+        return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
+
+    def overflow_report(self) -> OverflowReport:
+        """Return the names of the parameters whose gradients were not finite, and what that means."""
+        report = self._report()
+        if report:
+            return replace(report, scaled=self.scale_before > 1.0)
+        if self.skipped:
+            return OverflowReport(elsewhere=True)
+        not_finite = self.norm is not None and not bool(torch.isfinite(self.norm))
+        return OverflowReport(unattributed=True) if not_finite else report
+
+    def __repr__(self) -> str:
+        """Show the numbers: a host sync."""
+        norm = None if self.norm is None else self.norm.item()
+        return (
+            f"StepResult(skipped={self.skipped}, norm={norm}, scale_before={self.scale_before}, "
+            f"scale_after={self.scale_after})"
+        )
 
 
 class LoggedStep(NamedTuple):
@@ -298,46 +391,7 @@ class StepLog:
             self.calls.clear()
             self._window_is_over, self._keeps_calls = False, self.is_skipping()
         if self._keeps_calls:
-            self.calls.append(RecordedCall(call, _random_state()))
-
-    def explain(self, step: LoggedStep, explainer: Explainer, params: Iterable[Tensor]) -> str | None:
-        """Return what ``explainer`` finds in a step that was just skipped, once it has run it again.
-
-        Nothing here is changed by that. None if no call was remembered.
-        """
-        optimizer, calls, result = step.optimizer(), tuple(self.calls), step.result
-        if optimizer is None or not calls:
-            return None
-        before, self.replaying = self.replaying, True
-        try:
-            again = Replay(
-                optimizer=optimizer, result=result, in_a_row=step.in_a_row, calls=calls, params=list(params)
-            )
-            return explainer(again)
-        finally:
-            self.replaying = before
-
-    def explain_once(self, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]) -> None:
-        """Explain the first run of ``after`` skipped steps of one optimizer, in a warning.
-
-        Raises:
-            ValueError: ``after`` is below 2: the calls of a step are remembered once one was skipped.
-        """
-        if whole("after", after) < 2:
-            msg = f"after={after!r} is not allowed; give at least 2 skipped steps in a row"
-            raise ValueError(msg)
-
-        def look(step: LoggedStep) -> None:
-            if step.in_a_row != after or self.replaying or not self.calls or step.optimizer() is None:
-                return
-            self.unsubscribe(look)
-            text = self.explain(step, explainer, params())
-            warn_user(
-                f"{step.in_a_row} steps of {step.kind} in a row were skipped "
-                f"({step.result.overflow_report().summary()}). The last was run once more:\n{text}"
-            )
-
-        self.subscribe(look)
+            self.calls.append(RecordedCall(call, random_state()))
 
 
 def raise_for_nonfinite(blameless_scale: float) -> Subscriber:

@@ -26,15 +26,14 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
+from amp_plugin.messages import warn_user
 from amp_plugin.scaling import closures, one_pass
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.one_pass import OnePassStep
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
-from amp_plugin.scaling.step_log import StepLog
-from amp_plugin.scaling.step_result import HostFlag, StepResult
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.scaling.step_log import HostFlag, StepLog, StepResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +47,11 @@ class Steps:
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
         """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
         scales = self.shared.scales
-        if not scales.enabled and (not self.shared.checks or torch.compiler.is_compiling()):
+        if not (scales.enabled or self.shared.checks):
             value = optimizer.step(*args, **kwargs)
-            why = "torch.compile" if self.shared.checks else "on_nonfinite='ignore'"
-            self.note(self.registry.state(optimizer), f"{why} takes torch's own step")
+            self.note(self.registry.state(optimizer), "on_nonfinite='ignore' takes torch's own step")
             return value
-        closure, args, kwargs = closures.take_closure(args, kwargs)
+        closure, args, kwargs = take_closure(args, kwargs)
         if closure is None and scales.enabled:
             scales.require("step")
         state = self.registry.state(optimizer)
@@ -98,8 +96,7 @@ class Steps:
         """Record a step that was taken without a look at its gradients, and return its result."""
         state.obstacle = obstacle
         result = state.close(StepResult.unscaled(state.norm, obstacle=obstacle))
-        if not torch.compiler.is_compiling():
-            self.log.add(state.optimizer, result, scaled_dynamically=False)
+        self.log.add(state.optimizer, result, scaled_dynamically=False)
         return result
 
     def _once(
@@ -155,6 +152,16 @@ class Steps:
         if state.is_clipped and on_host and not state.is_shared and state.scales_carried() == {None}:
             return ""
         return "its gradients are unscaled already, shared, or of several scales"
+
+
+def take_closure(args: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, Any, dict[str, Any]]:
+    """Return the closure among the arguments of ``step``, by keyword or by position."""
+    if callable(kwargs.get("closure")):
+        rest = dict(kwargs)
+        return rest.pop("closure"), args, rest
+    if args and callable(args[0]) and not isinstance(args[0], Tensor):
+        return args[0], args[1:], kwargs
+    return None, args, kwargs
 
 
 def is_fused(optimizer: Optimizer) -> bool:

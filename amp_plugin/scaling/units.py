@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from amp_plugin.messages import warn_user
 from amp_plugin.options import positive
 from amp_plugin.scaling.loss_scale import LossScale, LossScales, PendingScale
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
-from amp_plugin.user_warnings import warn_user
 
 _NO_STEP = (
     "update(): a scaled loss ran backward(), but this scaler knows no optimizer. Call scaler.step(optimizer) "
@@ -36,19 +36,21 @@ _AT_FLOOR = (
 
 
 class Units:
-    """The backward passes from scaled losses, and the requested update of the loss scales."""
+    """The backward passes from scaled losses, and the requested update of the loss scales.
+
+    Attributes:
+        requested: Whether an update was asked for and waits for gradients that depend on the old scale.
+    """
 
     def __init__(self, scales: LossScales, registry: Registry, log: StepLog) -> None:
         self._scales, self._registry, self._log = scales, registry, log
         self._task = -1  # of the last backward
-        self._requested = False
+        self.requested = False
         self._told_of_floor = False
 
     def watch(self, output: Tensor, reading: PendingScale) -> None:
-        """Learn when a backward from a scaled ``output`` begins; not under ``torch.compile`` or functorch."""
-        if not output.requires_grad or torch.compiler.is_compiling():
-            return
-        if torch._C._functorch.maybe_current_level() is not None:
+        """Learn when a backward from a scaled ``output`` begins; not under functorch."""
+        if not output.requires_grad or torch._C._functorch.maybe_current_level() is not None:
             return
         output.register_hook(partial(_begin, weakref.ref(self), reading))  # type: ignore[no-untyped-call]
 
@@ -90,7 +92,7 @@ class Units:
         self._log.note_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
             warn_user(_NO_STEP)
-        self._requested = True
+        self.requested = True
         self.settle(force=False)
 
     def set_scale(self, new_scale: float | Tensor) -> None:
@@ -107,19 +109,19 @@ class Units:
 
     def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
-        self._requested = False
+        self.requested = False
         for loss_scale, old in before:
             self._convert(loss_scale, old)
             loss_scale.publish()
 
     def settle(self, *, force: bool) -> None:
         """Apply a requested update, unless gradients wait that depend on the scale."""
-        if not self._requested or (not force and self._registry.delays_update()):
+        if not self.requested or (not force and self._registry.delays_update()):
             return
         joined = self._registry.refresh_joined()
         if self._half_gradients_wait() if force else joined and self._registry.delays_update():
             return
-        self._requested = False
+        self.requested = False
         for loss_scale in self._scales.materialized():
             if loss_scale.found_inf is not None:
                 old = loss_scale.snapshot()

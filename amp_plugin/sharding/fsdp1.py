@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.weights.store import refuse_sharded_weights
+from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.weights.ddp import refuse_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision
@@ -29,7 +29,7 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
     """
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
 
-    refuse_sharded_weights(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
+    refuse_sharded(plan.weights, f"precision {plan.compute!r}, in which they are gathered")
     return MixedPrecision(
         param_dtype=torch.float32 if plan.fp32_modules else plan.compute_dtype,
         reduce_dtype=plan.reduce_dtype,
@@ -40,7 +40,7 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
 
 
 def add_up_in_fp32(model: nn.Module) -> None:
-    """Let micro-batches under ``no_sync()`` add their gradients up in fp32, where they are reduced in fp32.
+    """Add gradients of micro-batches under ``no_sync()`` up in fp32, where they are reduced in fp32.
 
     Without it FSDP1 adds them up in the dtype that weights are gathered in.
 

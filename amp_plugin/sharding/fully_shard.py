@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from amp_plugin.casting.run_in import apply_fp32_modules
-from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.sharding.unit_policies import (
-    apart_and_beside,
-    bottom_up,
-    fp32_units,
-    mp_policy,
-    with_fp32_parameters,
-)
-from amp_plugin.weights.store import refuse_sharded_weights
+from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.weights.ddp import refuse_sharded
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+_OVERRIDE = "param_dtype_override_fn"
 
 
 def fully_shard(
@@ -63,53 +62,118 @@ def fully_shard(
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
     from torch.distributed.fsdp import fully_shard as shard  # noqa: PLC0415
 
-    _refuse_policy(options)
-    refuse_sharded_weights(plan.weights)
-    in_fp32 = modules_in_fp32(model, plan, root)
-    units = list(units)
-    _require_inside(model, units)
+    chosen = {*units, model}
+    _refuse_misfits(model, chosen, root or model, options)
+    refuse_sharded(plan.weights)
+    in_fp32 = plan.in_fp32(root or model)
     apply_fp32_modules(root or model, plan.fp32_modules)
-    apart, beside = apart_and_beside(fp32_units(model, in_fp32))
-    policy = with_fp32_parameters(mp_policy(plan), beside)
-    for module in bottom_up(model, {*units, *apart, model}):
+    found = [module for module in model.modules() if module in chosen]  # the same order on all ranks
+    for module in sorted(found, key=lambda unit: sum(1 for _ in unit.modules())):  # from the inside out
         if not isinstance(module, FSDPModule):
-            shard(module, mp_policy=mp_policy(plan, in_fp32=True) if module in in_fp32 else policy, **options)
+            shard_unit(shard, module, plan, in_fp32, mp_policy=policy_of(plan), **options)
     return model
 
 
-def modules_in_fp32(model: nn.Module, plan: DtypePlan, root: nn.Module | None = None) -> set[nn.Module]:
-    """Return the modules that a plan keeps in fp32.
+def shard_unit(
+    shard: Callable[..., Any],
+    unit: Any,
+    plan: DtypePlan,
+    in_fp32: set[nn.Module],
+    *,
+    mp_policy: MixedPrecisionPolicy,
+    **options: Any,
+) -> Any:
+    """Shard a module, or a list of modules that travel together; those in fp32 become units where need be.
 
     Args:
-        model: The one that is sharded.
-        plan: Its dtypes.
-        root: The model that the names in the plan start from, if it is not this one.
-
-    Raises:
-        ValueError: A pattern matches no module, or ``root`` does not hold the model.
+        shard: torch's ``fully_shard``.
+        unit: What it takes; modules in it that are sharded already stay as they are.
+        plan: The dtypes.
+        in_fp32: All modules in fp32.
+        mp_policy: Of what is not in fp32.
+        **options: torch's.
     """
-    modules = dict((root or model).named_modules(remove_duplicate=False))
-    if model not in modules.values():
-        msg = (
-            f"fully_shard: root={type(root).__name__} does not hold this {type(model).__name__}; leave it out"
-        )
-        raise ValueError(msg)
-    planned = plan.modules(root or model)
-    return {modules[name] for name, dtypes in planned.items() if dtypes.compute is torch.float32}
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
+
+    members = unit if isinstance(unit, list) else [unit]
+    apart, policy = _apart(_outermost(members, in_fp32), members, mp_policy)
+    for module in apart:
+        if not isinstance(module, FSDPModule):
+            shard(module, mp_policy=policy_of(plan, in_fp32=True), **options)
+    rest = [member for member in members if not isinstance(member, FSDPModule)]
+    return shard(rest if isinstance(unit, list) else unit, mp_policy=policy, **options) if rest else unit
 
 
-def _refuse_policy(options: Mapping[str, Any]) -> None:
+def policy_of(
+    plan: DtypePlan, *, in_fp32: bool = False, output_dtype: torch.dtype | None = None
+) -> MixedPrecisionPolicy:
+    """Return torch's policy for a module of a plan.
+
+    Inputs stay as they are: under autocast each op casts what it needs, and labels keep their bits.
+
+    Args:
+        plan: The dtypes.
+        in_fp32: Whether the plan keeps the module in fp32.
+        output_dtype: That of its outputs; None leaves them.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
+
+    return MixedPrecisionPolicy(
+        param_dtype=torch.float32 if in_fp32 else plan.compute_dtype,
+        reduce_dtype=plan.reduce_dtype,
+        output_dtype=output_dtype,
+        cast_forward_inputs=False,
+    )
+
+
+def has_dtypes_by_parameter() -> bool:
+    """Return whether torch gathers weights of several dtypes in one unit, as bytes: from 2.15 on."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
+
+    return any(field.name == _OVERRIDE for field in fields(MixedPrecisionPolicy))
+
+
+def _outermost(modules: Iterable[nn.Module], in_fp32: set[nn.Module]) -> list[nn.Module]:
+    """Return the outermost modules in fp32 that have weights, in the order of the model."""
+    found = []
+    for module in modules:
+        if module not in in_fp32:
+            found += _outermost(module.children(), in_fp32)
+        elif any(True for _ in module.parameters()):
+            found.append(module)
+    return found
+
+
+def _apart(
+    in_fp32: list[nn.Module], members: Sequence[nn.Module], policy: MixedPrecisionPolicy
+) -> tuple[list[nn.Module], MixedPrecisionPolicy]:
+    """Return the modules that need units of their own, and a policy that gathers the others' weights in fp32.
+
+    torch keeps a weight in the dtype it is stored in, or lowers it, but raises none.
+    """
+    if not has_dtypes_by_parameter():
+        return in_fp32, policy
+    apart = [m for m in in_fp32 if m in members or any(p.dtype is not torch.float32 for p in m.parameters())]
+    kept = {id(param) for module in in_fp32 if module not in apart for param in module.parameters()}
+    if not kept:
+        return apart, policy
+    override: dict[str, Any] = {_OVERRIDE: lambda param: torch.float32 if id(param) in kept else None}
+    return apart, replace(policy, **override)
+
+
+def _refuse_misfits(
+    model: nn.Module, chosen: set[nn.Module], root: nn.Module, options: dict[str, Any]
+) -> None:
+    msg, inside = "", set(model.modules())
     if "mp_policy" in options:
-        msg = "fully_shard: mp_policy is made from the plan; give DtypePlan(compute=..., reduce=...) instead"
+        msg = "mp_policy is made from the plan; give DtypePlan(compute=..., reduce=...) instead"
+    elif model not in set(root.modules()):
+        msg = f"root={type(root).__name__} does not hold this {type(model).__name__}; leave it out"
+    elif outside := [type(unit).__name__ for unit in chosen if unit not in inside]:
+        msg = (
+            f"a {outside[0]} among units is not a module of {type(model).__name__}; "
+            "give modules it holds, for example units=model.layers"
+        )
+    if msg:
+        msg = f"fully_shard: {msg}"
         raise ValueError(msg)
-
-
-def _require_inside(model: nn.Module, units: Iterable[nn.Module]) -> None:
-    inside = set(model.modules())
-    for unit in units:
-        if unit not in inside:
-            msg = (
-                f"fully_shard: a {type(unit).__name__} among units is no module of {type(model).__name__}; "
-                "give modules it holds, for example units=model.layers"
-            )
-            raise ValueError(msg)

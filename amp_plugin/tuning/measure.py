@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -47,13 +46,11 @@ class Measurement:
     Attributes:
         saved_bytes: bytes that the forward pass saves for the backward pass, weights of the model left out.
         cast_bytes: bytes that casts read and write.
-        seconds: time of a batch, measurement included: to compare rule sets by.
         errors: a gradient error for each batch.
     """
 
     saved_bytes: float
     cast_bytes: float
-    seconds: float
     errors: tuple[GradientError, ...]
 
     @property
@@ -76,11 +73,6 @@ class Measurement:
         return [error for error in self.errors if error.is_finite]
 
 
-def middle(seconds: list[float]) -> float:
-    """Return the median of some times; nan of none."""
-    return median(seconds) if seconds else math.nan
-
-
 def rules_without_16_bits(device_type: str) -> OpRules:
     """Return rules under which autocast casts nothing to 16 bits; tensors that are in 16 bits stay so."""
     default = OpRules.default(device_type)
@@ -100,7 +92,7 @@ class ReferenceGradients:
         return len(self._batches)
 
     def add(self, gradients: Gradients) -> None:
-        """Note the gradients of the next batch."""
+        """Keep the gradients of the next batch."""
         self._batches.append({name: grad.detach().float().clone() for name, grad in gradients.items()})
 
     def error(self, batch: int, gradients: Gradients) -> GradientError:
@@ -183,18 +175,26 @@ class SavedBytes:
 
 
 class Trials:
-    """Measurements of rule sets on one workload, kept.
+    """Measurements of rule sets on one workload.
 
     Args:
         workload: what runs.
         device_type: of the rules.
-        reference: ``torch.float64`` or ``torch.float32``: what the gradients are compared with.
+        reference: ``torch.float64``, the shadow of a run without 16 bits, or ``torch.float32``, that run.
     """
 
     def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
         self._workload = workload
-        self._reference = _reference(workload, device_type, reference)
-        self._known: dict[tuple[OpRules, int], Measurement] = {}
+        self._reference = ReferenceGradients()
+        shadow = ShadowRun(workload.model, dtype=reference) if reference is torch.float64 else None
+
+        def keep(gradients: Gradients, _: float) -> None:
+            if shadow is not None:
+                gradients = {name: shadow.without_rounding(grad) for name, grad in gradients.items()}
+            self._reference.add(gradients)
+
+        with rules_on_trial(rules_without_16_bits(device_type)), shadow or nullcontext():
+            workload.run(keep, batches=workload.batches)
         self.batches = len(self._reference)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
@@ -203,82 +203,20 @@ class Trials:
         Raises:
             RuntimeError: the program does not run with it.
         """
-        count = batches or self.batches
-        if (rules, count) not in self._known:
-            self._known[rules, count] = self._measure(rules, count)
-        return self._known[rules, count]
+        errors: list[GradientError] = []
 
-    def _measure(self, rules: OpRules, batches: int) -> Measurement:
-        gauge = _Gauge(self._reference)
+        def compare(gradients: Gradients, _: float) -> None:
+            errors.append(self._reference.error(len(errors), gradients))
+
+        count = batches or self.batches
         with rules_on_trial(rules), log_casts() as log, SavedBytes() as saved:
-            self._workload.run(gauge, batches=batches)
-        return Measurement(
-            saved_bytes=saved.total / batches,
-            cast_bytes=log.totals().bytes / batches,
-            seconds=middle(gauge.seconds),
-            errors=tuple(gauge.errors),
-        )
+            self._workload.run(compare, batches=count)
+        cast = log.totals().bytes / count
+        return Measurement(saved_bytes=saved.total / count, cast_bytes=cast, errors=tuple(errors))
 
     def seconds(self, rules: OpRules) -> float:
         """Return the median time of a batch with nothing measured but time."""
-        gauge = _Clock()
+        seconds: list[float] = []
         with rules_on_trial(rules):
-            self._workload.run(gauge, batches=self.batches)
-        return middle(gauge.seconds)
-
-
-class _Clock:
-    """Times the batches."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self._begun = 0.0
-
-    def begin(self) -> None:
-        self._begun = time.perf_counter()
-
-    def end(self, gradients: Gradients) -> None:
-        for device in {grad.device for grad in gradients.values() if grad.is_cuda}:
-            torch.cuda.synchronize(device)
-        self.seconds.append(time.perf_counter() - self._begun)
-
-
-class _Gauge(_Clock):
-    """Times the batches and compares their gradients."""
-
-    def __init__(self, reference: ReferenceGradients) -> None:
-        super().__init__()
-        self.errors: list[GradientError] = []
-        self._reference = reference
-
-    def end(self, gradients: Gradients) -> None:
-        super().end(gradients)
-        self.errors.append(self._reference.error(len(self.errors), gradients))
-
-
-class _Recording:
-    """Notes the gradients that a shadow run has without rounding."""
-
-    def __init__(self, reference: ReferenceGradients, shadow: ShadowRun | None) -> None:
-        self._reference = reference
-        self._shadow = shadow
-
-    def begin(self) -> None:
-        pass
-
-    def end(self, gradients: Gradients) -> None:
-        if self._shadow is not None:
-            gradients = {name: self._shadow.without_rounding(grad) for name, grad in gradients.items()}
-        self._reference.add(gradients)
-
-
-def _reference(workload: Workload, device_type: str, dtype: torch.dtype) -> ReferenceGradients:
-    """Run without 16 bits; for fp64 as the shadow of that run."""
-    reference = ReferenceGradients()
-    shadow = ShadowRun(workload.model, dtype=dtype) if dtype is torch.float64 else None
-    with ExitStack() as opened:
-        opened.enter_context(rules_on_trial(rules_without_16_bits(device_type)))
-        if shadow is not None:
-            opened.enter_context(shadow)
-        workload.run(_Recording(reference, shadow), batches=workload.batches)
-    return reference
+            self._workload.run(lambda _, taken: seconds.append(taken), batches=self.batches)
+        return median(seconds)

@@ -1,64 +1,57 @@
-"""The numbers of two rule sets: a table, a rules file with its evidence, a picture, a progress bar."""
+"""The numbers of two rule sets: a table, a rules file with its evidence, and a picture."""
 
 from __future__ import annotations
 
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, Final
 
 import torch
 from rich import filesize
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from amp_plugin.casting.rules_files import torch_release
 from amp_plugin.tuning.measure import Measurement
-from amp_plugin.tuning.search import Tried
+from amp_plugin.tuning.search import Aim, Tried
+
+Place = tuple[float, float]
 
 
 def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float]) -> Table:
     """Return a table with a row for each number, by the default rules and by the chosen ones."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("for each batch")
+    table.add_column("per batch")
     for column in ("default", "tuned", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    for name, *cells in rows(before, after, seconds):
-        table.add_row(name, *cells)
+    for cells in [*_rows(before, after), _row("time", lambda taken: f"{taken * 1e3:.1f} ms", *seconds)]:
+        table.add_row(*cells)
     return table
 
 
-def rows(
-    before: Measurement, after: Measurement, seconds: tuple[float, float] | None = None
-) -> list[tuple[str, str, str, str]]:
+def _rows(before: Measurement, after: Measurement) -> list[tuple[str, str, str, str]]:
     """Return name, value before, value after, and change, as texts."""
-    found: list[tuple[str, Callable[[float], str], float, float]] = [
-        ("saved for backward", size, before.saved_bytes, after.saved_bytes),
-        ("cast", size, before.cast_bytes, after.cast_bytes),
-        ("gradient error", "{:.3e}".format, before.error, after.error),
-        ("error of a parameter, mean", "{:.3e}".format, before.mean_error, after.mean_error),
+    found = [
+        _row("saved for backward", _size, before.saved_bytes, after.saved_bytes),
+        _row("cast", _size, before.cast_bytes, after.cast_bytes),
+        _row("gradient error", "{:.3e}".format, before.error, after.error),
+        _row("mean error of the parameters", "{:.3e}".format, before.mean_error, after.mean_error),
     ]
-    if seconds is not None:
-        found.append(("time", milliseconds, *seconds))
-    shown = [(name, text(old), text(new), change(old, new)) for name, text, old, new in found]
-    failed = (str(before.failed), str(after.failed))
-    return [*shown, ("batches that overflow", *failed, "")] if failed != ("0", "0") else shown
+    if before.failed or after.failed:
+        found.append(("batches that overflow", str(before.failed), str(after.failed), ""))
+    return found
 
 
-def size(count: float) -> str:
-    """Return bytes as people read them."""
+def _row(name: str, text: Callable[[float], str], old: float, new: float) -> tuple[str, str, str, str]:
+    return name, text(old), text(new), change(old, new)
+
+
+def _size(count: float) -> str:
     return filesize.decimal(round(count))
-
-
-def milliseconds(seconds: float) -> str:
-    """Return a time as people read it."""
-    return f"{seconds * 1e3:.1f} ms"
 
 
 def change(before: float, after: float) -> str:
@@ -85,59 +78,51 @@ def rules_file(
         after: of the chosen ones.
         head: lines that say what was done.
     """
-    version, today = (
-        vars(sys.modules[__name__.partition(".")[0]])["__version__"],
-        datetime.now(timezone.utc).date(),
-    )
+    version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
     made = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
-    comments = [*head, made, *(_line(*row) for row in rows(before, after))]
-    text = "".join(f"# {comment}\n" for comment in comments)
-    text += f"device_type: {device_type}\ntorch: '{torch_release()}'\n"
-    return text + (f"rules:\n{_entries(changes, before)}" if changes else "rules: {}\n")
-
-
-def _line(name: str, first: str, second: str, changed: str) -> str:
-    return f"{name}: {first} -> {second}" + (f" ({changed})" if changed else "")
-
-
-def _entries(changes: Sequence[Tried], before: Measurement) -> str:
-    lines, last = [], before
+    numbers = [
+        f"{name}: {old} -> {new}" + (f" ({changed})" if changed else "")
+        for name, old, new, changed in _rows(before, after)
+    ]
+    lines = [f"# {comment}" for comment in (*head, made, *numbers)]
+    lines += [f"device_type: {device_type}", f"torch: '{torch_release()}'"]
+    last = before
     for entry in changes:
-        (chosen,), now = entry.changes, entry.measurement or last
-        gains = [
-            f"{name} {gain}"
-            for name, gain in (
-                ("saved", change(last.saved_bytes, now.saved_bytes)),
-                ("cast", change(last.cast_bytes, now.cast_bytes)),
-                ("error", change(last.error, now.error)),
-            )
-            if gain
-        ]
-        if now.failed < last.failed:
-            gains.insert(0, f"batches that overflow {last.failed} -> {now.failed}")
-        lines.append(f"  {chosen.op}: {chosen.rule.value}  # {', '.join(gains)}\n")
+        now = entry.measurement or last
+        lines.append(f"  {entry.changes[0]}  # {', '.join(_gains(last, now))}")
         last = now
-    return "".join(lines)
+    lines.insert(len(lines) - len(changes), "rules:" if changes else "rules: {}")
+    return "\n".join(lines) + "\n"
 
 
-def draw(
-    tried: Sequence[Tried],
-    before: Measurement,
-    after: Measurement,
-    path: Path,
-    *,
-    in_casts: bool,
-    limit: float | None,
-) -> None:
-    """Write a picture: each set a point with its name, default and chosen set marked, the budget a line.
+def _gains(last: Measurement, now: Measurement) -> list[str]:
+    """Return what a rule changed, in words."""
+    pairs = {
+        "saved": change(last.saved_bytes, now.saved_bytes),
+        "cast": change(last.cast_bytes, now.cast_bytes),
+        "error": change(last.error, now.error),
+    }
+    cured = [f"batches that overflow {last.failed} -> {now.failed}"] if now.failed < last.failed else []
+    return [*cured, *(f"{name} {gain}" for name, gain in pairs.items() if gain)]
+
+
+# -- the picture ---------------------------------------------------------------------------------
+
+_COLORS: Final = {"lower_precision": "tab:orange", "unchanged": "tab:green", "fp32": "tab:purple"}
+_COSTS: Final = {"memory": "bytes saved for backward", "casts": "bytes cast", "accuracy": "gradient error"}
+
+
+def draw(tried: Sequence[Tried], before: Measurement, after: Measurement, aim: Aim, path: Path) -> None:
+    """Write a picture: what each set costs, and the factor by which what must not grow does.
+
+    A set is a point in the colour of its last rule; the default, the chosen set and the budget are marked.
 
     Args:
         tried: the sets; those that the program does not run with, or whose gradients overflow, are left out.
         before: of the default rules.
         after: of the chosen ones.
+        aim: what it was searched for.
         path: of the file; its ending says the format.
-        in_casts: show bytes cast instead of bytes saved for backward.
-        limit: the error that the budget allows, the default's being 1; None where bytes are the budget.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -147,114 +132,66 @@ def draw(
     except ImportError as error:
         msg = "a plot needs matplotlib; run: pip install matplotlib"
         raise ImportError(msg) from error
-    figure = Figure(figsize=(13, 5.5), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, 2), ("whole", "mean"), strict=True):
-        _draw_sets(axes, tried, before, kind, in_casts=in_casts)
-        for label, marked, marker, color in (
-            ("default rules", before, "s", "tab:blue"),
-            ("chosen rules", after, "*", "tab:red"),
-        ):
-            x, y = _place(marked, before, len(before.errors), kind, in_casts=in_casts)
-            if math.isfinite(y):
-                axes.scatter([x], [y], s=130, marker=marker, color=color, label=label)
-        if limit is not None and before.failed == 0:
-            axes.axhline(limit, color="black", linewidth=1, linestyle="--", label="budget")
-        scaled = ", default rules: 1" if before.failed == 0 else ""
-        axes.set_xlabel(f"megabytes {'cast' if in_casts else 'saved for backward'}, per batch")
-        whose = "the whole gradient" if kind == "whole" else "a parameter, mean"
-        axes.set_ylabel(f"error of {whose}{scaled}")
-    axes.legend(fontsize=8)
+
+    is_relative = 0 < aim.cost(before) < math.inf
+
+    def place(measured: Measurement, batches: int) -> Place:
+        default = replace(before, errors=before.errors[:batches])
+        return aim.cost(measured) / (aim.cost(default) if is_relative else 1), aim.growth(measured, default)
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    labels = _draw_sets(axes, tried, place)
+    marks = {"default rules": (before, "s", "tab:blue"), "chosen rules": (after, "*", "tab:red")}
+    marked = []
+    for label, (measured, marker, color) in marks.items():
+        at = place(measured, len(measured.errors))
+        if all(map(math.isfinite, at)):
+            axes.scatter(*at, s=130, marker=marker, color=color, label=label, zorder=3)
+            marked.append(at)
+    if before.failed < len(before.errors):  # a cure has no budget
+        axes.axhline(1 + aim.budget, color="black", linewidth=1, linestyle="--", label="budget")
+    grows = "bytes, saved or cast" if aim.goal == "accuracy" else "gradient error, whole or mean"
+    factor = ": factor over the default rules"
+    axes.set(xlabel=_COSTS[aim.goal] + factor * is_relative, ylabel=grows + factor)
+    axes.grid(visible=True, alpha=0.3)
+    _write_labels(figure, axes, labels, marked)
+    figure.legend(loc="outside upper center", ncols=6, fontsize=9)
     figure.savefig(path, dpi=120)
 
 
-def _draw_sets(axes: Any, tried: Sequence[Tried], before: Measurement, kind: str, *, in_casts: bool) -> None:
-    """Draw each set as a point, with its name where there is room."""
-    places = {
-        _label(attempt): _place(attempt.measurement, before, attempt.batches, kind, in_casts=in_casts)
-        for attempt in tried
-        if attempt.changes and attempt.measurement is not None
-    }
-    finite = {label: place for label, place in places.items() if math.isfinite(place[1])}
-    axes.scatter(*_columns(list(finite.values())), s=20, color="0.6", label="tried")
-    axes.grid(visible=True, alpha=0.3)
-    for label, place in _apart(finite):
-        axes.annotate(label, place, (4, 3), textcoords="offset points", fontsize=6, color="0.35")
+def _draw_sets(
+    axes: Any, tried: Sequence[Tried], place: Callable[[Measurement, int], Place]
+) -> dict[str, Place]:
+    """Draw each set as a point, those with the same last rule in one colour; return label -> place."""
+    labels: dict[str, Place] = {}
+    colors: dict[str, dict[str, Place]] = {}
+    for attempt in tried:
+        if attempt.changes and attempt.measurement is not None:
+            last, others = attempt.changes[-1], len(attempt.changes) - 1
+            label = f"{last}".removeprefix("aten::") + (f" + {others}" if others else "")
+            at = place(attempt.measurement, attempt.batches)
+            if all(map(math.isfinite, at)):
+                labels[label] = colors.setdefault(last.rule.value, {})[label] = at
+    for rule, color in _COLORS.items():
+        if rule in colors:
+            axes.scatter(*zip(*colors[rule].values(), strict=True), s=24, color=color, label=rule)
+    return labels
 
 
-def _label(attempt: Tried) -> str:
-    """Return a set's name: its only rule, or its last one and how many others."""
-    last = attempt.changes[-1]
-    others = f" + {len(attempt.changes) - 1}" if len(attempt.changes) > 1 else ""
-    return f"{last.op.removeprefix('aten::')}: {last.rule.value}{others}"
+def _write_labels(figure: Any, axes: Any, labels: dict[str, Place], marked: Sequence[Place]) -> None:
+    """Write the names of sets inside the axes, those alone that cover no other and no mark."""
+    from matplotlib.transforms import Bbox  # noqa: PLC0415 - loaded for pictures alone
 
-
-def _columns(places: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [x for x, _ in places], [y for _, y in places]
-
-
-def _apart(places: dict[str, tuple[float, float]]) -> list[tuple[str, tuple[float, float]]]:
-    """Return the names that have room: of points that lie together the first is named."""
-    xs, ys = _columns(list(places.values()))
-    width, height = (max(values, default=0) - min(values, default=0) or 1.0 for values in (xs, ys))
-    shown: list[tuple[str, tuple[float, float]]] = []
-    for label, (x, y) in places.items():
-        if all(abs(x - u) > 0.12 * width or abs(y - v) > 0.03 * height for _, (u, v) in shown):
-            shown.append((label, (x, y)))
-    return shown
-
-
-def _place(
-    measured: Measurement, before: Measurement, batches: int, kind: str, *, in_casts: bool
-) -> tuple[float, float]:
-    """Return megabytes, and the error over the default's on the same batches, where that is finite."""
-    size = measured.cast_bytes if in_casts else measured.saved_bytes
-    default = mean([getattr(error, kind) for error in before.errors[:batches]])
-    error = measured.error if kind == "whole" else measured.mean_error
-    is_scaled = before.failed == 0 and default > 0
-    return size / 1e6, error / default if is_scaled else error
-
-
-class ShownProgress:
-    """Says what runs and how many rule sets have been tried.
-
-    Args:
-        progress: the bar.
-    """
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._task = progress.add_task("tuning", total=None, tried=0)
-        self._tried = 0
-
-    def say(self, what: str) -> None:
-        """Say what runs now."""
-        self._progress.update(self._task, description=what)
-
-    def tried(self, attempt: Tried) -> None:
-        """Count a set of rules that was tried."""
-        self._tried += 1
-        names = ", ".join(
-            f"{change.op.removeprefix('aten::')}: {change.rule.value}" for change in attempt.changes
-        )
-        self._progress.update(
-            self._task, advance=1, tried=self._tried, description=names or "the default rules"
-        )
-
-
-@contextmanager
-def shown_progress(*, enabled: bool) -> Iterator[ShownProgress]:
-    """Show a bar on standard error while the block runs.
-
-    Args:
-        enabled: False shows nothing.
-    """
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.fields[tried]} sets of rules tried"),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(
-        *columns, console=Console(file=sys.stderr), disable=not enabled, transient=True
-    ) as progress:
-        yield ShownProgress(progress)
+    axes.margins(0.08)
+    middle = sum(axes.get_xlim()) / 2
+    texts = []
+    for name, at in labels.items():
+        offset, side = ((-7, 3), "right") if at[0] > middle else ((7, 3), "left")
+        texts.append(axes.annotate(name, at, offset, textcoords="offset points", ha=side, fontsize=7))
+    figure.draw_without_rendering()
+    taken = [Bbox.from_extents(x - 9, y - 9, x + 9, y + 9) for x, y in map(axes.transData.transform, marked)]
+    for text in texts:
+        box = text.get_window_extent()
+        text.set_visible(not any(box.overlaps(other) for other in taken))
+        taken += [box] if text.get_visible() else []

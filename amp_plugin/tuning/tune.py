@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,15 +10,16 @@ from statistics import median
 from typing import Any, Final, get_args
 
 import torch
+from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.did_you_mean import did_you_mean
-from amp_plugin.tuning.measure import Measurement, Trials
-from amp_plugin.tuning.report import draw, rules_file, shown_progress, tuning_table
-from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried, cured, missed
-from amp_plugin.tuning.workload import Script, Steps, Workload, used_ops
+from amp_plugin.messages import did_you_mean
+from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
+from amp_plugin.tuning.report import draw, rules_file, tuning_table
+from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried
+from amp_plugin.tuning.workload import Steps, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
 _TIMINGS: Final = 5
@@ -37,6 +39,8 @@ class Tuning:
         seconds: time of a batch by the default rules and by the chosen ones, alternating runs, the medians.
         changes: the chosen rules one by one, with what was measured when all before it and it were in force.
         tried: every set tried, in order.
+        nearest: the set that saves something and exceeds the budget by least; None if none saves anything.
+        is_followed: whether rules change anything: autocast is on, in blocks that have no rules of their own.
         batches: the number of batches.
     """
 
@@ -49,6 +53,8 @@ class Tuning:
     seconds: tuple[float, float]
     changes: tuple[Tried, ...]
     tried: tuple[Tried, ...]
+    nearest: Miss | None
+    is_followed: bool
     batches: int
 
     @property
@@ -75,7 +81,7 @@ class Tuning:
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     def plot(self, path: str | Path) -> None:
-        """Draw error against bytes of the sets tried, the chosen one marked.
+        """Draw what each set tried costs, and by how much what must not grow does.
 
         Args:
             path: a file; its ending says the format.
@@ -83,28 +89,24 @@ class Tuning:
         Raises:
             ImportError: matplotlib is not installed.
         """
-        limit = None if self.goal == "accuracy" else 1 + self.budget
-        in_casts = self.goal == "casts"
-        draw(self.tried, self.before, self.after, Path(path), in_casts=in_casts, limit=limit)
-
-    @property
-    def nearest(self) -> Miss | None:
-        """The set that saves something and missed the budget by least; None if none saves anything."""
-        if self.goal == "accuracy":
-            return None
-        misses = [
-            miss for attempt in self.tried if (miss := missed(self.before, self.goal, self.budget, attempt))
-        ]
-        return min(misses, key=lambda miss: miss.over, default=None)
+        draw(self.tried, self.before, self.after, Aim(goal=self.goal, budget=self.budget), Path(path))
 
     @property
     def headline(self) -> str:
         """What was done, in a line."""
+        if not self.is_followed:
+            return (
+                f"tuned for {self.goal}: nothing follows the rules, the default rules stay; open autocast on "
+                f"{self.rules.device_type} around the forward pass, without rules of its own"
+            )
         if self.keeps_default:
             nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
-            return nothing if self.nearest is None else f"{nothing}; nearest was {self.nearest}"
-        count = len(self.changes)
-        return f"tuned for {self.goal}: {count} rule{'s' if count > 1 else ''}, budget {self.budget:.0%}"
+            missed = f"; the budget is {self.budget:.0%}, and nearest was {self.nearest}"
+            return nothing + (missed if self.nearest is not None else "")
+        rules = f"{len(self.changes)} rule{'s' if len(self.changes) > 1 else ''}"
+        if self.before.failed == self.batches:
+            return f"tuned for {self.goal}: {rules} without which every batch overflows, whatever the bytes"
+        return f"tuned for {self.goal}: {rules}, budget {self.budget:.0%}"
 
 
 def tune(
@@ -153,93 +155,94 @@ def tune(
         True
     """
     device = device_type or next((param.device.type for param in model.parameters()), "cpu")
-    return tuned(Steps(step, model, batches), device, _aim(goal, budget), reference, progress=progress)
+    workload = Steps(step, model, batches)
+    return tuned(workload, device, goal=goal, budget=budget, reference=reference, progress=progress)
 
 
-def tune_script(
-    script: Script, *, device_type: str, goal: str, budget: float, reference: str, progress: bool
+def tuned(
+    workload: Workload, device_type: str, *, goal: str, budget: float, reference: str, progress: bool
 ) -> Tuning:
-    """Tune the rules of a program; the arguments are those of :func:`tune`."""
-    return tuned(script, device_type, _aim(goal, budget), reference, progress=progress)
-
-
-def tuned(workload: Workload, device_type: str, aim: Aim, reference: str, *, progress: bool) -> Tuning:
-    """Tune the rules of a workload; see :func:`tune`."""
-    if reference not in _REFERENCES:
-        msg = f"reference={reference!r} is not allowed; give 'fp64' or 'fp32'"
-        raise ValueError(msg)
+    """Tune the rules of a workload; the arguments are those of :func:`tune`."""
+    aim = _aim(goal, budget, reference)
     default = OpRules.default(device_type)
-    tried: list[Tried] = []
-    with shown_progress(enabled=progress) as shown:
-        shown.say(f"running without 16 bits, in {reference}")
-        trials = Trials(workload, device_type, reference=_REFERENCES[reference])
-        shown.say("listing the ops")
-        ops = used_ops(workload, default)
+    count = 0
+    with Console(file=sys.stderr, quiet=not progress).status("") as status:  # what trials print is dropped
 
         def on_tried(attempt: Tried) -> None:
-            tried.append(attempt)
-            shown.tried(attempt)
+            nonlocal count
+            count += 1
+            changes = ", ".join(map(str, attempt.changes)) or "the default rules"
+            status.update(f"{count} sets of rules tried: {changes}")
 
+        status.update(f"running without 16 bits, in {reference}")
+        trials = Trials(workload, device_type, reference=_REFERENCES[reference])
         search = Search(trials, default, aim, on_tried)
-        before = search.measure(()) or trials.measure(default)
-        changes = _chosen(search, workload, ops, aim, before)
-        rules = search.rules(changes)
-        after = trials.measure(rules)
-        steps = _one_by_one(search, changes)
-        shown.say("timing")
+        changes = _chosen(search, workload, used_ops(workload, default), aim)
+        rules, after = search.rules(changes), search.measure(changes) or search.default()
+        in_fp32 = rules_without_16_bits(device_type)
+        is_followed = bool(changes) or trials.measure(in_fp32) != search.default()
+        status.update("timing")
         seconds = _timed(trials, default, rules)
     return Tuning(
         rules=rules,
         goal=aim.goal,
-        budget=aim.budget,
+        budget=budget,
         reference=reference,
-        before=before,
+        before=search.default(),
         after=after,
         seconds=seconds,
-        changes=steps,
-        tried=tuple(tried),
+        changes=_one_by_one(search, changes, trials.batches),
+        tried=search.tried,
+        nearest=search.nearest(),
+        is_followed=is_followed,
         batches=trials.batches,
     )
 
 
-def _aim(goal: str, budget: float) -> Aim:
+def _aim(goal: str, budget: float, reference: str) -> Aim:
     """Check what is wanted.
 
     Raises:
         ValueError: it is something else.
     """
-    goals = get_args(Goal)
+    goals, msg = get_args(Goal), ""
     if goal not in goals:
         hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)
         msg = f"goal={goal!r} is not one of {', '.join(map(repr, goals))}{hint}"
-        raise ValueError(msg)
-    if not 0 <= budget < 10:
+    elif not 0 <= budget < 10:
         msg = f"budget={budget} is not allowed; give a share of at least 0, such as 0.05 for 5 %"
+    elif reference not in _REFERENCES:
+        msg = f"reference={reference!r} is not allowed; give 'fp64' or 'fp32'"
+    if msg:
         raise ValueError(msg)
     return Aim(goal=goal, budget=budget)  # type: ignore[arg-type]
 
 
-def _chosen(search: Search, workload: Workload, ops: list[str], aim: Aim, before: Measurement) -> Changes:
-    if before.failed == len(before.errors):
-        if aim.goal != "accuracy":
-            msg = (
-                "no batch has finite gradients with the default rules, so there is no error to keep; "
-                "search for accuracy first: goal='accuracy', or amp-plugin tune --for accuracy"
-            )
-            raise ValueError(msg)
-        return cured(search, workload, ops)
-    return search.best(ops)
+def _chosen(search: Search, workload: Workload, ops: list[str], aim: Aim) -> Changes:
+    before = search.default()
+    if before.failed < len(before.errors):
+        return search.best(ops)
+    if aim.goal == "accuracy":
+        return search.cured(workload, ops)
+    msg = (
+        "no batch has finite gradients with the default rules, so no error can be measured; "
+        "search for accuracy first: goal='accuracy', or amp-plugin tune --for accuracy"
+    )
+    raise ValueError(msg)
 
 
-def _one_by_one(search: Search, changes: Changes) -> tuple[Tried, ...]:
+def _one_by_one(search: Search, changes: Changes, batches: int) -> tuple[Tried, ...]:
     """Measure the changes on all batches as they add up."""
     return tuple(
-        Tried(changes=(change,), measurement=search.measure(changes[: index + 1]), batches=search.batches)
+        Tried(changes=(change,), measurement=search.measure(changes[: index + 1]), batches=batches)
         for index, change in enumerate(changes)
     )
 
 
 def _timed(trials: Trials, default: OpRules, chosen: OpRules) -> tuple[float, float]:
-    """Return the times of a batch by two rule sets, measured in turns."""
+    """Return the times of a batch by two rule sets, measured in turns; one time if they are the same set."""
+    if chosen == default:
+        seconds = trials.seconds(default)
+        return seconds, seconds
     pairs = [(trials.seconds(default), trials.seconds(chosen)) for _ in range(_TIMINGS)]
     return median(pair[0] for pair in pairs), median(pair[1] for pair in pairs)

@@ -8,6 +8,8 @@ import os
 import random
 import shutil
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +29,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from typing_extensions import Self
+from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
@@ -35,26 +37,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.program import Program, run_program
 
 Gradients = Mapping[str, Tensor]  # name of a parameter -> its gradient
-
-
-class Observer(Protocol):
-    """Is told of each batch while a workload runs."""
-
-    def begin(self) -> None:
-        """A batch begins."""
-
-    def end(self, gradients: Gradients) -> None:
-        """A batch has run; its gradients are there until this returns."""
-
-
-class NoObserver:
-    """Looks at no batch."""
-
-    def begin(self) -> None:
-        """Do nothing."""
-
-    def end(self, gradients: Gradients) -> None:
-        """Do nothing."""
+OnBatch = Callable[[Gradients, float], None]  # called after each batch, with the seconds that it took
 
 
 class Workload(Protocol):
@@ -66,10 +49,13 @@ class Workload(Protocol):
 
     @property
     def model(self) -> nn.Module | None:
-        """The model that gives ops their module names, if there is one."""
+        """The model that gives ops their module names, if it is known."""
 
-    def run(self, observer: Observer, *, batches: int) -> None:
-        """Run the first batches, telling an observer of each."""
+    def run(self, on_batch: OnBatch, *, batches: int) -> None:
+        """Run the first batches, and call a function after each, while its gradients are there."""
+
+
+# -- a step function -----------------------------------------------------------------------------
 
 
 class Steps:
@@ -86,70 +72,67 @@ class Steps:
     """
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
-        self._step = step
-        self.model: nn.Module = model
-        self._batches = list(batches)
-        if not self._batches:
+        self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
+        self.batches, self.model = len(self._inputs), model
+        msg = ""
+        if not self._inputs:
             msg = "tune(batches=[]): give at least one batch; two or three tell more"
-            raise ValueError(msg)
-        if not any(param.requires_grad for param in model.parameters()):
+        elif not any(param.requires_grad for param in self._params.values()):
             msg = (
                 "tune(model=...): no parameter of the model requires a gradient, so there is none to compare"
             )
+        if msg:
             raise ValueError(msg)
 
-    @property
-    def batches(self) -> int:
-        """The number of batches."""
-        return len(self._batches)
-
-    def run(self, observer: Observer, *, batches: int) -> None:
+    def run(self, on_batch: OnBatch, *, batches: int) -> None:
         """Run the first batches from the state that the model and the generators have now."""
-        with _state_kept(self.model), _gradients_kept(self.model):
-            versions = {name: param._version for name, param in self.model.named_parameters()}
-            for batch in self._batches[:batches]:
+        versions = {name: param._version for name, param in self._params.items()}
+        with _state_kept(self.model):
+            for batch in self._inputs[:batches]:
                 self.model.zero_grad(set_to_none=True)
-                observer.begin()
+                started = time.perf_counter()
                 self._step(batch)
-                observer.end(self._gradients(versions))
+                gradients = _gradients(self._params)
+                on_batch(self._checked(gradients, versions), time.perf_counter() - started)
 
-    def _gradients(self, versions: dict[str, int]) -> dict[str, Tensor]:
-        params = dict(self.model.named_parameters())
-        changed = [name for name, param in params.items() if param._version != versions[name]]
+    def _checked(self, gradients: Gradients, versions: dict[str, int]) -> Gradients:
+        changed = [name for name, param in self._params.items() if param._version != versions[name]]
         if changed:
             msg = f"the step changed the weight {changed[0]}; leave optimizer.step() out of what tune runs"
             raise ValueError(msg)
-        gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
         if not gradients:
             msg = "the step gave no parameter a gradient; it has to call backward()"
             raise ValueError(msg)
         return gradients
 
 
+def _gradients(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients that parameters have, when the device is done with them."""
+    gradients = {name: param.grad for name, param in params.items() if param.grad is not None}
+    for device in {grad.device for grad in gradients.values() if grad.is_cuda}:
+        torch.cuda.synchronize(device)
+    return gradients
+
+
 @contextmanager
 def _state_kept(model: nn.Module) -> Iterator[None]:
-    """Put buffers and random generators back as they were."""
+    """Put buffers, random generators and the gradients of now back."""
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    gradients = {param: param.grad for param in model.parameters()}
     python = random.getstate()
     with torch.random.fork_rng():
         try:
             yield
         finally:
             random.setstate(python)
+            for param, gradient in gradients.items():
+                param.grad = gradient
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(buffers[name])
 
 
-@contextmanager
-def _gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Put the gradients back that were there before."""
-    gradients = {param: param.grad for param in model.parameters()}
-    try:
-        yield
-    finally:
-        for param, gradient in gradients.items():
-            param.grad = gradient
+# -- a program -----------------------------------------------------------------------------------
 
 
 class Enough(BaseException):
@@ -159,8 +142,8 @@ class Enough(BaseException):
 class Script:
     """A program whose backward passes are the batches.
 
-    It starts anew for each set of rules, with the same seeds, and is ended after the last batch. Optimizers
-    step, but their weights are put back, so that all batches see the same ones.
+    It starts again for each set of rules, with the same seeds, in a copy of the present folder, and is ended
+    after the last batch. Optimizers step, but their weights are put back, so that all batches see the same.
 
     Args:
         program: a file or a module.
@@ -168,123 +151,120 @@ class Script:
         batches: backward passes to run.
     """
 
-    model: nn.Module | None = None
-
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
         is_below = ".." not in program.file.parts and not program.file.is_absolute()
         self._program = program if is_below else replace(program, file=program.file.absolute())
         self._arguments = list(arguments)
         self._has_run = False
-        self._scratch = ScratchFolder()
-        self.batches = batches
+        self.batches, self.model = batches, None
 
-    def run(self, observer: Observer, *, batches: int) -> None:
+    def run(self, on_batch: OnBatch, *, batches: int) -> None:
         """Run the program until its first backward passes are done; its output is dropped.
 
         Raises:
             RuntimeError: it ended before, by itself or by an error.
         """
+        count = 0
+
+        def counted(gradients: Gradients, seconds: float) -> None:
+            nonlocal count
+            on_batch(gradients, seconds)
+            count += 1
+            if count >= batches:
+                raise Enough
+
         random.seed(0)
         torch.manual_seed(0)
-        counted = _CountedBackwards(observer, batches)
         expected: tuple[type[BaseException], ...] = (Enough, Exception) if self._has_run else (Enough,)
         quiet = contextlib.redirect_stderr(io.StringIO()) if self._has_run else contextlib.nullcontext()
-        with contextlib.redirect_stdout(io.StringIO()), quiet, self._scratch.opened():
-            run = run_program(self._program, self._arguments, around=counted, expected=expected)
-        if counted.count < batches:
+        with contextlib.redirect_stdout(io.StringIO()), quiet, _copy_of_this_folder():
+            around = _batches_followed(counted)
+            run = run_program(self._program, self._arguments, around=around, expected=expected)
+        if count < batches:
             ended = "an error" if run.failed else f"exit code {run.code}"
+            remedy = (
+                f"give --batches {count}, or let it train longer" if count else "it has to run backward()"
+            )
             msg = (
-                f"{self._program.name} ended with {ended} after {counted.count} backward passes, and "
-                f"{batches} are wanted; it must run by itself, and train for as many batches"
+                f"{self._program.name} ended with {ended} after {count} backward passes, and {batches} are "
+                f"wanted; {'it has to run without tune, too' if run.failed else remedy}"
             )
             raise RuntimeError(msg)
         self._has_run = True
 
 
-class ScratchFolder:
-    """A copy of the present folder in which trials write: loggers and checkpoints leave nothing behind.
+_MOST_FILES: Final = 2000  # that are mirrored
+_SMALL: Final = 1_000_000  # bytes of a file that is copied
 
-    Small files are copied, large ones and what is in deep folders are linked; what a program writes by an
-    absolute
-    path is written there.
+
+@contextmanager
+def _copy_of_this_folder() -> Iterator[None]:
+    """Work in a copy of the present folder, so that loggers and checkpoints leave nothing behind.
+
+    Small files are copied; large ones and what is in deep folders are linked.
     """
-
-    _MOST = 2000  # files that are mirrored
-    _SMALL = 1_000_000  # bytes of a file that is copied
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[None]:
-        """Work in a new copy while the block runs."""
-        present = Path.cwd()
-        with tempfile.TemporaryDirectory(prefix="amp_plugin_tune_") as folder:
-            self._mirror(present, Path(folder), [self._MOST])
-            os.chdir(folder)
-            try:
-                yield
-            finally:
-                os.chdir(present)
-
-    def _mirror(self, source: Path, target: Path, left: list[int]) -> None:
-        for entry in source.iterdir():
-            left[0] -= 1
-            copy = target / entry.name
-            is_folder = entry.is_dir() and not entry.is_symlink() and not entry.name.startswith(".")
-            if is_folder and left[0] > 0:
-                copy.mkdir()
-                self._mirror(entry, copy, left)
-            elif entry.is_file() and left[0] > 0 and entry.stat().st_size < self._SMALL:
-                shutil.copy2(entry, copy)
-            else:
-                copy.symlink_to(entry)
+    present = Path.cwd()
+    with tempfile.TemporaryDirectory(prefix="amp_plugin_tune_") as folder:
+        _mirror(present, Path(folder), [_MOST_FILES])
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(present)
 
 
-class _CountedBackwards:
-    """A region that tells an observer of each backward pass, and ends the program after the last."""
+def _mirror(source: Path, target: Path, left: list[int]) -> None:
+    for entry in source.iterdir():
+        left[0] -= 1
+        copy = target / entry.name
+        if left[0] > 0 and entry.is_dir() and not entry.is_symlink() and not entry.name.startswith("."):
+            copy.mkdir()
+            _mirror(entry, copy, left)
+        elif left[0] > 0 and entry.is_file() and entry.stat().st_size < _SMALL:
+            shutil.copy2(entry, copy)
+        else:
+            copy.symlink_to(entry)
 
-    def __init__(self, observer: Observer, wanted: int) -> None:
-        self.count = 0
-        self._observer = observer
-        self._wanted = wanted
-        self._names: dict[Tensor, str] = {}
-        self._is_begun = False
-        self._opened = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        self._opened.enter_context(_weights_held_still())
-        for hook in (
-            register_module_parameter_registration_hook(self._registered),
-            register_module_forward_pre_hook(self._forward),
-        ):
-            self._opened.callback(hook.remove)
-        self._opened.enter_context(_wrapped_backward(self._backward))
-        return self
+@contextmanager
+def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
+    """Call a function after each backward pass of a program that leaves gradients; hold its weights still."""
+    names: dict[Tensor, str] = {}
+    begun: list[float] = []  # when the first module of the batch was called
+    plain = torch.autograd.backward
 
-    def __exit__(self, *exc_info: object) -> None:
-        self._opened.close()
-        self._names.clear()
-
-    def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None:
-            self._names.setdefault(param, f"{type(module).__name__}.{name} (number {len(self._names)})")
+            names.setdefault(param, f"{type(module).__name__}.{name} (number {len(names)})")
 
-    def _forward(self, *_: Any) -> None:
-        if not self._is_begun:
-            self._is_begun = True
-            self._observer.begin()
+    def called(*_: Any) -> None:
+        if not begun:
+            begun.append(time.perf_counter())
 
-    def _backward(self) -> None:
-        gradients = {name: param.grad for param, name in self._names.items() if param.grad is not None}
-        if not gradients:  # of losses that no module's parameter is in
-            return
-        self._observer.end(gradients)
-        self.count, self._is_begun = self.count + 1, False
-        if self.count >= self._wanted:
-            raise Enough
+    def backward(*args: Any, **kwargs: Any) -> None:
+        is_inner = torch._C._current_graph_task_id() != -1
+        plain(*args, **kwargs)
+        gradients = {} if is_inner else _gradients({name: param for param, name in names.items()})
+        if gradients:  # none are of losses that no module's parameter is in
+            now = time.perf_counter()
+            on_batch(gradients, now - (begun.pop() if begun else now))
+
+    hooks = [
+        register_module_parameter_registration_hook(registered),
+        register_module_forward_pre_hook(called),
+        *_weights_held_still(),
+    ]
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = plain
+        for hook in hooks:
+            hook.remove()
 
 
-@contextlib.contextmanager
-def _weights_held_still() -> Iterator[None]:
-    """Put back what each optimizer step changes in its parameters."""
+def _weights_held_still() -> list[RemovableHandle]:
+    """Put back what each optimizer step changes in its parameters, until the hooks are removed."""
     before: dict[Optimizer, list[Tensor]] = {}
 
     def parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -298,31 +278,10 @@ def _weights_held_still() -> Iterator[None]:
             for param, value in zip(parameters(optimizer), before.pop(optimizer), strict=True):
                 param.copy_(value)
 
-    hooks = register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(restore)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    return [register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(restore)]
 
 
-@contextlib.contextmanager
-def _wrapped_backward(done: Callable[[], None]) -> Iterator[None]:
-    """Call a function after each backward pass of the program, those within one left out."""
-    plain = torch.autograd.backward
-
-    def backward(*args: Any, **kwargs: Any) -> None:
-        is_inner = torch._C._current_graph_task_id() != -1
-        plain(*args, **kwargs)
-        if not is_inner:
-            done()
-
-    torch.autograd.backward = backward
-    try:
-        yield
-    finally:
-        torch.autograd.backward = plain
-
+# -- the ops -------------------------------------------------------------------------------------
 
 # Their results are no floating-point numbers, or are what the caller asked for by dtype.
 _LEFT_OUT: Final = {
@@ -351,20 +310,17 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
         with _without_standard_error():
             profiled.__enter__()  # type: ignore[no-untyped-call]
         try:
-            workload.run(NoObserver(), batches=1)
+            workload.run(lambda *_: None, batches=1)
         finally:
             with _without_standard_error():
                 profiled.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-    counts: dict[str, int] = {}
-    for event in profiled.function_events or []:
-        if _is_outermost(event):
-            counts[event.name] = counts.get(event.name, 0) + 1
-    return sorted((op for op in counts if _may_have_rule(op)), key=lambda op: -counts[op])
+    counts = Counter(event.name for event in profiled.function_events or [] if _is_outermost(event))
+    return [op for op, _ in counts.most_common() if _may_have_rule(op)]
 
 
 @contextmanager
 def _without_standard_error() -> Iterator[None]:
-    """Drop what C++ writes to standard error: the profiler of torch 2.13 tells of each start and stop."""
+    """Drop what C++ writes to standard error: torch 2.13's profiler reports each start and stop."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:

@@ -1,4 +1,4 @@
-"""Gradients of weights in 16 bits under DistributedDataParallel: added up and reduced in float32.
+"""Stored weights in wrapped models: DistributedDataParallel reduces float32, sharded models are refused.
 
 torch's DDP expects gradients of the parameters' dtype and reduces in it. Here a communication hook reads
 the float32 gradients themselves, the sum of a whole accumulation window, reduces them in float32 and hands
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.messages import warn_user
 from amp_plugin.weights.weight import fp32_shown, is_shown, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
@@ -42,42 +42,40 @@ def reduce_in_fp32(model: nn.Module) -> None:
         setattr(ddp, _DONE, True)
         _refuse_different_ranks(ddp)
         stored = stored_params(ddp.parameters())
+        if stored and ddp.gradient_as_bucket_view:
+            msg = (
+                "DistributedDataParallel(gradient_as_bucket_view=True) keeps gradients in the 16 bits of the "
+                "weights, which need gradients in float32: leave gradient_as_bucket_view out"
+            )
+            raise ValueError(msg)
         if stored:
-            _refuse_bucket_views(ddp)
             with torch.no_grad(), fp32_shown(stored):
                 masters = [param.data for param in stored]
                 dist._broadcast_coalesced(ddp.process_group, masters, _COALESCED, 0)  # type: ignore[attr-defined]
             ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
-            _register(ddp)
+            if ddp._comm_hooks:
+                warn_user(
+                    "this DistributedDataParallel has a communication hook, which reduces gradients in the "
+                    "16 bits of the weights; without it they are reduced in float32"
+                )
+            else:
+                ddp.register_comm_hook(ddp.process_group, _all_reduce_in_fp32)
             ddp.register_forward_pre_hook(_refuse_shown)
             ddp.join_hook = partial(_join_hook, ddp)  # type: ignore[method-assign]
 
 
 def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
-    ways = [
-        (str(param.dtype), None if (weight := stored_weight(param)) is None else weight.name)
-        for param in ddp.parameters()
-    ]
+    ways = [(str(param.dtype), getattr(stored_weight(param), "name", None)) for param in ddp.parameters()]
     of_ranks: list[Any] = [None] * dist.get_world_size(ddp.process_group)
     dist.all_gather_object(of_ranks, ways, group=ddp.process_group)
-    for rank, others in enumerate(of_ranks):
-        if others != of_ranks[0]:
-            pairs = zip(of_ranks[0], others, strict=False)
-            number, (first, other) = next((n, pair) for n, pair in enumerate(pairs) if pair[0] != pair[1])
-            msg = (
-                f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: convert "
-                "or store the model alike on all ranks, before DistributedDataParallel"
-            )
-            raise RuntimeError(msg)
-
-
-def _refuse_bucket_views(ddp: DistributedDataParallel) -> None:
-    if ddp.gradient_as_bucket_view:
-        msg = (
-            "DistributedDataParallel(gradient_as_bucket_view=True) keeps gradients in the 16 bits of the "
-            "weights, which need gradients in float32: leave gradient_as_bucket_view out"
-        )
-        raise ValueError(msg)
+    for number, of_param in enumerate(zip(*of_ranks, strict=False)):
+        for rank, way in enumerate(of_param):
+            if way != of_param[0]:
+                msg = (
+                    f"parameter {number} is stored as {of_param[0]} on rank 0 and as {way} on rank {rank}: "
+                    "convert or store the model alike on all ranks, before DistributedDataParallel"
+                )
+                raise RuntimeError(msg)
 
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
@@ -89,16 +87,6 @@ def _refuse_shown(ddp: nn.Module, _args: object) -> None:
             "outside the block, and drop the exception"
         )
         raise RuntimeError(msg)
-
-
-def _register(ddp: DistributedDataParallel) -> None:
-    if ddp._comm_hooks:
-        warn_user(
-            "this DistributedDataParallel has a communication hook, which reduces gradients in the 16 bits "
-            "of the weights; without it they are reduced in float32"
-        )
-        return
-    ddp.register_comm_hook(ddp.process_group, _all_reduce_in_fp32)
 
 
 def _all_reduce_in_fp32(
@@ -135,10 +123,37 @@ def _view_like(flat: Tensor, param: Tensor) -> Tensor:
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:
     """Return DDP's own, which at the end gives all ranks the weights of one: here all bits of them."""
     hook: Any = DistributedDataParallel.join_hook(ddp, **kwargs)  # type: ignore[no-untyped-call]
-    hook.post_hook = partial(_share_fp32, ddp, hook.post_hook)
+    share = hook.post_hook
+
+    def share_fp32(is_last_joiner: bool) -> None:
+        with fp32_shown(ddp.parameters()):
+            share(is_last_joiner)
+
+    hook.post_hook = share_fp32
     return hook
 
 
-def _share_fp32(ddp: DistributedDataParallel, share: Any, is_last_joiner: bool) -> None:
-    with fp32_shown(ddp.parameters()):
-        share(is_last_joiner)
+# -- sharded models ----------------------------------------------------------------------------------
+
+
+def refuse_sharded(weights: str, setting: str | None = "DtypePlan(compute='bf16')") -> None:
+    """Raise TypeError if weights of a sharded model are to be stored; ``setting`` casts those of one."""
+    if weights != "fp32" and setting is not None:
+        msg = (
+            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
+            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
+        )
+        raise TypeError(msg)
+
+
+def sharded_by(model: nn.Module) -> str | None:
+    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
+    if has_shards or "FSDPModule" in kinds:
+        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+    if "FullyShardedDataParallel" in kinds:
+        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
+    if "DeepSpeedEngine" in kinds:
+        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
+    return None

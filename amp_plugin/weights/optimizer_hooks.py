@@ -8,40 +8,57 @@
                                 step, with the values that it has set, as in torch
 
 torch's own hooks do it, so that optimizers of any class work unchanged; nothing is put into their state.
+Under ``weights="fp32"`` the same hooks see to weights that are frozen in 16 bits and trained later.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from typing_extensions import Self
 
-from amp_plugin.weights.checkpoint import load_entry_of_0_2
-from amp_plugin.weights.formats import HALVES
-from amp_plugin.weights.weight import fp32_shown, hide_fp32, show_fp32, stored_params, stored_weight
+from amp_plugin.messages import warn_user
+from amp_plugin.weights.formats import FORMATS, HALVES
+from amp_plugin.weights.weight import (
+    fp32_shown,
+    hide_fp32,
+    is_left,
+    is_whole,
+    show_fp32,
+    stored_params,
+    stored_weight,
+    widen_,
+)
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
+_ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _LOAD_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
 def add_optimizer(optimizer: Optimizer) -> None:
-    """Let an optimizer step stored parameters in float32; any number of calls.
+    """Let an optimizer step stored parameters in float32, or refuse it; any number of calls."""
+    _refuse(optimizer)
+    _hooks_of(optimizer)
+    _widen_fresh_state(optimizer)
 
-    Raises:
-        TypeError: It steps in backward, or was made without ``Optimizer.__init__``.
-        ValueError: It has state in 16 bits, made before.
-    """
+
+def warn_of_16_bits(optimizer: Optimizer) -> None:
+    """Warn once when an optimizer steps parameters in 16 bits, and widen those that load float32 state."""
+    if _has_hooks(optimizer):
+        _hooks_of(optimizer).warns = True
+
+
+def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
     if not hasattr(optimizer, _ATTRIBUTE):
-        _refuse(optimizer)
         setattr(optimizer, _ATTRIBUTE, OptimizerHooks())
         getattr(optimizer, _ATTRIBUTE).attach(optimizer)
-    _widen_fresh_state(optimizer)
+    return getattr(optimizer, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
 def add_late_optimizers() -> None:
@@ -59,24 +76,21 @@ def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 
 class OptimizerHooks:
-    """What one optimizer shows of the parameters that it steps."""
+    """What one optimizer shows of the parameters that it steps; ``warns``: of those in 16 bits."""
 
     def __init__(self) -> None:
         self._shown: list[Tensor] = []
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizerHooks:
-        """Show nothing in a copy."""
-        return OptimizerHooks()
+        self.warns = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Show nothing in a pickle."""
+        """Show nothing in a copy or a pickle."""
         return OptimizerHooks, ()
 
     def attach(self, optimizer: Optimizer) -> None:
         """Put the hooks on an optimizer."""
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
         for hook in (before, after):
-            hook.leaves_gradients = True
+            hook.leaves_gradients = True  # else no step is taken in one pass
         before.leaves_steps = True
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
@@ -96,19 +110,39 @@ class OptimizerHooks:
         params = stored_params(_params(optimizer))
         if not params:
             return None
-        _refuse_graphs(optimizer, params)
+        if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
+            msg = (
+                f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
+                "which leads to weights in 16 bits, not to the float32 it steps: use weights='fp32' with it"
+            )
+            raise RuntimeError(msg)
         self._count_steps(optimizer, params)
         self._show(params)
         return self._with_closure(params, args, kwargs)
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
-        """Store them."""
+        """Store them; warn once of others in 16 bits."""
         self.close(steps=1)
+        left = [param for param in _params(optimizer) if is_left(param)] if self.warns else []
+        count = sum(param.grad is not None for param in left)
+        if count:
+            self.warns = False
+            warn_user(
+                f"{count} parameters in 16 bits were frozen, or not made yet, when the model was set up, so "
+                f"that they did not become float32, and {type(optimizer).__name__} steps them now: updates "
+                "below 1/256 of a weight (1/2048 in float16) are lost. Unfreeze or make them before the "
+                "model is set up"
+            )
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Show the parameters: torch casts state to their dtype."""
+        """Show the parameters until it is loaded, and widen others with float32 state: torch casts state."""
         self.close()
         load_entry_of_0_2(optimizer, state_dict)
+        for number, param in enumerate(dict.fromkeys(_params(optimizer))) if self.warns else ():
+            state = state_dict["state"].get(number, {}).values()
+            in_fp32 = any(isinstance(v, Tensor) and v.dtype is torch.float32 and v.dim() > 0 for v in state)
+            if in_fp32 and is_left(param) and is_whole(param):
+                widen_(param)
         self._shown = show_fp32(_params(optimizer))
 
     def after_load(self, optimizer: Optimizer) -> None:
@@ -118,8 +152,9 @@ class OptimizerHooks:
     def _count_steps(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
         for param in params:
-            weight, count = stored_weight(param), optimizer.state.get(param, {}).get("step")
-            if weight is not None and not weight.format.kept_bytes and count is not None:
+            weight = stored_weight(param)
+            if weight is not None and not weight.format.kept_bytes:
+                count = optimizer.state.get(param, {}).get("step", weight.steps)
                 weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
 
     def _show(self, params: Iterable[Tensor]) -> None:
@@ -130,7 +165,9 @@ class OptimizerHooks:
             kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
         elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
             args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
-        return _Arguments(args, self), kwargs
+        arguments = _Arguments(args)
+        arguments.hooks = self
+        return arguments, kwargs
 
     def _on_16_bits(self, params: list[Tensor], closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -145,11 +182,6 @@ class OptimizerHooks:
 class _Arguments(tuple[Any, ...]):  # noqa: SLOT001 -- it has an attribute
     """The arguments of a step, which end when the step does, by an exception too."""
 
-    def __new__(cls, arguments: Iterable[Any], hooks: OptimizerHooks) -> Self:
-        made = super().__new__(cls, arguments)
-        made.hooks = hooks
-        return made
-
     hooks: OptimizerHooks
 
     def __del__(self) -> None:
@@ -159,15 +191,12 @@ class _Arguments(tuple[Any, ...]):  # noqa: SLOT001 -- it has an attribute
 
 def _is_running(optimizer: object) -> bool:
     """Whether a step of an optimizer is on the stack: another hook may have replaced its arguments."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if (
-            frame.f_globals.get("__name__") == Optimizer.__module__
-            and frame.f_locals.get("self") is optimizer
-        ):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        frame.f_globals.get("__name__") != Optimizer.__module__ or frame.f_locals.get("self") is not optimizer
+    ):
+        frame = frame.f_back
+    return frame is not None
 
 
 class _ShownLoad:
@@ -183,14 +212,45 @@ class _ShownLoad:
             return self.load(state_dict, *args, **kwargs)
 
 
-def accept_entries_of_0_2(optimizer: Optimizer) -> None:
-    """Let an optimizer of float32 weights load what 0.2 kept of stored ones; any number of calls."""
-    if load_entry_of_0_2 not in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        optimizer.register_load_state_dict_pre_hook(load_entry_of_0_2)
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Whether torch runs hooks of an optimizer: not of one that was made without ``Optimizer.__init__``."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, _LOAD_HOOKS)
 
 
 def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return (param for group in optimizer.param_groups for param in group["params"])
+
+
+# -- what 0.2 has saved ------------------------------------------------------------------------------
+
+
+def accept_entries_of_0_2(optimizer: Optimizer) -> None:
+    """Let an optimizer of float32 weights load what 0.2 kept of stored ones; any number of calls."""
+    if _has_hooks(optimizer) and load_entry_of_0_2 not in getattr(optimizer, _LOAD_HOOKS).values():
+        optimizer.register_load_state_dict_pre_hook(load_entry_of_0_2)
+
+
+@torch.no_grad()
+def load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Add to the weights what the optimizer's checkpoint of 0.2 kept beside the 16 bits of the model's.
+
+    The model is loaded by now; a weight that is not the one that was saved is left as it is.
+    """
+    entry = state_dict.get(_ENTRY_OF_0_2)
+    if entry is None:
+        return
+    params = list(dict.fromkeys(_params(optimizer)))
+    with fp32_shown(params):
+        for number, saved in entry["rests"].items():
+            param = params[number]
+            if param.dtype is not torch.float32 or saved.shape != param.shape:
+                continue
+            whole, same = saved.to(param.device), param.bfloat16().float() == param
+            if whole.dtype is torch.float32:
+                same = whole.half().float() == param
+            else:
+                (whole,) = FORMATS["bf16"].join([param.bfloat16()], [whole])
+            param.copy_(torch.where(same, whole, param))
 
 
 # -- what is refused ---------------------------------------------------------------------------------
@@ -198,7 +258,7 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _refuse(optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
-    if not (hasattr(optimizer, "_optimizer_step_pre_hooks") and hasattr(optimizer, _LOAD_HOOKS)):
+    if not _has_hooks(optimizer):
         msg = (
             f"{kind} was made without Optimizer.__init__, so that torch runs no hook before its step, and it "
             "would step weights in 16 bits: hand over the optimizer that it wraps if it writes no weight "
@@ -217,15 +277,6 @@ def _refuse(optimizer: Optimizer) -> None:
             "leave parameters_as_bucket_view out"
         )
         raise ValueError(msg)
-
-
-def _refuse_graphs(optimizer: Optimizer, params: list[Tensor]) -> None:
-    if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
-        msg = (
-            f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
-            "which leads to weights in 16 bits, not to the float32 that it steps: use weights='fp32' with it"
-        )
-        raise RuntimeError(msg)
 
 
 def _widen_fresh_state(optimizer: Optimizer) -> None:

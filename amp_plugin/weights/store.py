@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -14,23 +14,27 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 
+from amp_plugin.kernels.build import native_core
+from amp_plugin.messages import warn_user
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import WeightsName, checked_weights, stores_all
-from amp_plugin.user_warnings import warn_user
-from amp_plugin.weights.checkpoint import export_as_is, export_fp32
+from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
-from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_late_optimizers, add_optimizer
-from amp_plugin.weights.unfreezing import forget_frozen, set_up_when_unfrozen, warn_of_16_bits, widen_
+from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer, warn_of_16_bits
 from amp_plugin.weights.weight import (
     StoredParameter,
+    export_as_is,
+    export_fp32,
     fp32_shown,
-    restore_,
+    is_left,
+    is_whole,
     store_,
     stored_params,
     stored_weight,
+    widen_,
 )
 
-_STORABLE: Final = {torch.float32, torch.bfloat16, torch.float16}
+SetUp = Callable[[nn.Module, list[nn.Parameter]], None]
 
 
 class WeightStore:
@@ -46,7 +50,7 @@ class WeightStore:
     def add(self, *optimizers: Optimizer) -> None:
         """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
         for optimizer in optimizers:
-            add_optimizer(optimizer)
+            (add_optimizer if len(self) else warn_of_16_bits)(optimizer)
 
     def in_fp32(self) -> AbstractContextManager[None]:
         """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
@@ -108,25 +112,24 @@ def store_weights(
         torch.float32
     """
     name = checked_weights(weights)
-    refuse_sharded(model, name)
+    refuse_sharded(name, sharded_by(model))
     if torch.__future__.get_swap_module_params_on_conversion():
         msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
         raise RuntimeError(msg)
+    set_up: SetUp = widen_unfrozen
     if name == "fp32":
         restore_weights(model)
         convert_to_fp32(model)
-        set_up_when_unfrozen(model, widen_unfrozen)
-        for optimizer in optimizers:
-            accept_entries_of_0_2(optimizer)
-            warn_of_16_bits(optimizer)
-        return WeightStore(model)
-    store = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
-    store(model, list(model.parameters()))
-    set_up_when_unfrozen(model, store)
-    add_late_optimizers()
-    for optimizer in optimizers:
-        add_optimizer(optimizer)
-    return WeightStore(model)
+    else:
+        _forget_frozen(model)
+        native_core()  # in plain torch ops a step takes nine times that of float32 weights, not 1.5
+        set_up = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
+        set_up(model, list(model.parameters()))
+        add_late_optimizers()
+    set_up_when_unfrozen(model, set_up)
+    store = WeightStore(model)
+    store.add(*optimizers)
+    return store
 
 
 def restore_weights(model: nn.Module) -> None:
@@ -149,9 +152,9 @@ def restore_weights(model: nn.Module) -> None:
         torch.float32
     """
     for param in stored_params(model.parameters()):
-        restore_(param)
+        widen_(param)
     export_as_is(model)
-    forget_frozen(model)
+    _forget_frozen(model)
 
 
 def in_fp32(model: nn.Module) -> AbstractContextManager[None]:
@@ -173,17 +176,13 @@ def is_stored(model: nn.Module) -> bool:
 
 # -- which weights -----------------------------------------------------------------------------------
 
+_PROJECTIONS: Final = ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 # Modules whose weights autocast casts wherever they are used, on all devices, and the names of those weights.
 _CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
     nn.Linear: ("weight", "bias"),
     _ConvNd: ("weight", "bias"),
-    nn.MultiheadAttention: (
-        "in_proj_weight",
-        "in_proj_bias",
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-    ),
+    nn.MultiheadAttention: _PROJECTIONS,
+    nn.RNNCellBase: ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
 }
 _CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
@@ -198,32 +197,31 @@ def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> dict[nn.P
     require_matches([model], patterns)
     in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
     for module in model.modules():
-        names = set() if stores_all(name) else set(module._parameters) - set(_cast_names(module))
         own = module._parameters
-        in_fp32.update(param for key, param in own.items() if param is not None and key in names)
+        names = own if stores_all(name) else _cast_names(module)
         if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
-            in_fp32.update(param for param in own.values() if param is not None)
+            names = ()
+        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
+    frozen = {torch.float32} if stores_all(name) else ()  # those in 16 bits stay as they are
     return dict.fromkeys(
         param
         for param in model.parameters()
-        if param not in in_fp32 and _is_storable(param, frozen=stores_all(name))
+        if param not in in_fp32
+        and param.dtype in {torch.float32, *HALVES}
+        and type(param) in {nn.Parameter, StoredParameter}
+        and (param.requires_grad or param.dtype in frozen or stored_weight(param) is not None)
     )
 
 
-def _is_storable(param: nn.Parameter, *, frozen: bool) -> bool:
-    if param.dtype not in _STORABLE or type(param) not in {nn.Parameter, StoredParameter}:
-        return False
-    known = stored_weight(param) is not None
-    return param.requires_grad or known or (frozen and param.dtype is torch.float32)
-
-
-def _cast_names(module: nn.Module) -> tuple[str, ...]:
+def _cast_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's own parameters that autocast casts wherever it runs."""
     kind = type(module)
-    for known, names in _CAST.items():
-        if isinstance(module, known):
-            torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
-            return names if kind.forward is torchs.forward else ()
+    names: Iterable[str] = next((names for known, names in _CAST.items() if isinstance(module, known)), ())
+    if isinstance(module, nn.RNNBase) and not torch.accelerator.is_available():  # cuDNN's take float16 only
+        names = module._flat_weights_names
+    torchs: Any = next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+    if kind.forward is torchs.forward:
+        return names
     return _CAST_BY_NAME.get(f"{kind.__module__}.{kind.__qualname__}", ())
 
 
@@ -236,7 +234,7 @@ def _store(
         if param in wanted:
             store_(param, name, seed=seed)
         elif stored_weight(param) is not None:
-            restore_(param)
+            widen_(param)
     convert_to_fp32(model, only=[param for param in params if param.requires_grad and param not in wanted])
     export_fp32(model)
 
@@ -255,11 +253,10 @@ def has_fp32_buffers(model: nn.Module) -> bool:
 def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = None) -> str:
     """Convert parameters in 16 bits (``only``, or all trainable ones) to float32, with their buffers.
 
-    Returns:
-        What was converted, in one line, with the alternative; empty if nothing was.
+    Return what was converted, in one line, with the alternative; empty if nothing was.
     """
     wanted = trainable(model) if only is None else list(only)
-    params = [param for param in wanted if param.dtype in HALVES and stored_weight(param) is None]
+    params = [param for param in wanted if is_left(param)]
     if not params:
         return ""
     dtype, total = params[0].dtype, _bytes(params)
@@ -283,37 +280,40 @@ def widen_unfrozen(model: nn.Module, params: list[nn.Parameter]) -> None:
     warn_user(convert_to_fp32(model, only=params))
 
 
-# -- sharded models ----------------------------------------------------------------------------------
+class FrozenWeights:
+    """A forward pre-hook of a model: sets up, by ``set_up``, its weights in 16 bits that are trained now."""
+
+    def __init__(self, set_up: SetUp) -> None:
+        self._set_up = set_up
+
+    def __call__(self, model: nn.Module, args: object = ()) -> None:
+        """Set up those that are trained now."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        params = [param for param in trainable(model) if is_left(param) and is_whole(param)]
+        if params:
+            self._set_up(model, params)
 
 
-def refuse_sharded(model: nn.Module, weights: str) -> None:
-    """Raise TypeError if a model's parameters are shards: FSDP stores float32 ones and casts them."""
-    setting = sharded_by(model)
-    if setting is not None:
-        refuse_sharded_weights(weights, setting)
+def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> FrozenWeights | None:
+    """Let a model's frozen weights in 16 bits be set up when they are trained; any number of calls.
+
+    Return what does it before each forward pass, for whoever trains without one; None if none is frozen so.
+    """
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, FrozenWeights):
+            return hook
+    if not any(map(is_left, model.parameters())):
+        return None
+    frozen = FrozenWeights(set_up)
+    model.register_forward_pre_hook(frozen)
+    return frozen
 
 
-def refuse_sharded_weights(weights: str, setting: str = "DtypePlan(compute='bf16')") -> None:
-    """Raise TypeError if weights of a sharded model are to be stored; ``setting`` casts them."""
-    if weights != "fp32":
-        msg = (
-            f"weights={weights!r} does not work on a sharded model: it stores shards in float32 and gathers "
-            f"them in 16 bits by itself; leave weights='fp32' and use {setting}"
-        )
-        raise TypeError(msg)
-
-
-def sharded_by(model: nn.Module) -> str | None:
-    """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
-    if has_shards or "FSDPModule" in kinds:
-        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-    if "FullyShardedDataParallel" in kinds:
-        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
-    if "DeepSpeedEngine" in kinds:
-        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
-    return None
+def _forget_frozen(model: nn.Module) -> None:
+    for number, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, FrozenWeights):
+            del model._forward_pre_hooks[number]
 
 
 # -- bytes -------------------------------------------------------------------------------------------

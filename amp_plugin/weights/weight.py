@@ -14,7 +14,7 @@ parameter are float32 parameters.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, cast
 from weakref import ref
@@ -22,7 +22,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from amp_plugin.weights.formats import FORMATS, Format
+from amp_plugin.messages import warn_user
+from amp_plugin.weights.formats import FORMATS, HALVES
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
 _GRAD: Final[Any] = Tensor.grad  # descriptors
@@ -33,7 +34,7 @@ class StoredWeight:
     """The record of a stored parameter.
 
     Attributes:
-        name: How it is stored, as users write it.
+        name, format: How it is stored, as users write it and as it is done.
         seed: For stochastic rounding.
         kept: What its 16 bits lack; on its device from the next use on.
         steps: Optimizer steps that it has taken.
@@ -42,53 +43,39 @@ class StoredWeight:
         exported: The state dict that a float32 copy was last put into, and that copy.
     """
 
-    __slots__ = ("exported", "hidden", "kept", "name", "seed", "shows", "steps")
+    __slots__ = ("exported", "format", "hidden", "kept", "name", "seed", "shows", "steps")
 
     def __init__(self, name: str, kept: Tensor, seed: int, steps: int = 0) -> None:
-        self.name, self.kept, self.seed, self.steps = name, kept, seed, steps
+        self.name, self.format, self.kept, self.seed, self.steps = name, FORMATS[name], kept, seed, steps
         self.shows = 0
         self.hidden: nn.Parameter | None = None
         self.exported: tuple[ref[Any], ref[Tensor]] | None = None
-
-    @property
-    def format(self) -> Format:
-        """How it is stored."""
-        return FORMATS[self.name]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
         return bool, ()
 
 
+def _set_grad(param: Tensor, given: Tensor | None) -> None:
+    """Set a float32 gradient; one that is given in the weight's 16 bits becomes float32."""
+    _GRAD.__set__(param, given.float() if given is not None and given.dtype is param.dtype else given)
+
+
+def _set_data(param: Tensor, given: Tensor) -> None:
+    """Set the 16 bits; float32 is stored, all bits, unless it is these 16 bits widened."""
+    if given.dtype is torch.float32 and given.shape == param.shape and given.device == param.device:
+        present = _DATA.__get__(param).float()
+        if not torch.equal(given, present) or torch.equal(present, exact_value(param)):
+            weight = _settled(param)
+            given, weight.kept = weight.format.split(given)
+    _DATA.__set__(param, given)
+
+
 class StoredParameter(nn.Parameter):
     """The class of a stored parameter at rest."""
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The gradient, float32; one that is assigned in the weight's 16 bits becomes float32."""
-        return _GRAD.__get__(self)  # type: ignore[no-any-return]
-
-    @grad.setter
-    def grad(self, given: Tensor | None) -> None:
-        _GRAD.__set__(self, given.float() if given is not None and given.dtype is self.dtype else given)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
-
-    @property
-    def data(self) -> Tensor:
-        """The 16 bits; assigned float32 is stored, all bits, unless it is these 16 bits widened."""
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
-
-    @data.setter
-    def data(self, given: Tensor) -> None:
-        if given.dtype is torch.float32 and given.shape == self.shape and given.device == self.device:
-            present = _DATA.__get__(self).float()
-            if not torch.equal(given, present) or torch.equal(present, exact_value(self)):
-                weight = _record(self)
-                given, weight.kept = weight.format.split(given)
-        _DATA.__set__(self, given)
+    grad: Any = property(_GRAD.__get__, _set_grad, _GRAD.__delete__)
+    data: Any = property(_DATA.__get__, _set_data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
@@ -110,19 +97,26 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
     return param.__dict__.get(_ATTRIBUTE) or None
 
 
-def _record(param: Tensor) -> StoredWeight:
-    return param.__dict__[_ATTRIBUTE]  # type: ignore[no-any-return]
-
-
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return those that are stored in 16 bits, each once."""
-    return [param for param in dict.fromkeys(params) if param.__dict__.get(_ATTRIBUTE)]
+    return list({id(param): param for param in params if param.__dict__.get(_ATTRIBUTE)}.values())
 
 
 def is_shown(param: Tensor) -> bool:
     """Whether a stored parameter is float32 at present."""
     weight = stored_weight(param)
     return weight is not None and weight.shows > 0
+
+
+def is_left(param: Tensor) -> bool:
+    """Whether a parameter is in 16 bits, and not stored."""
+    return param.dtype in HALVES and stored_weight(param) is None
+
+
+def is_whole(param: Tensor) -> bool:
+    """Whether a parameter is a tensor of its own; a part of FSDP's flat one must keep its memory."""
+    size = param.numel() * param.element_size()
+    return type(param).__name__ != "DTensor" and param.untyped_storage().nbytes() == size
 
 
 # -- storing and giving back -------------------------------------------------------------------------
@@ -135,7 +129,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
     if known is not None:
         if known.name == name:
             return
-        restore_(param)
+        widen_(param)
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
     if param.dtype is value.dtype:
@@ -150,26 +144,17 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
 
 
 @torch.no_grad()
-def restore_(param: Tensor) -> None:
-    """Make a stored parameter an ordinary float32 one, in place and exactly."""
+def widen_(param: Tensor) -> None:
+    """Make a parameter in 16 bits an ordinary float32 one, in place: a stored one with all its bits."""
     if is_shown(param):
         msg = "restore_weights within in_fp32, or within an optimizer step: call it after the block"
         raise RuntimeError(msg)
     value, grad = exact_value(param), param.grad
     param.grad = None
-    delattr(param, _ATTRIBUTE)
-    param.__class__ = nn.Parameter
+    if param.__dict__.pop(_ATTRIBUTE, None) is not None:
+        param.__class__ = nn.Parameter
     param.data = value
-    param.grad = grad
-
-
-def assigned(param: Tensor, value: Tensor) -> nn.Parameter:
-    """Return a new parameter of a float32 value, stored as ``param`` is."""
-    weight = stored_weight(param)
-    made = nn.Parameter(value, param.requires_grad)
-    if weight is not None:
-        store_(made, weight.name, seed=weight.seed)
-    return made
+    param.grad = None if grad is None else grad.float()
 
 
 # -- reading -----------------------------------------------------------------------------------------
@@ -177,10 +162,10 @@ def assigned(param: Tensor, value: Tensor) -> nn.Parameter:
 
 @torch.no_grad()
 def exact_value(param: Tensor) -> Tensor:
-    """Return a stored parameter in float32, a new tensor; on the host where its GPU is nearly full."""
-    weight = _settled(param)
-    if weight.shows:
-        return param.detach().clone()
+    """Return a parameter in float32, a new tensor; a stored one on the host where its GPU is nearly full."""
+    weight = stored_weight(param)
+    if weight is None or _settled(param).shows:
+        return param.detach().to(torch.float32, copy=True)
     device = param.device if has_room(param) else torch.device("cpu")
     (value,) = weight.format.join([param.detach().to(device)], [weight.kept.to(device)])
     return value.clone() if value.data_ptr() == weight.kept.data_ptr() else value
@@ -195,16 +180,10 @@ def has_room(param: Tensor) -> bool:
     return free + cached - 4 * param.numel() > total // 8
 
 
-@torch.no_grad()
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a stored parameter lacks of float32, for ops that step a parameter with it.
+    """Return what a parameter lacks of float32, of its shape: a low half (int16) or a master (float32).
 
-    Returns:
-        The low half of a pair (int16), or the master of a parameter in fp16 (float32), of its shape; None if
-        the parameter, as it is now, is all there is.
-
-    Raises:
-        ValueError: It is stored in a way that no op steps.
+    None if the parameter, as it is now, is all there is; ValueError if no op steps what is stored so.
     """
     weight = stored_weight(param)
     if weight is None or weight.shows:
@@ -212,15 +191,16 @@ def remainder_of(param: Tensor) -> Tensor | None:
     if not weight.format.kept_bytes:
         msg = f"a weight is stored with weights={weight.name!r}"
         raise ValueError(msg)
-    kept = _settled(param).kept
-    if kept.dtype is torch.float32:
-        weight.format.join([param], [kept])  # with what somebody else has written
+    with torch.no_grad():  # not as a decorator: most parameters of a step return above
+        kept = _settled(param).kept
+        if kept.dtype is torch.float32:
+            weight.format.join([param], [kept])  # with what somebody else has written
     return kept
 
 
 def _settled(param: Tensor) -> StoredWeight:
-    """Return a record that fits its parameter, which may have moved or been given other data."""
-    weight = _record(param)
+    """Return the record of a stored parameter, fit for it: it may have moved or been given other data."""
+    weight: StoredWeight = param.__dict__[_ATTRIBUTE]
     wanted = torch.float32 if weight.shows else weight.format.dtype
     if param.dtype is not wanted:
         msg = (
@@ -244,8 +224,7 @@ def _settled(param: Tensor) -> StoredWeight:
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
     """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
     stored = [(param, _settled(param)) for param in stored_params(params)]
-    for alike in _alike(param for param, weight in stored if not weight.shows):
-        weights = list(map(_record, alike))
+    for alike, weights in _alike((param, weight) for param, weight in stored if not weight.shows):
         masters = weights[0].format.join(alike, [weight.kept for weight in weights])
         for param, weight, master in zip(alike, weights, masters, strict=True):
             weight.hidden = nn.Parameter(master, param.requires_grad)
@@ -259,13 +238,12 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
-    ended = [(param, _settled(param)) for param in params if stored_weight(param) is not None]
+    ended = [(param, _settled(param)) for param in stored_params(params)]
     for _, weight in ended:
         weight.shows -= 1
         weight.steps += steps
-    for alike in _alike(param for param, weight in ended if not weight.shows):
-        weights = list(map(_record, alike))
-        halves = [_moved(weight.hidden, param) for param, weight in zip(alike, weights, strict=True)]
+    for alike, weights in _alike((param, weight) for param, weight in ended if not weight.shows):
+        halves = [_moved(cast("nn.Parameter", w.hidden), p) for p, w in zip(alike, weights, strict=True)]
         kept = [weight.kept for weight in weights]
         weights[0].format.store(alike, halves, kept, weights[0].seed, weights[0].steps)
         for param, weight, half in zip(alike, weights, halves, strict=True):
@@ -284,19 +262,21 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
         hide_fp32(shown)
 
 
-def _alike(params: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _alike(
+    stored: Iterable[tuple[Tensor, StoredWeight]],
+) -> Iterable[tuple[list[Tensor], list[StoredWeight]]]:
     """Group parameters that one call of an op takes."""
-    groups: dict[Any, list[Tensor]] = {}
-    for param in params:
-        weight = _record(param)
+    groups: dict[Any, tuple[list[Tensor], list[StoredWeight]]] = {}
+    for param, weight in stored:
         step = 0 if weight.format.kept_bytes else weight.steps
-        groups.setdefault((weight.name, weight.seed, step, param.device), []).append(param)
-    return iter(groups.values())
+        params, weights = groups.setdefault((weight.name, weight.seed, step, param.device), ([], []))
+        params.append(param)
+        weights.append(weight)
+    return groups.values()
 
 
-def _moved(half: nn.Parameter | None, param: Tensor) -> nn.Parameter:
+def _moved(half: nn.Parameter, param: Tensor) -> nn.Parameter:
     """Return the 16-bit tensor, where the parameter is and of its shape."""
-    half = cast("nn.Parameter", half)
     if half.device != param.device or half.shape != param.shape:
         half.data = torch.empty_like(param, dtype=half.dtype)
     return half
@@ -309,6 +289,71 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     param.__class__ = kind
     made_meanwhile = param.grad
     if grad is not None:
-        if grad.dtype is not torch.float32:
-            grad = grad.float()
-        param.grad = grad if made_meanwhile is None else made_meanwhile + grad
+        param.grad = grad.float() if made_meanwhile is None else made_meanwhile + grad.float()
+
+
+# -- state dicts: float32 in both directions, copies of what the model holds ---------------------------
+
+
+def export_fp32(model: nn.Module) -> None:
+    """Let the modules of a model that own stored parameters save and load them in float32."""
+    for module in model.modules():
+        known = _after_state_dict in module._state_dict_hooks.values()
+        if stored_params(module.parameters(recurse=False)) and not known:
+            module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+
+
+def export_as_is(model: nn.Module) -> None:
+    """End :func:`export_fp32`."""
+    for module in model.modules():
+        for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+            for number, hook in list(hooks.items()):
+                if getattr(hook, "hook", hook) in {_after_state_dict, _before_load}:
+                    del hooks[number]
+
+
+def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -> None:
+    """Put float32 in the place of 16 bits; variables (``keep_vars=True``) stay what they are."""
+    for name, param in module._parameters.items():
+        key = prefix + name
+        if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
+            state_dict[key] = _exported(param, state_dict)
+
+
+def _exported(param: StoredParameter, state_dict: Any) -> Tensor:
+    """Return the float32 copy of a parameter, the same one for all its names in a state dict."""
+    weight = _settled(param)
+    if weight.exported is not None:
+        into, copy = (reference() for reference in weight.exported)
+        if into is state_dict and copy is not None:
+            return copy
+    if not has_room(param):
+        warn_user(
+            f"the state dict is made on the host, tensor by tensor: {param.device} has no room for a float32 "
+            "copy of the weights that leaves an eighth of its memory to the run"
+        )
+    value = exact_value(param)
+    if type(state_dict) is not dict:  # of which no weak reference can be had
+        weight.exported = ref(state_dict), ref(value)
+    return value
+
+
+@torch.no_grad()
+def _before_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
+) -> None:
+    """Split what a module is about to load; of a value in 16 bits nothing is kept beside it."""
+    for name, param in module._parameters.items():
+        value = state_dict.get(prefix + name)
+        if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)):
+            continue
+        if value.shape != param.shape or not value.is_floating_point() or value.is_meta:
+            continue
+        weight, exact = _settled(param), value.detach().float()
+        if metadata.get("assign_to_params_buffers", False):
+            made = state_dict[prefix + name] = nn.Parameter(exact, param.requires_grad)
+            store_(made, weight.name, seed=weight.seed)
+        else:
+            state_dict[prefix + name], kept = weight.format.split(exact)
+            weight.kept = kept.to(param.device)

@@ -88,13 +88,21 @@ def test_resumed_training_goes_on_as_if_never_stopped(tmp_path):
     assert resumed.scaler.state_dict() == whole.scaler.state_dict()
 
 
-def test_optimizers_step_unscaled_while_state_is_saved():
+@pytest.mark.parametrize("call", ["save_state", "load_state"])
+def test_optimizers_step_unscaled_while_state_is_saved_or_loaded(call, tmp_path):
+    """As FSDP does, which makes an optimizer's state by a step with zero gradients."""
     accelerator = ours(init_scale=8.0)
     model, optimizer = trained(accelerator)
     tracker = accelerator.scaler.state_dict()["_growth_tracker"]
-    with optimizer.unscaled():
+    accelerator.save_state(tmp_path)
+
+    def step(*_):
         model.weight.grad = torch.zeros(4)
         optimizer.step()
+
+    getattr(accelerator, f"register_{call}_pre_hook")(step)
+    getattr(accelerator, call)(tmp_path)
+    assert optimizer.optimizer.seen[-1][0].tolist() == [0.0] * 4
     assert accelerator.scaler.state_dict()["_growth_tracker"] == tracker
     accelerator.backward(model(3.0))
     optimizer.step()

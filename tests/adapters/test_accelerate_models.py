@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from accelerate.utils import extract_model_from_parallel
 
 from amp_plugin import OpRules
@@ -104,6 +105,35 @@ class TestUnwrapping:
         assert model(torch.ones(1)).item() == 2.0
         accelerator.unwrap_model(model, keep_fp32_wrapper=False)
         assert model.forward is doubled
+
+    @pytest.mark.parametrize("way", ["method", "function"])
+    def test_hooks_of_accelerate_run_before_and_after(self, way):
+        """In Accelerate's own, the forward is given the module twice after that (accelerate#4255)."""
+        calls = []
+
+        class Noted(ModelHook):
+            def post_forward(self, module, output):
+                calls.append(output.dtype)
+                return output
+
+        accelerator, model = ours(), torch.nn.Linear(2, 2)
+        add_hook_to_module(model, Noted())
+        model = accelerator.prepare(model)
+        assert model(torch.ones(1, 2)).dtype is torch.float32
+        if way == "method":
+            accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        else:
+            extract_model_from_parallel(model, keep_fp32_wrapper=False)
+        model(torch.ones(1, 2))
+        assert calls == [torch.float16, torch.float32]
+
+    @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+    def test_the_class_stays_the_programs_own(self, precision):
+        """Programs compare it: ``isinstance(model, type(accelerator.unwrap_model(other)))``."""
+        accelerator = ours(precision=precision)
+        model = accelerator.prepare(Pair())
+        assert type(model) is type(accelerator.unwrap_model(model)) is Pair
+        assert accelerator.native_amp
 
     def test_the_signature_shows_through(self):
         model = ours().prepare(Pair())
@@ -212,14 +242,13 @@ def test_backward_may_run_in_the_region():
 def test_other_engines_are_left_alone(kind):
     from accelerate.utils import DistributedType
 
-    from amp_plugin.adapters.accelerate import engagement
-    from amp_plugin.adapters.accelerate.settings import resolve
+    from amp_plugin.adapters.accelerate.settings import is_ours, resolve
 
     values = (DistributedType.NO, "fp8") if kind == "fp8" else (DistributedType[kind], "fp16")
     with pytest.warns(UserWarning, match="casts and scales losses by itself"):
-        assert not engagement.is_ours(*values, resolve([], {}), explicit=False)
+        assert not is_ours(*values, resolve([], {}), explicit=False)
     with pytest.raises(ValueError, match="remove AmpKwargs from kwargs_handlers"):
-        engagement.is_ours(*values, resolve([], {}), explicit=True)
+        is_ours(*values, resolve([], {}), explicit=True)
 
 
 def test_left_alone_it_is_accelerate():

@@ -20,6 +20,11 @@ def fresh_state(monkeypatch):
     reset()
 
 
+def set_options(found):
+    """Return the options that some source has set."""
+    return {name: getattr(found, name) for name in found.sources}
+
+
 def config_file(tmp_path, text):
     path = tmp_path / "amp.yaml"
     path.write_text(text)
@@ -37,14 +42,19 @@ class TestPrecedence:
         }
         handlers = [GradScalerKwargs(init_scale=3.0), AmpKwargs(init_scale=4.0)]
         found = resolve(handlers, environment)
-        assert found.values == {"init_scale": 4.0, "min_scale": 2.0, "hysteresis": 2, "growth_interval": 5}
+        assert set_options(found) == {
+            "init_scale": 4.0,
+            "min_scale": 2.0,
+            "hysteresis": 2,
+            "growth_interval": 5,
+        }
         assert found.sources["init_scale"] == "AmpKwargs"
         assert found.sources["min_scale"] == "AMP_PLUGIN_MIN_SCALE"
         assert found.sources["growth_interval"] == f"AMP_PLUGIN_CONFIG={tmp_path / 'amp.yaml'}"
-        assert resolve(handlers[:1], environment).get("init_scale") == 3.0
-        assert resolve([], environment).get("init_scale") == 2.0
-        assert resolve([], file).get("init_scale") == 1.0
-        assert resolve([], {}).get("init_scale") is None
+        assert resolve(handlers[:1], environment).init_scale == 3.0
+        assert resolve([], environment).init_scale == 2.0
+        assert resolve([], file).init_scale == 1.0
+        assert resolve([], {}).sources == {}
 
     def test_every_option_can_be_set_by_the_environment(self):
         text = {
@@ -59,22 +69,24 @@ class TestPrecedence:
             "exact_schedulers": "1",
             "weights": "bf16",
             "reduce": "bf16",
+            "backoff_factor": "0.25",
+            "eval_precision": "bf16-mixed",
         }
         environment = {
             f"AMP_PLUGIN_{name.upper()}": text.get(name, "16") for name in OPTIONS if name != "rules"
         }
         found = resolve([], environment)
-        assert set(found.values) == set(OPTIONS) - {"rules"}
-        assert found.get("dynamic") is False
-        assert found.get("fp32_outputs") is False
-        assert found.get("one_pass") is False
-        assert found.get("on_nonfinite") == "ignore"
-        assert type(found.get("hysteresis")) is int
+        assert set(found.sources) == set(OPTIONS) - {"rules"}
+        assert found.dynamic is False
+        assert found.fp32_outputs is False
+        assert found.one_pass is False
+        assert found.on_nonfinite == "ignore"
+        assert type(found.hysteresis) is int
 
     def test_rules_from_a_file(self, tmp_path):
         path = tmp_path / "rules.yaml"
         path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp32\n")
-        rules = resolve([], {"AMP_PLUGIN_RULES": str(path)}).get("rules")
+        rules = resolve([], {"AMP_PLUGIN_RULES": str(path)}).rules
         assert rules["aten::mm.default"].value == "fp32"
 
 
@@ -84,13 +96,13 @@ class TestErrorsNameTheirSource:
         [
             ("AMP_PLUGIN_INIT_SCALE", "much", "give a number"),
             ("AMP_PLUGIN_GROWTH_INTERVAL", "2.5", "give a whole number"),
-            ("AMP_PLUGIN_DYNAMIC", "maybe", "give true or false"),
-            ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "give apex or megatron or deepspeed"),
-            ("AMP_PLUGIN_ON_NONFINITE", "stop", "give skip or raise or ignore"),
+            ("AMP_PLUGIN_DYNAMIC", "maybe", "give True or False"),
+            ("AMP_PLUGIN_HYSTERESIS_MODE", "nvidia", "use 'apex', 'megatron' or 'deepspeed'"),
+            ("AMP_PLUGIN_ON_NONFINITE", "stop", "use 'skip', 'raise' or 'ignore'"),
         ],
     )
     def test_bad_text(self, variable, value, allowed):
-        with pytest.raises(ValueError, match=f"{value}.* from {variable} is not allowed; {allowed}"):
+        with pytest.raises(ValueError, match=f"{value}.*; {allowed}.*comes from {variable}"):
             resolve([], {variable: value})
 
     def test_a_number_the_scaler_refuses(self, monkeypatch):
@@ -122,7 +134,7 @@ class TestErrorsNameTheirSource:
 
     def test_variables_of_other_parts_are_left_alone(self):
         found = resolve([], {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"})
-        assert found.values == {}
+        assert found.sources == {}
 
     def test_a_misspelt_key_in_the_file(self, tmp_path):
         with pytest.raises(
@@ -141,7 +153,9 @@ class TestErrorsNameTheirSource:
     def test_bad_rules(self, tmp_path):
         path = tmp_path / "rules.yaml"
         path.write_text("device_type: cpu\nrules:\n  aten::mm.default: fp31\n")
-        with pytest.raises(ValueError, match=r"rules=.*from AMP_PLUGIN_RULES: .*fp31.*; give an OpRules"):
+        with pytest.raises(
+            ValueError, match=r"rules=.*fp31.*; give an OpRules.*rules comes from AMP_PLUGIN_RULES"
+        ):
             resolve([], {"AMP_PLUGIN_RULES": str(path)})
 
     def test_a_bad_precision_in_the_environment(self, monkeypatch):
@@ -220,4 +234,4 @@ class TestAccelerator:
 
     def test_two_amp_kwargs_the_first_wins(self):
         handlers = [AmpKwargs(init_scale=2.0), AmpKwargs(init_scale=4.0, hysteresis=2)]
-        assert resolve(handlers, {}).values == {"init_scale": 2.0, "hysteresis": 2}
+        assert set_options(resolve(handlers, {})) == {"init_scale": 2.0, "hysteresis": 2}

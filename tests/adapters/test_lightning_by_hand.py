@@ -6,7 +6,7 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 
-from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, device_speed
+from amp_plugin import AmpMonitor, AmpPrecision, FabricAmpPrecision, precision
 from tests.adapters.lightning_models import QUIET, OneWeight, fit
 
 pytestmark = QUIET
@@ -82,7 +82,7 @@ def test_fabric_holds_a_scheduler_back():
 
 
 def test_warnings_show_the_users_line(monkeypatch, recwarn):
-    monkeypatch.setattr(device_speed, "processor_facts", lambda: ("an old one", {"avx2"}))
+    monkeypatch.setattr(precision, "processor_facts", lambda: ("an old one", {"avx2"}))
     plugin = AmpPrecision("fp16", init_scale=1.5)
     fit(OneWeight(overflow_at=range(60)), plugin, steps=51, callbacks=[AmpMonitor(max_skips_in_a_row=60)])
     texts = {"fp16 is not fast on this cpu, expect": 0, "the loss scale fell": 0, "in a row were skipped": 0}

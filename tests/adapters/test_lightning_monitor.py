@@ -8,7 +8,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
-from amp_plugin.scaling.step_result import HostFlag
+from amp_plugin.scaling.step_log import HostFlag
 from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, batches, fit, make_trainer
 
 pytestmark = QUIET
@@ -152,7 +152,7 @@ def test_it_watches_amp_precision_only():
 
 @pytest.mark.parametrize("option", ["max_skips_in_a_row", "every_n_steps"])
 def test_wrong_numbers(option):
-    with pytest.raises(ValueError, match=f"{option}=0 must be at least 1"):
+    with pytest.raises(ValueError, match=f"{option}=0 is not allowed; give a whole number of at least 1"):
         AmpMonitor(**{option: 0})
     with pytest.raises(TypeError, match=f"{option}='3' is not allowed; give a number"):
         AmpMonitor(**{option: "3"})
@@ -172,4 +172,4 @@ def test_a_second_fit_after_an_exception_counts_each_step_once():
         trainer.fit(module, batches())
     trainer.fit(module, batches())
     assert monitor.skipped_steps == trainer.precision_plugin.skipped_steps == 5
-    assert not trainer.precision_plugin.observers
+    assert not trainer.precision_plugin.measures_norms

@@ -511,7 +511,7 @@ def test_the_stock_plugin_of_fsdp_takes_no_scaler():
         FSDPPrecision("16-mixed", scaler=torch.amp.GradScaler("cpu"))
     plugin = AmpPrecision(init_scale=8.0)
     assert isinstance(plugin, FSDPPrecision)
-    assert plugin.settings.loss_scale.init_scale == 8.0
+    assert plugin.settings.init_scale == 8.0
 
 
 # -- what other code asks -----------------------------------------------------------------------

@@ -13,12 +13,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 import amp_plugin
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision, classes_for
-from amp_plugin.adapters.lightning.strategies import scaler_options
+from amp_plugin.adapters.lightning.callbacks_and_schedulers import HeldSchedulers
+from amp_plugin.adapters.lightning.precision_core import scaler_groups
 from amp_plugin.scaling import GradScaler, OverflowReport, StepResult
 from tests.adapters.lightning_models import (
     QUIET,
@@ -714,22 +716,19 @@ def test_a_scheduler_of_another_frequency_is_held_on_its_turn():
 
 
 def test_schedulers_are_held_for_as_many_steps_as_the_log_says():
-    from amp_plugin.adapters.lightning.scheduler_holds import HeldBack, SchedulerHolds
-
-    class Config(HeldBack):
-        def __init__(self, scheduler, interval="step", frequency=1, reduce_on_plateau=False):
-            vars(self).update(scheduler=scheduler, interval=interval, reduce_on_plateau=reduce_on_plateau)
-            self.frequency = frequency
-
     optimizers = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]) for _ in range(2)]
     schedulers = [torch.optim.lr_scheduler.ConstantLR(optimizer) for optimizer in optimizers]
-    holds, log = SchedulerHolds(), GradScaler("cpu").step_log
-    config, other = [holds.take(Config(scheduler), Config, log) for scheduler in schedulers]
+    held, log = HeldSchedulers(), GradScaler("cpu").step_log
+    configs = config, other = [LRSchedulerConfig(scheduler, interval="step") for scheduler in schedulers]
+    held.take(configs, log)
+    never = sys.maxsize
     for skipped in (True, False, True):
         result = StepResult.unscaled() if not skipped else skipped_result()
         log.add(optimizers[0], result, scaled_dynamically=False)
-        holds.after_step(optimizers[0], log)
-        assert (config.hold, other.hold) == (skipped, False)
+        held.after_step(optimizers[0], log)
+        assert (config.frequency, other.frequency) == (never if skipped else 1, 1)
+    held.take([], log)  # as at the end of a run
+    assert config.frequency == 1
 
 
 def skipped_result():
@@ -985,11 +984,11 @@ def test_strategies_with_a_precision_of_their_own_are_refused(name, message):
 def test_ranks_without_shards_do_not_add_up_their_norms(strategy):
     root = SimpleNamespace(process_group="group", sharding_strategy=strategy)
     whole = strategy is ShardingStrategy.NO_SHARD
-    assert scaler_options(root) == {
+    assert scaler_groups(root) == {
         "process_groups": ("group",) if whole else (),
         "sharded_groups": () if whole else ("group",),
     }
-    assert scaler_options(None) == {}
+    assert scaler_groups(None) == {}
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])

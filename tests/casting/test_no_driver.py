@@ -7,8 +7,7 @@ import subprocess
 import pytest
 import torch
 
-from amp_plugin.kernels import torch_flags
-from tests.cuda_emulation.emulated_kernels import compiler
+from tests.cuda_emulation.emulated_kernels import compiler, torch_headers, torch_libraries
 from tests.warm_processes import run_program
 
 # As torch's own _ensureCUDADeviceGuardSet() does, which builds without CUDA leave out.
@@ -42,9 +41,8 @@ print("stepped")
 def test_a_step_asks_no_device_that_is_not_there(tmp_path):
     library, source, program = (tmp_path / name for name in ("guard.so", "guard.cpp", "program.py"))
     source.write_text(GUARD)
-    folders = [part for folder in torch_flags.include_dirs() for part in ("-isystem", str(folder))]
-    command = [compiler(), "-std=c++20", "-shared", "-fPIC", *folders, source, "-o", library]
-    subprocess.run([*command, *torch_flags.link_flags("c10")], check=True)
+    command = [compiler(), "-std=c++20", "-shared", "-fPIC", *torch_headers(), source, "-o", library]
+    subprocess.run([*command, *torch_libraries("c10")], check=True)
     program.write_text(PROGRAM.format(library=str(library)))
     done = run_program(program)
     assert done.returncode == 0, done.stderr

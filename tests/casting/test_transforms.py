@@ -145,27 +145,6 @@ class TestCompile:
             assert counter.frame_count == len(rule_sets), f"round {repeat}"
 
     @pytest.mark.native
-    def test_rules_inside_compiled_code_are_never_dropped(self):
-        rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
-        held = amp_plugin.autocast("cpu", rules=rules)
-        assert held.device == "cpu"
-
-        def with_held(x):
-            with held:
-                return torch.softmax(x @ x, 0)
-
-        def with_new(x):
-            with amp_plugin.autocast("cpu", rules=rules):
-                return torch.softmax(x @ x, 0)
-
-        x = torch.ones(2, 2)
-        with pytest.raises(Exception, match="open the region around the call of the compiled function"):
-            torch.compile(with_held, backend="eager")(x)
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(with_new, backend="eager", fullgraph=True)(x)
-        assert torch.compile(with_new, backend="eager")(x).dtype is torch.float32  # ran eagerly, by the rules
-
-    @pytest.mark.native
     def test_default_rules_change_recompiles(self):
         x = torch.randn(4, 4)
         compiled = torch.compile(lambda x: torch.softmax(x @ x, 0), backend="aot_eager", fullgraph=True)
@@ -469,7 +448,7 @@ class TestFunctionModes:
                 assert model(X).softmax(-1).dtype is torch.float32
             assert torch.ops.amp_plugin._kept_cast_count() == 4  # weights and biases of two Linears
 
-    def test_own_rules_are_refused_where_blocks_are_recorded(self):
+    def test_own_rules_are_followed_where_blocks_are_recorded(self):
         from torch.fx.experimental.proxy_tensor import make_fx
 
         rules = amp_plugin.OpRules.default("cpu").with_rule("aten::softmax.int", "fp32")
@@ -480,8 +459,7 @@ class TestFunctionModes:
 
         x = torch.ones(4, 4)
         assert make_fx(lambda x: forward(x, None), pre_dispatch=True)(x)(x).dtype is BF16
-        with pytest.raises(RuntimeError, match="open the region around the call"):
-            make_fx(lambda x: forward(x, rules), pre_dispatch=True)(x)
+        assert make_fx(lambda x: forward(x, rules), pre_dispatch=True)(x)(x).dtype is torch.float32
 
 
 class TestOtherTensors:

@@ -9,6 +9,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning
 
 HERE = Path(__file__).parent
@@ -34,6 +36,19 @@ FLAGS = [
 def compiler() -> str | None:
     """g++, which the emulation needs."""
     return shutil.which("g++")
+
+
+def torch_headers() -> list[str]:
+    """The flags with which g++ finds torch's headers."""
+    include = Path(torch.__file__).parent / "include"
+    folders = (include, include / "torch" / "csrc" / "api" / "include")
+    return [flag for folder in folders for flag in ("-isystem", str(folder))]
+
+
+def torch_libraries(*names: str) -> list[str]:
+    """The flags with which g++ links with libraries of torch."""
+    folder = Path(torch.__file__).parent / "lib"
+    return [f"-L{folder}", f"-Wl,-rpath,{folder}", *(f"-l{name}" for name in names)]
 
 
 def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning = TUNING) -> Path:

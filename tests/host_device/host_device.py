@@ -26,9 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin.kernels import torch_flags
 from amp_plugin.kernels.cuda.catalogue import SOURCES, TUNING, Kernel, Tuning, all_kernels
-from tests.cuda_emulation.emulated_kernels import build, compiler, object_folder
+from tests.cuda_emulation.emulated_kernels import (
+    build,
+    compiler,
+    object_folder,
+    torch_headers,
+    torch_libraries,
+)
 from tests.host_device.streams import (
     HostEvent,
     HostGraph,
@@ -56,8 +61,8 @@ def library() -> Path:
     """Compile the device, unless that was done before for this torch and these sources."""
     command = [compiler(), "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wextra"]
     command += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]
-    command += [part for folder in torch_flags.include_dirs() for part in ("-isystem", str(folder))]
-    link = torch_flags.link_flags("torch_cpu", "c10")
+    command += torch_headers()
+    link = torch_libraries("torch_cpu", "c10")
     common = [repr(command), torch.__version__, *(path.read_text() for path in sorted(HERE.glob("*.h")))]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         sources = sorted(HERE.glob("*.cpp"))

@@ -1,106 +1,116 @@
-"""The native core as a process sees it: loaded, or why not."""
+"""The native core as a process sees it: loaded, or why not. Small sources stand for ours."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import threading
+import time
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from amp_plugin import log_casts
 from amp_plugin.kernels import build
-from amp_plugin.kernels.build import NativeCore, native_core, require_native
-from amp_plugin.kernels.compiler import Unit, find_compiler, included_headers, python_headers
-from amp_plugin.kernels.torch_flags import Machine, compile_flags, include_dirs, vector_flags
-from tests.warm_processes import call
+from amp_plugin.kernels.build import NativeCore, build_core, core_name, native_core, require_native
+from tests.cuda_emulation.emulated_kernels import torch_headers
+from tests.warm_processes import WarmProcess, call
 
-LIBRARY = 'extern "C" int small_answer() { return 42; }\n'
-EXTENSION = """
+SOURCES = build.SOURCES
+SMALL = """
 #include <Python.h>
-extern "C" int small_answer();
-static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(small_answer()); }
+static PyObject* answer(PyObject*, PyObject*) { return PyLong_FromLong(42); }
 static PyMethodDef methods[] = {{"answer", answer, METH_NOARGS, ""}, {nullptr, nullptr, 0, nullptr}};
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_region", "", -1, methods, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__region() { return PyModule_Create(&definition); }
 """
-needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None or shutil.which("ninja") is None, reason="needs a C++ compiler and ninja"
+)
+
+
+def small_sources(folder: Path) -> Path:
+    (folder / "csrc").mkdir()
+    (folder / "csrc" / "all_small.cpp").write_text(SMALL)
+    return folder / "csrc"
+
+
+@pytest.fixture(scope="module")
+def small_core(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A core of small sources, for this machine."""
+    folder = tmp_path_factory.mktemp("small")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCES", small_sources(folder))
+        return build.compile_core(folder, build.vector_widths()[0])
 
 
 @pytest.fixture
-def sources(tmp_path: Path) -> Path:
-    folder = tmp_path / "csrc"
-    (folder / "python").mkdir(parents=True)
-    (folder / "small.cpp").write_text(LIBRARY)
-    (folder / "python" / "region_module.cpp").write_text(EXTENSION)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "cache"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(folder))
     return folder
 
 
 @pytest.fixture
-def fresh(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Path]:
     """This process as if nothing was loaded yet, with small sources and a cache of its own."""
-    # A process keeps one libamp_plugin.so for good, so an extension here must not need the new one.
-    alone = EXTENSION.replace('extern "C" int small_answer();', "static int small_answer() { return 42; }")
-    (sources / "python" / "region_module.cpp").write_text(alone)
-    monkeypatch.setattr(build, "SOURCES", sources)
+    monkeypatch.setattr(build, "SOURCES", small_sources(tmp_path))
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
     monkeypatch.setattr(build, "_core", None)
-    monkeypatch.setenv("AMP_PLUGIN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("AMP_PLUGIN_NATIVE", raising=False)
     monkeypatch.delenv("CXX", raising=False)
     extension = sys.modules.get("amp_plugin.kernels._region")
-    yield
+    yield build.SOURCES
+    sys.modules.pop("amp_plugin.kernels._region", None)
     if extension is not None:
         sys.modules["amp_plugin.kernels._region"] = extension
-    else:
-        sys.modules.pop("amp_plugin.kernels._region", None)
 
 
-def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.fixture
+def no_compiler(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def load(sources: Path) -> None:
-    """Load the native core made of ``sources`` and print what came of it."""
-    build.SOURCES = sources
-    core = build.native_core()
+def place(core: Path, folder: Path, width: str | None = None) -> Path:
+    """Put a copy of a core where one of ``build.SOURCES`` is looked for."""
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / core_name(width or build.vector_widths()[0])
+    shutil.copy(core, file)
+    file.chmod(0o600)
+    return file
+
+
+def load(folder: Path) -> None:
+    """Load the native core made of ``folder`` and print the result."""
+    build.SOURCES = folder
+    core = native_core()
     print(core.loaded, core.seconds > 0, core.region and core.region.answer(), core.reason)
 
 
-def run(sources: Path, cache: Path) -> subprocess.CompletedProcess[str]:
-    """Load the native core made of ``sources`` in a process of its own."""
-    return call(load, sources, environment={"AMP_PLUGIN_CACHE_DIR": str(cache), "AMP_PLUGIN_NATIVE": "1"})
-
-
 @needs_compiler
-def test_compiled_loaded_and_then_taken_from_the_cache(sources: Path, tmp_path: Path) -> None:
-    first = run(sources, tmp_path / "cache")
+def test_compiled_loaded_and_then_taken_from_the_cache(sources: Path, cache: Path) -> None:
+    first, second = (call(load, sources, environment={"AMP_PLUGIN_NATIVE": "1"}) for _ in range(2))
     assert first.stdout == "True True 42 \n", first.stderr
-    assert [line.partition(" (")[0] for line in first.stderr.splitlines()] == [
-        "amp_plugin: compiling libamp_plugin",
-        "amp_plugin: compiling _region",
-    ]
-    second = run(sources, tmp_path / "cache")
+    assert re.fullmatch(
+        r"amp_plugin: compiling the native core \(once, about a minute\) \.\.\. \d+\.\d s\n", first.stderr
+    )
     assert (second.stdout, second.stderr) == ("True False 42 \n", "")
+    core, lock = sorted(cache.iterdir())
+    assert (core.name, lock.name) == (core_name(build.vector_widths()[0]), f"{core.name}.lock")
+    assert core.stat().st_mode & 0o077 == 0
 
 
 @needs_compiler
-def test_a_truncated_library_does_not_take_the_process_down(sources: Path, tmp_path: Path) -> None:
-    run(sources, tmp_path / "cache")
-    for path in (tmp_path / "cache").glob("*/*.so"):
-        path.write_bytes(path.read_bytes()[:3000])
-    again = run(sources, tmp_path / "cache")
-    assert again.returncode == 0
-    assert again.stdout == "True True 42 \n", again.stderr
-
-
-@needs_compiler
-def test_threads_share_one_core(fresh: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_threads_share_one_core(sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
     cores: list[NativeCore] = []
     threads = [threading.Thread(target=lambda: cores.append(native_core())) for _ in range(8)]
     for thread in threads:
@@ -112,46 +122,38 @@ def test_threads_share_one_core(fresh: None, capfd: pytest.CaptureFixture[str]) 
     assert cores[0].loaded
     assert cores[0].region is not None
     assert cores[0].region.answer() == 42
-    assert capfd.readouterr().err.count("compiling libamp_plugin") == 1
+    assert capfd.readouterr().err.count("compiling the native core") == 1
 
 
 def test_no_compiler_warns_once_and_falls_back(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_compiler: None, cache: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    without_compiler(monkeypatch, tmp_path)
     with pytest.warns(
-        RuntimeWarning, match=r"torch's own autocast .* instead: there is no C\+\+ compiler"
+        RuntimeWarning, match=r"falling back to torch\.autocast .*: there is no C\+\+ compiler"
     ) as caught:
         core = native_core()
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert not core.loaded
-    assert core.region is None
-    assert core.library is None
-    assert core.reason.startswith("there is no C++ compiler on PATH; install the package ")
+    assert (core.loaded, core.region, core.library) == (False, None, None)
+    assert core.reason.startswith("there is no C++ compiler on PATH; install g++ 10 or newer, or set CXX")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert native_core() is core
     with pytest.raises(
         RuntimeError,
-        match=r"^log_casts needs the native core, .*: there is no C.*Mend the cause and start again",
+        match=r"^log_casts needs the native core, .*: there is no C.*Fix the cause and start again",
     ):
         require_native("log_casts")
+    assert capfd.readouterr().err == ""
 
 
-def test_the_warning_points_at_the_users_line(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_compiler(monkeypatch, tmp_path)
+def test_the_warning_points_at_the_users_line(no_compiler: None) -> None:
     with pytest.warns(RuntimeWarning, match="no C") as caught, pytest.raises(RuntimeError, match="log_casts"):
         log_casts()
     assert caught[0].filename == __file__
 
 
-def test_a_warning_made_an_error_is_raised_once(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_compiler(monkeypatch, tmp_path)
+def test_a_warning_made_an_error_is_raised_once(no_compiler: None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(RuntimeWarning, match="no C"):
@@ -159,44 +161,117 @@ def test_a_warning_made_an_error_is_raised_once(
         assert not native_core().loaded
 
 
+def test_a_compiler_that_is_not_there(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(FileNotFoundError, match="CXX='no-such-compiler' is not a program on PATH; install g"):
+        build_core()
+
+
 @needs_compiler
-def test_no_python_headers_leaves_the_library(
-    fresh: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_failing_source_names_the_first_error_and_the_log(
+    sources: Path, capfd: pytest.CaptureFixture[str], cache: Path
 ) -> None:
-    monkeypatch.setattr("amp_plugin.kernels.compiler.sysconfig.get_path", lambda name: str(tmp_path))
-    with pytest.warns(RuntimeWarning, match=r"Python\.h is not in .*; install the package"):
-        core = native_core()
-    assert core.loaded
-    assert core.region is None
-    assert "Python.h" in core.reason
-    with pytest.raises(RuntimeError, match=r"log_casts needs the native core.*Python\.h"):
-        require_native("log_casts")
-
-
-@needs_compiler
-def test_a_failing_source_falls_back(fresh: None, sources: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (sources / "small.cpp").write_text("int small_answer() { return wrong; }\n")
-    with pytest.warns(RuntimeWarning, match=r"small\.cpp:1.*error:.*wrong.*\(full log: .*\.log\)"):
+    (sources / "all_small.cpp").write_text(
+        "int answer() {\n  return unheard_of;\n}\nint other = also_wrong;\n"
+    )
+    with pytest.warns(
+        RuntimeWarning, match=r"all_small\.cpp:2:.*error:.*unheard_of.*\(full log: .*\.log\)$"
+    ) as caught:
         assert not native_core().loaded
+    log = Path(str(caught[0].message).rpartition("full log: ")[2].rstrip(")")).read_text()
+    assert "also_wrong" in log
+    assert " ".join(build.compile_flags(build.vector_widths()[0])) in log
     assert "failed after" in capfd.readouterr().err
+    assert not list(cache.glob("*.tmp-*"))
 
 
 @needs_compiler
-def test_a_library_that_does_not_load_falls_back(fresh: None, sources: Path) -> None:
-    (sources / "small.cpp").write_text('int nowhere(); extern "C" int small_answer() { return nowhere(); }\n')
+def test_a_core_that_does_not_load_is_not_kept(sources: Path, cache: Path) -> None:
+    (sources / "all_small.cpp").write_text("int nowhere(); int answer() { return nowhere(); }\n")
     with pytest.warns(RuntimeWarning, match="undefined symbol"):
         assert not native_core().loaded
+    assert not list(cache.glob("*.so"))
 
 
-def test_a_cache_folder_others_can_write_is_not_used(fresh: None, tmp_path: Path) -> None:
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="others can write to the cache folder"):
+@needs_compiler
+def test_the_compiler_is_the_one_that_cxx_names(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "failing-g++"
+    script.write_text('#!/bin/sh\necho "error: it was called" >&2\nexit 1\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(RuntimeError, match="error: it was called"):
+        build_core()
+
+
+def test_no_sources(sources: Path) -> None:
+    (sources / "all_small.cpp").unlink()
+    with pytest.raises(FileNotFoundError, match="sources are missing .*; install amp-plugin again"):
+        build.compile_core(sources, "AVX2")
+
+
+def test_a_cache_folder_others_can_write_to_is_not_used(sources: Path, cache: Path) -> None:
+    cache.chmod(0o777)
+    with pytest.warns(RuntimeWarning, match="others can write to .*/cache in the build cache"):
         assert not native_core().loaded
-    assert not list((tmp_path / "cache").iterdir())
+    assert not list(cache.iterdir())
 
 
-def test_switched_off_in_silence(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_compiler
+def test_a_core_others_can_write_to_is_not_loaded(sources: Path, cache: Path, small_core: Path) -> None:
+    place(small_core, cache).chmod(0o620)
+    with pytest.warns(RuntimeWarning, match=r"others can write to .*\.so in the build cache \(mode 0620\)"):
+        assert not native_core().loaded
+
+
+@needs_compiler
+def test_a_core_in_the_cache_needs_no_compiler(no_compiler: None, cache: Path, small_core: Path) -> None:
+    file = place(small_core, cache)
+    assert (native_core().library, native_core().seconds) == (file, 0.0)
+
+
+@needs_compiler
+def test_a_rebuild_compiles_what_is_there(sources: Path, cache: Path) -> None:
+    place(Path(__file__), cache)
+    file, seconds = build_core(rebuild=True)
+    assert seconds > 0
+    assert file.read_bytes().startswith(b"\x7fELF")
+
+
+def build_slowly(folder: Path, root: Path) -> None:
+    """Fail to build a core of ``folder`` as soon as there is a file ``go``."""
+
+    def fail(*_: object) -> None:
+        with (root / "calls").open("a") as calls:
+            calls.write("called\n")
+        while not (root / "go").exists():
+            time.sleep(0.02)
+        msg = "error: broken\n"
+        raise RuntimeError(msg)
+
+    build.SOURCES, build.compile_core = folder, fail
+    try:
+        build_core()
+    except RuntimeError as error:
+        sys.exit(str(error))
+
+
+@needs_compiler
+def test_processes_that_waited_for_a_failed_build_do_not_repeat_it(sources: Path, tmp_path: Path) -> None:
+    processes = [WarmProcess(build_slowly, sources, tmp_path) for _ in range(3)]
+    deadline = time.monotonic() + 120
+    while sum("waiting for another process" in process.errors() for process in processes) < 2:
+        assert time.monotonic() < deadline, [process.errors() for process in processes]
+        time.sleep(0.02)
+    (tmp_path / "go").touch()
+    results = [process.wait(120) for process in processes]
+    assert [result.returncode for result in results] == [1] * 3
+    assert all("compiling it failed: error: broken (full log: " in result.stderr for result in results)
+    assert (tmp_path / "calls").read_text() == "called\n"
+
+
+def test_switched_off_in_silence(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
     core = native_core()
     assert not core.loaded
@@ -207,144 +282,135 @@ def test_switched_off_in_silence(fresh: None, monkeypatch: pytest.MonkeyPatch) -
         require_native("log_casts")
 
 
-def test_a_switch_that_is_neither(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_is_neither(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PLUGIN_NATIVE", "off")
     with pytest.raises(ValueError, match=r"AMP_PLUGIN_NATIVE='off' is not allowed; use 0 \(fallback\) or 1"):
         native_core()
 
 
-def test_a_choice_of_sources_that_is_neither(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AMP_PLUGIN_SEPARATE_SOURCES", "yes")
-    with pytest.warns(
-        RuntimeWarning, match=r"AMP_PLUGIN_SEPARATE_SOURCES='yes' is not allowed; use 0 .* or 1"
-    ):
-        assert not native_core().loaded
-
-
-def test_other_systems_fall_back(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_systems_fall_back(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.sys, "platform", "darwin")
     with pytest.warns(RuntimeWarning, match="it is built on Linux only, this is darwin"):
         assert not native_core().loaded
 
 
-def test_the_headers_of_vector_code_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MAX_JOBS", "2")
-    monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
-    library = build.library_target(build.SOURCES, Machine.this())
-    rest, arithmetic, *_ = library.units()  # after the rest of the library, before what is for CUDA
-
-    def has_vectors(source: Path) -> bool:
-        files = [source, *included_headers(source, library.headers)]
-        return any("<ATen/cpu/vec/" in file.read_text() for file in files)
-
-    vectors = {source for source in library.sources if has_vectors(source)}
-    assert len(vectors) > 3
-    assert vectors <= set(arithmetic.sources)
-    assert (rest.flags, arithmetic.flags) == ((), vector_flags())
-
-
-@pytest.mark.parametrize(
-    ("cuda", "cores", "units"),
-    [(None, 1, 1), (None, 2, 2), (None, 4, 2), (None, 6, 4), (None, 64, 4), ("13.0", 1, 1), ("13.0", 2, 3)],
-)
-def test_the_translation_units(
-    cuda: str | None, cores: int, units: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("changed", ["release", "commit", "width", "python", "source", "flags"])
+def test_another_core_is_needed_for_another(
+    changed: str, sources: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MAX_JOBS", str(cores))
-    monkeypatch.delenv("AMP_PLUGIN_SEPARATE_SOURCES", raising=False)
-    as_if_built_for_cuda(cuda, monkeypatch)
-    library = build.library_target(build.SOURCES, Machine.this())
-    found = [source for unit in library.units() for source in unit.sources]
-    assert len(library.units()) == units
-    assert sorted(found) == sorted(library.sources)
+    before, width = core_name("AVX2"), "AVX2"
+    match changed:
+        case "release":
+            monkeypatch.setattr(torch, "__version__", "9.9.9")
+        case "commit":
+            monkeypatch.setattr(torch.version, "git_version", "0123abcd")
+        case "width":
+            width = "AVX512"
+        case "python":
+            monkeypatch.setattr(build.sysconfig, "get_config_var", lambda _: "cpython-399-x86_64-linux-gnu")
+        case "source":
+            (sources / "below").mkdir()
+            (sources / "below" / "small.h").touch()
+        case "flags":
+            monkeypatch.setattr(build, "compile_flags", lambda _: ["-O0"])
+    assert core_name(width) != before
 
 
-def as_if_built_for_cuda(version: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build.torch.version, "cuda", version)
-    monkeypatch.setattr(build.torch.version, "hip", None)
+def test_a_build_for_cuda_uses_the_core_of_the_build_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for version, cuda in (("2.13.0", "13.0"), ("2.13.0+cpu", None), ("2.13.0+cu126", "12.6")):
+        monkeypatch.setattr(torch, "__version__", version)
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        names.add(core_name("AVX2"))
+    assert len(names) == 1
+    assert names.pop().startswith("core-torch2.13.0-avx2-")
 
 
-def test_what_launches_cuda_kernels_is_compiled_where_torch_has_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = set(build.SOURCES.glob("*.cpp"))
-    for_cuda = set(build.SOURCES.glob("cuda_*.cpp"))
-    assert len(for_cuda) > 5
-    for version, expected in (("13.0", everything), (None, everything - for_cuda)):
-        as_if_built_for_cuda(version, monkeypatch)
-        assert set(build.library_target(build.SOURCES, Machine.this()).sources) == expected
-    for source in build.source_files(build.SOURCES):
-        if not source.name.startswith("cuda_"):
-            assert '"cuda_' not in source.read_text(), source
+@needs_compiler
+def test_the_core_of_a_wheel_needs_no_compiler_and_no_cache(
+    no_compiler: None, cache: Path, small_core: Path
+) -> None:
+    cache.rmdir()
+    file = place(small_core, build.PREBUILT)
+    assert (native_core().library, native_core().seconds) == (file, 0.0)
+    assert native_core().region is not None
+    assert not cache.exists()
 
 
-def test_the_extension_does_without_the_headers_of_the_dispatcher() -> None:
-    extension = build.region_target(build.SOURCES, Machine.this())
-    files = {*extension.sources}.union(
-        *(included_headers(source, extension.headers) for source in extension.sources)
-    )
-    for heavy in ("<ATen/core/dispatch/", "<ATen/record_function.h>", "<torch/"):
-        assert [file.name for file in files if heavy in file.read_text()] == []
+def test_the_widest_core_of_a_wheel_that_runs_here_is_taken(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for width in build.TARGETS:
+        place(Path(__file__), build.PREBUILT, width)
+    for capability in ("AVX512", "AVX2"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=capability: name)
+        assert build_core() == (build.PREBUILT / core_name(capability), 0.0)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    (build.PREBUILT / core_name("AVX512")).unlink()
+    assert build_core() == (build.PREBUILT / core_name("AVX2"), 0.0)
 
 
-def test_the_library_does_without_the_headers_of_autograd() -> None:
-    library = build.library_target(build.SOURCES, Machine.this())
-    assert "autograd_node.cpp" in {source.name for source in library.sources}
-    for heavy in ("#include <torch/csrc/autograd/", "<ATen/Context.h>", "<ATen/ops/empty.h>"):
-        assert [file.name for file in (*library.sources, *library.headers) if heavy in file.read_text()] == []
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+def test_a_wheel_gets_a_core_for_each_width_even_one_that_this_cpu_cannot_run(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    files = build.write_cores(tmp_path / "cores")
+    assert [file.name for file in files] == [core_name("AVX512"), core_name("AVX2")]
+    assert sorted((tmp_path / "cores").iterdir()) == sorted(files)
+    assert all(b"PyInit__region" in file.read_bytes() for file in files)
 
 
-def check_without_warnings(sources: list[Path], folder: Path, machine: Machine | None = None) -> None:
-    """Let the compiler read ``sources`` as one translation unit, with every warning an error."""
-    with_python = [python_headers()] if sources[0].parent.name == "python" else []
-    includes = [f"-I{build.SOURCES}", *(f"-isystem{path}" for path in (*include_dirs(), *with_python))]
-    joined = Unit(name="all", sources=tuple(sources)).file(folder)
-    command = [
-        *find_compiler().command,
-        *compile_flags(),
-        *vector_flags(machine),
-        *("-O0", "-Werror", "-Wno-psabi", "-fsyntax-only"),  # vectors are returned by what is inlined only
-        *includes,
-        str(joined),
-    ]
+def test_ninja_is_found_where_python_was_called_by_its_path(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setitem(sys.modules, "ninja", types.SimpleNamespace(BIN_DIR="/of/ninja"))
+    assert build._environment()["PATH"] == f"{os.environ['PATH']}:/of/ninja"
+
+
+def test_each_source_is_in_one_unit() -> None:
+    units = sorted(SOURCES.glob(build.UNITS))
+    assert 1 < len(units) < 4
+    included = [name for unit in units for name in re.findall(r'#include "(.*)"', unit.read_text())]
+    sources = [str(file.relative_to(SOURCES)) for file in SOURCES.rglob("*.cpp") if file not in units]
+    assert sorted(included) == sorted(sources)
+
+
+def test_only_what_python_calls_reads_the_headers_of_autograd() -> None:
+    heavy = ("#include <torch/csrc/autograd/", "<ATen/ATen.h>", "<ATen/Context.h>", "<torch/extension.h>")
+    for file in (*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")):
+        assert not [header for header in heavy if header in file.read_text()], file
+
+
+def check_without_warnings(file: Path, width: str) -> None:
+    """Let the compiler read a file with every warning an error."""
+    python = f"-isystem{build.sysconfig.get_path('include')}"
+    flags = [*build.compile_flags(width), "-O0", "-Werror", "-Wno-psabi", "-fsyntax-only"]
+    command = ["c++", *flags, f"-I{SOURCES}", *torch_headers(), python, str(file)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
 
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [".", "python"])
-def test_our_own_sources_compile_without_a_warning(part: str, tmp_path: Path) -> None:
-    messages = messages_of_this_build(part)
-    if messages is None:
-        check_without_warnings(sorted((build.SOURCES / part).glob("*.cpp")), tmp_path)
-    else:
-        assert "warning:" not in messages
+@pytest.mark.parametrize("unit", ["dispatch", "python"])
+def test_our_own_sources_compile_without_a_warning(unit: str) -> None:
+    check_without_warnings(SOURCES / f"all_{unit}.cpp", build.vector_widths()[0])
 
 
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
-@pytest.mark.parametrize(("capability", "architecture"), [("AVX2", "x86-64-v3"), ("DEFAULT", "x86-64-v2")])
-def test_the_arithmetic_of_other_machines_compiles(
-    capability: str, architecture: str, tmp_path: Path
-) -> None:
-    arithmetic = [file for file in build.SOURCES.glob("*.cpp") if file.name.startswith(build.ARITHMETIC)]
-    check_without_warnings(
-        arithmetic, tmp_path, Machine(architecture=architecture, capability=capability, portable=True)
-    )
-
-
-def messages_of_this_build(part: str) -> str | None:
-    """What the compiler said in the build in use; None if it was made elsewhere, or source by source."""
-    core = native_core()
-    extension = core.region and Path(core.region.__file__)
-    file = extension if part == "python" else core.library
-    log = file and file.parent.with_name(f"{file.parent.name}.log")
-    one_by_one = os.environ.get("AMP_PLUGIN_SEPARATE_SOURCES", "0") != "0"
-    return None if log is None or one_by_one or not log.exists() else log.read_text()
+@pytest.mark.parametrize("width", [*build.TARGETS, "DEFAULT"])
+def test_the_arithmetic_of_other_machines_compiles_without_a_warning(width: str) -> None:
+    check_without_warnings(SOURCES / "all_arithmetic.cpp", width)
 
 
 @needs_compiler
 @pytest.mark.whole_run
-@pytest.mark.parametrize("source", sorted(build.SOURCES.glob("**/*.cpp")), ids=lambda source: source.name)
-def test_each_source_compiles_by_itself(source: Path, tmp_path: Path) -> None:
-    check_without_warnings([source], tmp_path)
+@pytest.mark.parametrize("source", sorted(SOURCES.glob("**/*.cpp")), ids=lambda source: source.name)
+def test_each_source_compiles_by_itself(source: Path) -> None:
+    check_without_warnings(source, build.vector_widths()[0])

@@ -1,14 +1,17 @@
-"""The cache folder is private, its entries are whole, what is old goes."""
+"""The cache folder is private, its files are whole, what is old goes; and the line that shows progress."""
 
 from __future__ import annotations
 
 import os
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from amp_plugin.kernels import build_cache
-from amp_plugin.kernels.build_cache import cache_root, digest, remove_abandoned
+from amp_plugin.kernels.build_cache import announced, cache_root, digest, obtain
+from tests.warm_processes import WarmProcess
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ def test_a_relative_folder_is_refused(value: str, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_others_can_write_is_refused(mode: int) -> None:
     cache_root().chmod(mode)
     with pytest.raises(
-        PermissionError, match=rf"others can write to .*mode {mode:04o}\); chmod 700 it, or set AMP_PLUGIN"
+        PermissionError, match=rf"others can write to .*mode {mode:04o}\); chmod go-w it, or set AMP_PLUGIN"
     ):
         cache_root()
 
@@ -114,31 +117,115 @@ def test_digest_depends_on_every_part_and_not_on_order() -> None:
     assert len({digest(parts), digest(parts | {"cpu": "y"}), digest({"torch": "2.13.0cpu", "": "x"})}) == 3
 
 
+def write(folder: Path) -> Path:
+    (folder / "made").write_text("whole")
+    return folder / "made"
+
+
+def test_it_is_made_once_and_private(tmp_path: Path) -> None:
+    file = tmp_path / "core.so"
+    assert obtain(file, write) == file
+    assert file.read_text() == "whole"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert obtain(file, lambda _: pytest.fail("made again")) == file
+    assert {path.name for path in tmp_path.iterdir()} == {"core.so", "core.so.lock"}
+
+
+def test_a_rebuild_makes_it_again(tmp_path: Path) -> None:
+    (tmp_path / "core.so").write_text("old")
+    assert obtain(tmp_path / "core.so", write, rebuild=True).read_text() == "whole"
+
+
+def test_what_fails_leaves_nothing(tmp_path: Path) -> None:
+    def fail(folder: Path) -> Path:
+        write(folder)
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        obtain(tmp_path / "core.so", fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["core.so.lock"]
+    assert obtain(tmp_path / "core.so", write).read_text() == "whole"
+
+
+@pytest.mark.parametrize("writable", ["file", "folder"])
+def test_what_others_can_write_to_is_refused(writable: str, tmp_path: Path) -> None:
+    file = obtain(tmp_path / "core.so", write)
+    (file if writable == "file" else tmp_path).chmod(0o722)
+    with pytest.raises(PermissionError, match=r"others can write to .* \(mode 0722\); chmod go-w it"):
+        obtain(file, write)
+
+
+def test_a_file_on_a_read_only_file_system_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = obtain(tmp_path / "core.so", write)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(build_cache, "FileLock", refuse)
+    assert obtain(file, write) == file
+    with pytest.raises(OSError, match="Read-only file system"):
+        obtain(tmp_path / "other.so", write)
+
+
+def make_slowly(root: Path, seconds: float) -> None:
+    """Obtain a file; whoever makes it says so and takes that long."""
+
+    def make(folder: Path) -> Path:
+        with (root / "calls").open("a") as calls:
+            calls.write("called\n")
+        time.sleep(seconds)
+        return write(folder)
+
+    print(obtain(root / "core.so", make).read_text())
+
+
+def test_of_several_processes_one_makes_it(tmp_path: Path) -> None:
+    results = [process.wait(120) for process in [WarmProcess(make_slowly, tmp_path, 1.0) for _ in range(4)]]
+    assert [(result.returncode, result.stdout) for result in results] == [(0, "whole\n")] * 4
+    assert (tmp_path / "calls").read_text() == "called\n"
+    assert sum("waiting for another process" in result.stderr for result in results) > 0
+
+
+def test_a_killed_build_leaves_nothing_that_is_used_or_waited_for(tmp_path: Path) -> None:
+    process = WarmProcess(make_slowly, tmp_path, 600.0)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "calls").exists():
+        assert time.monotonic() < deadline, process.errors()
+        time.sleep(0.05)
+    assert list(tmp_path.glob("*.tmp-*"))
+    process.kill()
+    done = WarmProcess(make_slowly, tmp_path, 0.0).wait(60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "whole\n", "")
+    assert not list(tmp_path.glob("*.tmp-*"))
+
+
 def test_what_nobody_used_for_a_month_goes(tmp_path: Path) -> None:
-    old = build_cache.time.time() - 31 * 24 * 3600
-    one, two = "0123456789abcdef", "fedcba9876543210"
-    kept = [
-        f"new-{one}-{two}",
-        f"new-{one}.log",
-        f"old-{one}.lock",
-        "thesis.log",
-        "photos",
-        f"photos-{one[:8]}",
-    ]
-    gone = [
-        f"old-sm_90-{two}",
-        f"old-{one}-{two}",
-        f"old-{one}.log",
-        f"old-{one}.o",
-        f"old-{one}-{two}.tmp-a1_b2",
-    ]
-    for name in kept + gone:
-        if "." in name and ".tmp-" not in name:
-            (tmp_path / name).touch()
-        else:
-            (tmp_path / name).mkdir()
-            (tmp_path / name / "library.so").touch()
-        if not name.startswith("new"):
-            os.utime(tmp_path / name, (old, old))
-    remove_abandoned(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {*kept}
+    old = time.time() - 31 * 24 * 3600
+    entry = "0123456789abcdef"
+    gone = [f"core-torch2.13.0-avx2-{entry}.so", f"cast-sm_90-{entry}.cubin", f"old-{entry}.so.log"]
+    kept = [f"old-{entry}.so.lock", "thesis.so", "thesis.log", f"photos-{entry[:8]}.so"]
+    for name in gone + kept:
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (old, old))
+    (tmp_path / f"old-{entry}.so.tmp-a1_b2").mkdir()
+    os.utime(tmp_path / f"old-{entry}.so.tmp-a1_b2", (old, old))
+    used = obtain(obtain(tmp_path / f"used-{entry}.so", write), write)
+    os.utime(used, (old, old))
+    obtain(used, write)  # used, and so not old
+    obtain(tmp_path / "new.so", write)
+    locks = {"new.so.lock", f"{used.name}.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == {*kept, *locks, "new.so", used.name}
+
+
+def test_the_line_says_how_long_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    with announced("compiling ..."):
+        assert capsys.readouterr().err == "compiling ..."
+        time.sleep(0.1)
+    assert re.fullmatch(r" 0\.[1-9] s\n", capsys.readouterr().err)
+
+
+def test_a_failure_ends_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RuntimeError, match="broken"), announced("compiling ..."):
+        raise RuntimeError("broken")
+    assert re.fullmatch(r"compiling \.\.\. failed after 0\.\d s\n", capsys.readouterr().err)

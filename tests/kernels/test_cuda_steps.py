@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from amp_plugin.kernels import ops, step_reference  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
 from amp_plugin.kernels.cuda.register import cuda_core
 from tests.host_device import host_device
 
@@ -122,7 +122,7 @@ def test_options_of_adam(device, options):
     ours, wide = moved(host, device), copied(host)
     late = {"lr_tensor": torch.tensor(0.03, dtype=torch.float64)}
     OP.adam_(*ours, lr_tensor=late["lr_tensor"].to(device), **{**ADAM, **options})
-    step_reference.adam_(*wide, **late, **{**ADAM, **options})
+    reference.adam_(*wide, **late, **{**ADAM, **options})
     for mine, right in zip(itertools.chain(*ours), itertools.chain(*wide), strict=True):
         torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-7)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from amp_plugin.kernels import ops, rank_reference  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
 from tests.host_device import host_device
 
 OP = torch.ops.amp_plugin
@@ -18,7 +18,7 @@ MANY = 40  # more than one launch takes
 @pytest.fixture(params=["op", "reference", pytest.param("on a GPU", marks=pytest.mark.gpu)])
 def on(request):
     """Where the ops run, and who runs them."""
-    ranks = rank_reference if request.param == "reference" else OP
+    ranks = reference if request.param == "reference" else OP
     return ranks, torch.device("cuda:0" if request.param == "on a GPU" else "cpu")
 
 
@@ -125,7 +125,7 @@ def test_a_dtype_that_ranks_do_not_add_up_in_is_refused():
 
 
 def test_nothing_to_read_is_refused():
-    for unpack in (rank_reference.unpack_measurements, OP.unpack_measurements):
+    for unpack in (reference.unpack_measurements, OP.unpack_measurements):
         with pytest.raises(ValueError, match="got no packed measurements; give at least one"):
             unpack([], 2.0)
 

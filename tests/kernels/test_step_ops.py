@@ -8,7 +8,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from amp_plugin.kernels import ops, step_reference
+from amp_plugin.kernels import ops, reference
 from amp_plugin.kernels.build import native_core
 
 OP = torch.ops.amp_plugin
@@ -24,7 +24,7 @@ def native():
 
 @pytest.fixture(params=["op", "reference"])
 def kernel(request):
-    return OP if request.param == "op" else step_reference
+    return OP if request.param == "op" else reference
 
 
 def some(shapes, seed, factor=1.0):

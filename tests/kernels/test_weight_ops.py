@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from amp_plugin.kernels import ops, weight_reference
+from amp_plugin.kernels import ops, reference
 from amp_plugin.kernels.build import native_core
 
 OP = torch.ops.amp_plugin
@@ -20,7 +20,7 @@ def native():
 
 @pytest.fixture(params=["op", "reference"])
 def kernel(request):
-    return OP if request.param == "op" else weight_reference
+    return OP if request.param == "op" else reference
 
 
 def pair_of(kernel, master):
@@ -108,7 +108,7 @@ def test_beside_a_zero_no_low_half_counts(kernel):
 @pytest.mark.parametrize("size", SIZES)
 def test_pack_equals_the_reference(size):
     master = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 1e3
-    for ours, plain in zip(pair_of(OP, master), pair_of(weight_reference, master), strict=True):
+    for ours, plain in zip(pair_of(OP, master), pair_of(reference, master), strict=True):
         assert torch.equal(ours, plain)
     assert torch.equal(there_and_back(OP, master)[1], master)
 
@@ -133,7 +133,7 @@ def test_strides_of_all_kinds(kernel):
 
 def test_the_plain_kernels_are_those_registered_without_the_native_core():
     for name in ("pack_weights_", "unpack_weights_", "round_weights_"):
-        assert hasattr(weight_reference, name)
+        assert hasattr(reference, name)
         assert name in ops.SCHEMAS
 
 
@@ -154,7 +154,7 @@ def test_stochastic_rounding_equals_the_reference(size):
     masters = [torch.randn(size), torch.randn(3)]
     ours, plain = ([torch.empty_like(m, dtype=torch.bfloat16) for m in masters] for _ in range(2))
     OP.round_weights_(masters, ours, 2**40 + 5, 7)
-    weight_reference.round_weights_(masters, plain, 2**40 + 5, 7)
+    reference.round_weights_(masters, plain, 2**40 + 5, 7)
     assert all(map(torch.equal, ours, plain))
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_plugin.numerics.op import arguments_of, results_of, traits_of
+from amp_plugin.numerics.op import arguments_of, made_by, traits_of
 from amp_plugin.numerics.values import unwatched
 
 
@@ -38,9 +38,9 @@ class Faults(TorchDispatchMode):
         traits = traits_of(func)
         if traits.is_view or traits.is_unwritten or traits.is_collective:
             return output
-        written = [a.tensor for a in arguments_of(traits, args, kwargs) if a.name in traits.written]
-        results = [r.tensor for r in results_of(output)]
-        results = [t for t in written + results if t.numel() and t.layout is torch.strided]
+        made = made_by(traits, arguments_of(traits, args, kwargs), output)
+        results = [m.tensor for m in made if not m.is_discrete and m.tensor.numel()]
+        results = [t for t in results if t.layout is torch.strided]
         results = [t for t in results if not t._is_zerotensor()]  # it has no memory to spoil
         if not results:
             return output

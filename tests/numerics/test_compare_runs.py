@@ -142,3 +142,23 @@ def test_the_commands(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "is not a recorded run" in result.stderr
     assert amp("diagnose", "--save", runs[0], "--strict", str(script)).exit_code == 2
+
+
+def test_what_does_not_run_again_is_counted_and_named(tmp_path: Path) -> None:
+    for name, size in (("a.npz", 1.0), ("b.npz", 1.5)):
+        torch.manual_seed(0)
+        with record_run(tmp_path / name):
+            torch.bernoulli(torch.full((4,), 0.5)) * size
+    found = compare_runs(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert found.unmeasured == {"aten::bernoulli.default": 1}
+    assert found.report().endswith(
+        "not measured: by how much the results answer of aten::bernoulli.default (1 call)"
+    )
+
+
+def test_two_integers_that_differ_have_fingerprints_that_differ() -> None:
+    counts = torch.arange(200)
+    for index in range(200):
+        other = counts.clone()
+        other[index] += 1
+        assert fingerprint(counts).difference(fingerprint(other)) >= 2 / 200**0.5 * 0.9

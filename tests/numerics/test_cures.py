@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn import functional
 
 import amp_plugin
-from amp_plugin.numerics.advise import cures_of
+from amp_plugin.numerics.cures import cures_of
 from amp_plugin.numerics.finding import Finding
-from amp_plugin.numerics.modules import ModuleAddress, Modules
+from amp_plugin.numerics.modules import ModuleAddress, Tracker
 from tests.warm_processes import call
 
 OPS = {
@@ -194,7 +194,7 @@ def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
 
 def test_wrappers_are_no_part_of_the_path(plain):
     model = nn.DataParallel(Net(OPS["mul"]))
-    paths = Modules(model)
+    paths = Tracker(model)
     paths.open()
     paths.close()
     assert paths.address("module.blocks.2.norm") == ModuleAddress(model="Net", path="blocks.2.norm")

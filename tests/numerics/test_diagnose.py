@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_plugin import GradScaler, OpRules, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
-from amp_plugin.numerics.judge import judge
+from amp_plugin.numerics.judge import GivenTensor, judge
 from amp_plugin.numerics.op import Argument, traits_of
+from amp_plugin.numerics.values import non_finite
 
 HERE = Path(__file__).name
 
@@ -324,6 +325,14 @@ def test_one_element_of_many_in_a_list():
     assert finding.output.inf == 3
 
 
+def test_an_error_by_which_the_program_refuses_a_nan_is_told():
+    zero = torch.zeros(2)
+    with pytest.raises(NonFiniteError) as caught, diagnose():
+        torch.distributions.Normal(zero / zero, 1.0, validate_args=True)  # libraries switch it off
+    reached = caught.value.finding.reached
+    assert reached.startswith("still there at the program's ValueError: Expected parameter loc")
+
+
 def test_an_op_that_refuses_what_it_is_given():
     def program():
         matrix = 1 / torch.zeros(2, 2)
@@ -356,6 +365,15 @@ def test_a_constant_of_one_sign_explains_none_of_the_other():
         for made in (-math.inf, math.inf)
     }
     assert verdicts == {-math.inf: "on purpose", math.inf: "made"}
+
+
+def test_an_op_that_moves_elements_does_not_find_an_infinity_of_another_sign():
+    given = [
+        GivenTensor(argument=Argument(name="other", index=None, tensor=t), held=non_finite(t), values=t)
+        for t in (torch.ones(2), torch.tensor(-math.inf))
+    ]
+    result = Argument(name="", index=None, tensor=torch.tensor([1.0, math.inf]))
+    assert judge(result, given, traits_of(torch.ops.aten.where.self), []).verdict == "made"
 
 
 def test_a_large_negative_activation_in_fp16_is_no_mask():
@@ -672,17 +690,48 @@ def test_nothing_stays_behind_when_the_region_is_closed():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_infinities_that_come_to_nothing_are_told_where_nothing_was_found():
-    """A quotient by one is 0, which no later op shows."""
-    with diagnose() as diagnosis:
-        x = torch.full((2,), 300.0, dtype=torch.float16)
-        for _ in range(2):
-            assert (x / (x * x)).sum() == 0
-    first, second = diagnosis.report().splitlines()
-    assert first == "every number that mattered was finite"
-    assert re.fullmatch(
-        rf"aten::mul.Tensor made inf in forward, in fp16 at \S*{re.escape(HERE)}:\d+ in \w+; it reached "
-        r"no loss, gradient or weight, but x / inf is 0; strict reports it",
-        second,
-    )
-    assert found(lambda: x / (x * x), strict=True).op == "aten::mul.Tensor"
+def test_an_infinity_that_vanishes_in_wrong_numbers():
+    """A quotient by one is 0, which no later op shows; in fp64 it is 1 / 300."""
+    x = torch.full((2,), 300.0, dtype=torch.float16)
+    finding = found(lambda: x / (x * x))
+    assert (finding.op, finding.cause) == ("aten::mul.Tensor", "range")
+    assert finding.reached.startswith("finite numbers unlike those of fp64, in aten::div.Tensor")
+
+
+def test_an_infinity_that_vanishes_in_the_right_numbers_is_none():
+    x = torch.tensor([-20.0, 1.0], dtype=torch.float16)
+    assert found(lambda: 1 / (1 + torch.exp(-x))) is None
+    y = torch.full((2,), 300.0, dtype=torch.float16)
+    assert found(lambda: (y * y).clamp(max=1e4) + 1) is None
+    assert found(lambda: torch.where(y > 200, y, y * y)) is None
+
+
+def test_what_cannot_run_in_a_wider_dtype_is_counted_and_named(monkeypatch):
+    model = nn.Linear(4, 4)
+    x = torch.full((2, 4), 1e-6, dtype=torch.float16, requires_grad=True)
+
+    def train():
+        with diagnose() as diagnosis, autocast("cpu", dtype=torch.float16):
+            (model(x).float() * 1e-7).sum().backward()
+        return diagnosis.report()
+
+    assert "not seen" not in train()
+
+    def changed(call, change, dtype):
+        return ("no", "arguments"), {}
+
+    monkeypatch.setattr("amp_plugin.numerics.op.Call.changed", changed)
+    assert "not seen: what a wider dtype makes of aten::" in train()
+
+
+def test_a_buffer_that_arithmetic_has_spoilt():
+    norm = nn.BatchNorm1d(2)
+    x = torch.randn(4, 2)
+
+    def program():
+        nn.Linear(2, 1)(torch.ones(1, 2)).sum().backward()
+        norm((x - x).log())
+
+    finding = found(program)
+    assert finding.op == "aten::log.default"
+    assert finding.reached.endswith("the buffer BatchNorm1d.running_mean, at the end of the region")

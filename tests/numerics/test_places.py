@@ -15,7 +15,7 @@ def called_in(file: str) -> Place | None:
     """Where a call comes from that stands in line 2 of a file."""
     defined = {"called_from": called_from}
     exec(compile("def step():\n    return called_from()\n", file, "exec"), defined)
-    return defined["step"]().place
+    return defined["step"]()[0]
 
 
 @pytest.fixture

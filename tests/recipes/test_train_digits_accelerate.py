@@ -119,7 +119,7 @@ def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
     assert title in done.stdout
     accuracy = re.search(r"test accuracy\s*│\s*([\d.]+)%", done.stdout)
     assert accuracy is not None, done.stdout
-    assert float(accuracy[1]) >= 97.0
+    assert float(accuracy[1]) >= 96.0  # processors without AVX512 round otherwise: 96.67
     assert done.stdout.count("test accuracy") == 1  # the main process alone reports
     assert (tmp_path / "digits_accelerate" / "training.png").stat().st_size > 10_000
 

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from amp_plugin.scaling.step_result import HostFlag
+from amp_plugin.scaling.step_log import HostFlag
 
 
 class Weights:
@@ -69,7 +69,7 @@ def without_native(monkeypatch):
     """Python's ledger instead of the native one."""
     from amp_plugin.kernels.build import NativeCore
 
-    off = NativeCore(loaded=False, reason="switched off", library=None, region=None, seconds=0.0)
+    off = NativeCore(reason="switched off")
     monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)
 
 

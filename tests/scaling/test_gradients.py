@@ -146,13 +146,13 @@ def test_inference_tensors_have_no_version(ledger_of):
 @pytest.mark.native
 def test_wrong_arguments_are_an_error():
     ledger = native_core().region.GradientLedger()
-    with pytest.raises(TypeError, match="expected 1 arguments, got 0"):
+    with pytest.raises(TypeError, match=r"count\(\): incompatible function arguments"):
         ledger.count()
-    with pytest.raises(TypeError, match="expected a list, got tuple"):
+    with pytest.raises(TypeError, match=r"count\(\): incompatible function arguments"):
         ledger.count(())
-    with pytest.raises(TypeError, match="expected a tensor, got float"):
+    with pytest.raises(TypeError, match=r"norm_check\(\): incompatible function arguments"):
         ledger.norm_check(some_params(), 1.0, 2.0)
-    with pytest.raises(TypeError, match="arguments have no names"):
+    with pytest.raises(TypeError, match="incompatible constructor arguments"):
         native_core().region.GradientLedger(params=[])
 
 

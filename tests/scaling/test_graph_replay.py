@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import loss_scale, step_result
+from amp_plugin.scaling import loss_scale, step_log
 from tests.scaling.replayed_graph import ReplayedGraph
 
 CAPTURED_AT = 2
@@ -102,7 +102,7 @@ def test_a_captured_step_is_the_step(monkeypatch, optimizer, clip, eager):
     want = Loop(optimizer, clip).run(batches())
     assert [answers["skipped"] for answers in want] == [i in OVERFLOWS for i in range(len(want))]
     loop, graph = Loop(optimizer, clip), ReplayedGraph()
-    for module in (loss_scale, step_result):
+    for module in (loss_scale, step_log):
         monkeypatch.setattr(module, "capturing", graph.capturing)
     loop.run(batches()[:CAPTURED_AT])
     before = loop.counts()

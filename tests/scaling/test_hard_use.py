@@ -303,3 +303,32 @@ def test_odd_factors_have_torchs_bits(factors, weights):
             seen.append(scaler.get_scale())
         scales.append(seen)
     assert scales[0] == scales[1]
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Lookahead and its like: another optimizer's groups, and no ``Optimizer.__init__``."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_wrapper_that_never_called_the_constructor_of_optimizers(enabled):
+    def weights_after(scaler):
+        param = torch.nn.Parameter(torch.ones(3))
+        wrapper = Wrapper(torch.optim.SGD([param], lr=0.1))
+        for factor in (1.0, math.inf, 2.0) if enabled else (1.0, 2.0):
+            wrapper.zero_grad()
+            scaler.scale((param * factor).sum()).backward()
+            scaler.step(wrapper)
+            scaler.update()
+        return param.detach()
+
+    ours = weights_after(GradScaler("cpu", enabled=enabled, init_scale=4.0))
+    assert torch.equal(ours, weights_after(torch.amp.GradScaler("cpu", enabled=enabled, init_scale=4.0)))

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling.step_log import RUN, StepLog
-from amp_plugin.scaling.step_result import StepResult
+from amp_plugin.scaling.step_log import RUN, StepLog, StepResult
 
 
 class Result:

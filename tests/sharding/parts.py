@@ -11,7 +11,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from amp_plugin import autocast, log_collectives
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
-from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
+from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from tests.sharding.checkpoints import resume, save
 from tests.sharding.expected_collectives import shard_units
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
@@ -22,16 +22,20 @@ from tests.weights.ranks import compare_with_one_process
 
 def planned(units, dtypes):
     """The collectives that a plan asks for, of units as they are."""
-    modules, found = dtypes.modules(Net()), Counter()
+    net, found = Net(), Counter()
+    in_fp32 = dtypes.in_fp32(net)
+    modules = {
+        name: torch.float32 if module in in_fp32 else dtypes.compute_dtype
+        for name, module in net.named_modules()
+    }
     for unit in units:
-        wanted = modules[unit.name]
-        computed = {wanted.compute}
+        computed = {modules[unit.name]}
         if unit.engine == "fsdp1" and dtypes.fp32_modules:
             computed = {torch.float32}  # it has one dtype for all that it gathers
         elif unit.engine == "fsdp2" and has_dtypes_by_parameter():
             computed = computed_in(unit, units, modules)
         told = changed(unit, *computed) if len(computed) == 1 else replace(unit, gathered=torch.uint8)
-        found.update(replace(told, reduced=wanted.reduction).collectives())
+        found.update(replace(told, reduced=dtypes.reduce_dtype).collectives())
     return found
 
 
@@ -49,7 +53,7 @@ def computed_in(unit, units, modules):
         for name, module in Net().named_modules()
         if any(True for _ in module.parameters(recurse=False))
     }
-    return {modules[name].compute for name, holder in inside.items() if holder == unit.name}
+    return {modules[name] for name, holder in inside.items() if holder == unit.name}
 
 
 def rows(counter):

@@ -12,11 +12,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from amp_plugin import AmpKwargs, AmpPrecision, DtypePlan, FabricAmpPrecision, fully_shard, log_collectives
 from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.settings import resolve
-from amp_plugin.adapters.option_checks import refuse_other_eval_precision
-from amp_plugin.sharding.contradictions import check_against_plan
+from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
-from amp_plugin.sharding.shard_units import shard_units
-from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter, mp_policy
+from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter, policy_of
+from amp_plugin.sharding.report import check_against_plan, shard_units
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
 
@@ -33,19 +32,17 @@ def mesh():
 
 
 class TestPlan:
-    def test_each_module_has_the_dtypes_of_its_pattern(self):
-        planned = DtypePlan(compute="bf16", fp32_modules=["LayerNorm", "head"]).modules(Net())
-        computed = {name: dtypes.compute for name, dtypes in planned.items()}
-        assert computed["blocks.0.norm"] is computed["head"] is FP32
-        assert computed[""] is computed["blocks.0"] is computed["blocks.0.up"] is BF16
-        assert {d.reduction for d in planned.values()} == {d.stored for d in planned.values()} == {FP32}
+    def test_named_modules_and_all_inside_them_stay_in_fp32(self):
+        net = Net()
+        plan = DtypePlan(compute="fp16", fp32_modules=["LayerNorm", "blocks.1"], reduce="bf16")
+        named = {net.blocks[0].norm, *net.blocks[1].modules()}
+        assert plan.in_fp32(net) == named
+        assert (plan.compute_dtype, plan.reduce_dtype) == (torch.float16, BF16)
 
-    def test_what_is_inside_a_module_in_fp32_is_in_fp32(self):
-        planned = DtypePlan(compute="fp16", fp32_modules=["blocks.1"], reduce="bf16").modules(Net())
-        assert planned["blocks.1.up"].compute is FP32
-        assert planned["blocks.0.up"].compute is torch.float16
-        assert planned["blocks.1.up"].reduction is BF16
-        assert planned["blocks.1.up"].gradient is FP32
+    def test_a_plan_that_computes_in_fp32_keeps_all_of_a_model_there(self):
+        net = Net()
+        assert DtypePlan(compute="fp32").in_fp32(net) == {*net.modules()}
+        assert DtypePlan(compute="bf16").in_fp32(net) == set()
 
     def test_a_pattern_that_matches_nothing_names_the_nearest_module(self, mesh):
         with pytest.raises(ValueError, match=r"'LayerNrom' is no name or class .* did you mean LayerNorm"):
@@ -121,7 +118,7 @@ class TestFullyShard:
         net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
         with sharding.fp32_units_apart([net], dtypes):
             for module in (*net.blocks, net):
-                fsdp.fully_shard(module, mesh=mesh, mp_policy=mp_policy(dtypes))
+                fsdp.fully_shard(module, mesh=mesh, mp_policy=policy_of(dtypes))
         assert [unit.gathered for unit in shard_units(net)] == [torch.uint8, torch.uint8, BF16]
 
     def test_labels_are_not_rounded_where_a_model_takes_them(self, mesh):
@@ -148,7 +145,7 @@ class TestFullyShard:
         net = Net()
         with pytest.raises(ValueError, match="mp_policy is made from the plan"):
             fully_shard(net, DtypePlan(), mp_policy=MixedPrecisionPolicy())
-        with pytest.raises(ValueError, match="a Linear among units is no module of Net"):
+        with pytest.raises(ValueError, match="a Linear among units is not a module of Net"):
             fully_shard(net, DtypePlan(), units=[nn.Linear(1, 1)], mesh=mesh)
         with pytest.raises(TypeError, match="weights='bf16' does not work on a sharded model"):
             fully_shard(net, DtypePlan(weights="bf16"), mesh=mesh)
@@ -198,20 +195,35 @@ class TestContradictions:
         ):
             check_against_plan(model, DtypePlan(fp32_modules=["LayerNorm"]))
 
+    @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")  # one rank has all
+    @pytest.mark.filterwarnings("ignore::FutureWarning:torch.distributed")
+    @pytest.mark.parametrize("name", ["blocks.0.norm", "head", "LayerNorm"])
+    def test_names_are_found_in_a_model_that_fsdp1_has_wrapped(self, mesh, name):
+        def wrapped(dtype):
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=FP32)
+            cpu = torch.device("cpu")
+            return FullyShardedDataParallel(
+                Net(), mixed_precision=policy, use_orig_params=True, device_id=cpu
+            )
+
+        assert check_against_plan(wrapped(FP32), DtypePlan(fp32_modules=[name]))
+        with pytest.raises(ValueError, match=r"but the fsdp1 unit 'model' gathers .* in torch.bfloat16"):
+            check_against_plan(wrapped(BF16), DtypePlan(fp32_modules=[name]))
+
     def test_the_plans_own_shards_and_whole_models_pass(self, mesh):
         net, dtypes = Net(), DtypePlan(fp32_modules=["LayerNorm"])
-        check_against_plan(net, dtypes)
+        assert not check_against_plan(net, dtypes)
         sharded = fully_shard(net, dtypes, mesh=mesh)
-        check_against_plan(sharded, dtypes)
+        assert check_against_plan(sharded, dtypes)
         units = list(shard_units(sharded))
         assert {unit.gathered for unit in units} == {BF16, FP32}
         assert {unit.reduced for unit in units} == {FP32}
 
     def test_another_precision_in_evaluation(self):
         with pytest.raises(ValueError, match="eval_precision='fp32' does not work under FSDP, which gathers"):
-            refuse_other_eval_precision("fp32", "bf16")
-        for in_eval, precision in ((None, "bf16"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "no")):
-            refuse_other_eval_precision(in_eval, precision)
+            AdapterSettings(precision="bf16", eval_precision="fp32").check_sharded()
+        for in_eval, precision in ((None, "bf16"), ("bf16", "bf16"), ("bf16", "fp32"), ("fp16", "fp32")):
+            AdapterSettings(precision=precision, eval_precision=in_eval).check_sharded()
 
 
 class TestFirstVersion:
@@ -263,7 +275,7 @@ class TestAdapters:
         class Plugin:
             mixed_precision_policy = kind(BF16, BF16, BF16)
 
-        dtypes = sharding.plan_of("bf16", resolve([], {}))
+        dtypes = resolve([], {}).in_precision("bf16").dtype_plan
         sharding.give_policy(Plugin, dtypes, version=version, fp32_outputs=True)
         assert (Plugin.mixed_precision_policy.param_dtype, Plugin.mixed_precision_policy.reduce_dtype) == (
             BF16,
@@ -277,22 +289,20 @@ class TestAdapters:
         class Plugin:
             mixed_precision_policy = MixedPrecisionPolicy(BF16, BF16, BF16)
 
-        dtypes = sharding.plan_of("bf16", resolve([], {}))
+        dtypes = resolve([], {}).in_precision("bf16").dtype_plan
         sharding.give_policy(Plugin, dtypes, version=2, fp32_outputs=False)
         assert Plugin.mixed_precision_policy.output_dtype is BF16
 
     def test_the_environment_and_its_bad_values(self):
-        assert resolve([], {"AMP_PLUGIN_REDUCE": "bf16"}).adapter().reduce == "bf16"
+        assert resolve([], {"AMP_PLUGIN_REDUCE": "bf16"}).reduce == "bf16"
         with pytest.raises(
-            ValueError, match="reduce='fp16' from AmpKwargs is not allowed; give fp32 or bf16"
+            ValueError, match="reduce='fp16' is not allowed; give 'fp32' or 'bf16'.*comes from AmpKwargs"
         ):
             resolve([AmpKwargs(reduce="fp16")], {})
 
     def test_where_nothing_is_sharded_reduce_has_no_effect_and_that_is_told(self):
-        with pytest.warns(
-            UserWarning, match="reduce='bf16' has an effect under FSDP only, and this run is NO"
-        ):
-            sharding.check_options("bf16", resolve([AmpKwargs(reduce="bf16")], {}), "NO")
+        with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only.*use a hook"):
+            resolve([AmpKwargs(reduce="bf16")], {}).check_shards(Net(), for_ddp="a hook")
         with pytest.warns(UserWarning, match="reduce='bf16' has an effect under FSDP only, and this model"):
             AmpPrecision("bf16", reduce="bf16")._check_shards(Net())
 

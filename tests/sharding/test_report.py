@@ -1,6 +1,7 @@
 """What is reported of a sharded model."""
 
 import io
+from types import SimpleNamespace
 
 import torch
 from rich.console import Console
@@ -8,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from amp_plugin import DtypePlan, dtype_report, fully_shard
-from amp_plugin.sharding.unit_policies import has_dtypes_by_parameter
+from amp_plugin.sharding.collectives import _NAMESPACES, _op_of
+from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.weights.store import weight_bytes
 from tests.process_groups import group_of_one
 from tests.sharding.models import Net
@@ -28,13 +30,6 @@ class TestDtypeReport:
             report = dtype_report(Net(), torch.ones(2, 5))
         assert {row.kind for row in report.rows()} == {"Net", "Block", "LayerNorm", "Linear"}
         assert repr(report) == "ModelDtypes(1 units, 11 module calls)"
-
-    def test_a_model_that_takes_nothing_runs(self):
-        class Constant(nn.Linear):
-            def forward(self):
-                return self.weight * 2
-
-        assert [row.kind for row in dtype_report(Constant(1, 1)).rows()] == ["Constant"]
 
     def test_it_is_shown_as_tables(self):
         with group_of_one():
@@ -60,3 +55,19 @@ def test_bytes_of_weights_are_those_of_this_rank():
         assert weight_bytes(model).weights == 4 * 64 // 4
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_every_collective_of_torch_that_carries_tensors_has_a_name():
+    packets = {
+        name.partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.partition("::")[0] in _NAMESPACES
+    }
+    named = {packet: _op_of(SimpleNamespace(_opname=packet.partition("::")[2])) for packet in packets}
+    assert (
+        named["c10d::_allgather_base_"] == named["_c10d_functional::all_gather_into_tensor"] == "all_gather"
+    )
+    assert named["c10d::_reduce_scatter_base_"] == "reduce_scatter"
+    unnamed = {packet.partition("::")[2].strip("_") for packet, op in named.items() if op is None}
+    others = {"barrier", "monitored_barrier", "wait_tensor", "check_for_nan", "batch_p2p_ops"}
+    assert unnamed <= others | {"wrap_tensor_autograd"}

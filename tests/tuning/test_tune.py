@@ -23,6 +23,7 @@ from amp_plugin.tuning.measure import (
     Trials,
     rules_without_16_bits,
 )
+from amp_plugin.tuning.report import draw
 from amp_plugin.tuning.search import Aim
 from amp_plugin.tuning.workload import Steps, used_ops
 
@@ -185,7 +186,6 @@ class TestMeasurement:
             return Measurement(
                 saved_bytes=saved,
                 cast_bytes=cast,
-                seconds=1.0,
                 errors=(GradientError(whole=error, mean=mean),),
             )
 
@@ -218,6 +218,7 @@ class TestTune:
     def test_the_logits_are_saved_in_16_bits_where_that_keeps_the_error(self, tuning):
         found, _, _ = tuning
         assert found.rules["aten::cross_entropy_loss.default"].value == "lower_precision"
+        assert found.is_followed
         assert found.after.saved_bytes < 0.75 * found.before.saved_bytes
         assert found.after.error <= 1.2 * found.before.error
 
@@ -249,6 +250,47 @@ class TestTune:
         tuning[0].plot(tmp_path / "sets.png")
         assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
 
+    @pytest.fixture
+    def drawn(self, tuning, tmp_path, monkeypatch):
+        """Return a function that draws for a goal and returns the figure."""
+        figure = pytest.importorskip("matplotlib.figure").Figure
+        figures = []
+        monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
+
+        def draw_for(goal):
+            found, _, _ = tuning
+            draw(found.tried, found.before, found.after, Aim(goal=goal, budget=0.2), tmp_path / "x.png")
+            return figures[-1]
+
+        return draw_for
+
+    @pytest.mark.parametrize("goal", ["memory", "casts", "accuracy"])
+    def test_labels_are_whole_apart_and_inside_the_axes(self, drawn, goal):
+        (axes,) = drawn(goal).axes
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_visible()]
+        assert len(boxes) >= 2
+        for box in boxes:
+            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
+            assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
+            assert sum(box.overlaps(other) for other in boxes) == 1  # itself
+
+    def test_a_point_below_the_budget_is_a_set_that_is_allowed_and_a_rule_has_one_colour(self, drawn, tuning):
+        found, aim = tuning[0], Aim(goal="memory", budget=0.2)
+        figure = drawn("memory")
+        (axes,) = figure.axes
+        (budget,) = {y for line in axes.lines for y in line.get_ydata()}
+        dots = {dot.get_label(): dot for dot in axes.collections}
+        below = sum(
+            (dots[rule].get_offsets()[:, 1] <= budget).sum() for rule in ("lower_precision", "unchanged")
+        )
+        allowed = {
+            entry.changes
+            for entry in found.tried
+            if entry.changes and entry.measurement and aim.allows(entry.measurement, found.before)
+        }
+        assert 0 < below == len(allowed) < len({entry.changes for entry in found.tried})
+        assert len({tuple(dot.get_facecolor()[0]) for dot in dots.values()}) == len(dots) == 4
+
     def test_a_model_with_nothing_to_save_keeps_the_default_and_says_so(self):
         model = nn.Linear(8, 8)
 
@@ -259,10 +301,25 @@ class TestTune:
 
         found = amp_plugin.tune(step, model=model, batches=[torch.randn(4, 8)])
         assert found.keeps_default
+        assert found.is_followed
         assert found.rules == DEFAULT
         assert "nothing better was found, the default rules stay" in found.to_yaml()
-        assert found.nearest is None or found.nearest.over > 0
+        assert found.nearest is None or found.nearest.growth > found.budget
         assert found.to_yaml().endswith("rules: {}\n")
+
+    @pytest.mark.parametrize("rules", [None, DEFAULT.with_rule("aten::exp", "unchanged")])
+    def test_a_step_that_reads_no_rules_is_told_so(self, model, batches, rules):
+        """Without an autocast block, and in one that names its own rules."""
+
+        def step(batch):
+            with amp_plugin.autocast("cpu", enabled=rules is not None, rules=rules):
+                loss = cross_entropy(model(batch[0]), batch[1])
+            loss.backward()
+
+        found = amp_plugin.tune(step, model=model, batches=batches)
+        assert not found.is_followed
+        assert "nothing follows the rules" in found.headline
+        assert "open autocast on cpu around the forward pass, without rules of its own" in found.to_yaml()
 
     def test_an_overflow_in_fp16_is_cured_by_the_op_that_overflows_alone(self, batches):
         class Attention(nn.Module):
@@ -283,6 +340,9 @@ class TestTune:
             ("aten::matmul", "fp32")
         ]
         assert "  aten::matmul: fp32  # batches that overflow 2 -> 0" in found.to_yaml()
+        assert found.headline == (
+            "tuned for accuracy: 1 rule without which every batch overflows, whatever the bytes"
+        )
         with pytest.raises(ValueError, match="no batch has finite gradients .* goal='accuracy'"):
             amp_plugin.tune(step, model=model, batches=batches)
 
@@ -380,11 +440,11 @@ class TestCommand:
                 2,
                 "'speed' is not one of 'memory', 'casts', 'accuracy'; did you mean",
             ),
-            (["--budget", "much", "SCRIPT"], 2, "'much' is no share; give it as 5% or 0.05"),
+            (["--budget", "much", "SCRIPT"], 2, "'much' is not a share; give it as 5% or 0.05"),
             (
                 ["--device", "cpu", "SCRIPT", "0.1"],
                 1,
-                "ended with exit code 0 after 0 backward passes, and 4",
+                "ended with exit code 0 after 0 backward passes, and 4 are wanted; it has to run backward()",
             ),
         ],
     )

@@ -1,33 +1,16 @@
 """Optimizers of other libraries, where they are installed."""
 
-import copy
-
 import pytest
 import torch
 
-from amp_plugin import store_weights
-from tests.weights.twins import assert_same, network, step, twins
+from tests.weights.twins import assert_same, assert_steps_and_resumes, step, twins
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["AdamW32bit", "AdamW8bit", "Lion32bit"])
 def test_bitsandbytes_steps_and_resumes_bit_for_bit(name):
     bitsandbytes = pytest.importorskip("bitsandbytes")
-    make = getattr(bitsandbytes.optim, name)
-    reference, stored, store = twins()
-    optimizers = [make(model.parameters(), lr=1e-3) for model in (reference, stored)]
-    store.add(optimizers[1])
-    for number in range(10):
-        step(number, (reference, stored), optimizers)
-    resumed = network(3)
-    optimizers.append(make(resumed.parameters(), lr=1.0))
-    store_weights(resumed, optimizers[2])
-    resumed.load_state_dict(stored.state_dict())
-    optimizers[2].load_state_dict(copy.deepcopy(optimizers[1].state_dict()))
-    for number in range(10, 20):
-        step(number, (reference, stored, resumed), optimizers)
-    assert_same(reference, stored)
-    assert_same(reference, resumed)
+    assert_steps_and_resumes(getattr(bitsandbytes.optim, name))
 
 
 @pytest.mark.filterwarnings("ignore")

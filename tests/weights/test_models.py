@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from amp_plugin import autocast, store_weights
+from amp_plugin.weights.store import in_fp32
+from tests.weights.twins import assert_same, away_from_ties
 
 transformers = pytest.importorskip("transformers")
 STEPS = 20
@@ -56,12 +58,6 @@ def resnet():
     return transformers.ResNetForImageClassification(config), images(32)
 
 
-def away_from_ties(param):
-    """Move weights that lie half-way between two bfloat16 numbers: pairs round those away from zero, autocast to even."""
-    bits = param.view(torch.int32)
-    bits.add_((bits & 0xFFFF) == 0x8000)
-
-
 @torch.no_grad()
 def nudge(model):
     """Move one weight of each matrix by the last place of bfloat16: what a tie does."""
@@ -74,13 +70,12 @@ def furthest(ours, stock):
     return max(abs(mine - other) / abs(other) for mine, other in zip(ours, stock, strict=True))
 
 
-def losses(make, region, weights, *, nudged=False):
+def losses(make, region, weights, *, nudged=False, ties=True):
+    """Return the losses, what is trained, and how many weights are stored; ``ties=False``: without ties at each step."""
     torch.manual_seed(0)
     model, batch = make()
     model.train()
-    with torch.no_grad():
-        for param in model.parameters():
-            away_from_ties(param)
+    away_from_ties(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     stored = 0 if weights is None else len(store_weights(model, optimizer, weights=weights))
     found = []
@@ -92,17 +87,33 @@ def losses(make, region, weights, *, nudged=False):
         optimizer.step()
         if nudged and not found:
             nudge(model)
+        if not ties:
+            with in_fp32(model):
+                away_from_ties(model)
         found.append(loss.item())
-    return found, stored
+    return found, model, stored
 
 
-@pytest.mark.parametrize("make", [bert, gpt2, vit, resnet])
+MODELS = pytest.mark.parametrize("make", [bert, gpt2, vit, resnet])
+
+
+@MODELS
 def test_the_first_loss_is_autocasts_and_20_go_apart_as_by_ties(make):
-    stock, _ = losses(make, torch.autocast, None)
-    nudged, _ = losses(make, torch.autocast, None, nudged=True)
+    stock, _, _ = losses(make, torch.autocast, None)
+    nudged, _, _ = losses(make, torch.autocast, None, nudged=True)
+    ours, _, stored = losses(make, autocast, "bf16")
+    assert stored >= 4
+    assert ours[0] == stock[0]
+    print(make.__name__, f"ours {furthest(ours, stock):.1e} nudged {furthest(nudged, stock):.1e}")
+    assert furthest(ours, stock) < max(1e-4, 2 * furthest(nudged, stock))
+
+
+@MODELS
+def test_but_for_exact_ties_20_steps_are_stocks_to_the_bit(make):
+    """Nothing but ties makes losses go apart: moved off them after each step, both runs are one."""
+    stock, reference, _ = losses(make, torch.autocast, None, ties=False)
     for region in (torch.autocast, autocast):
-        ours, stored = losses(make, region, "bf16")
+        ours, model, stored = losses(make, region, "bf16", ties=False)
         assert stored >= 4
-        assert ours[0] == stock[0]
-        print(make.__name__, f"ours {furthest(ours, stock):.1e} nudged {furthest(nudged, stock):.1e}")
-        assert furthest(ours, stock) < max(1e-4, 2 * furthest(nudged, stock))
+        assert ours == stock
+        assert_same(reference, model)

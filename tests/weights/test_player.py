@@ -1,6 +1,7 @@
 """A random player: stores, steps, edits, saves, loads, converts, copies and thaws a model and its fp32 twin alike."""
 
 import copy
+import operator
 import pickle
 import random
 
@@ -28,6 +29,7 @@ class Net(nn.Module):
         self.embed, self.norm = nn.Embedding(5, 4), nn.LayerNorm(4)
         self.first, self.second, self.conv = nn.Linear(4, 4), nn.Linear(4, 4), nn.Conv1d(2, 3, 1)
         self.second.weight = self.first.weight
+        self.recurrent = nn.GRU(2, 3)
 
 
 class Player:
@@ -66,6 +68,8 @@ class Player:
             assert states[1][name].dtype is torch.float32, (name, self.moves)
             assert torch.equal(value, states[1][name]), (name, self.kind, self.way, self.moves)
         assert self.model.first.weight is self.model.second.weight
+        recurrent = self.model.recurrent
+        assert all(map(operator.is_, recurrent._flat_weights, recurrent.parameters())), self.moves
 
     def give_gradients(self):
         self.count += 1

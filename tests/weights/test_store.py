@@ -10,8 +10,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from amp_plugin import store_weights
+from amp_plugin.kernels.build import native_core
 from amp_plugin.weights.store import in_fp32, weight_bytes
 from amp_plugin.weights.weight import has_room
+from tests.warm_processes import run_program
 
 
 def network(seed=0):
@@ -248,6 +250,19 @@ def test_a_sharded_model_is_refused():
     store_weights(FullyShardedDataParallel(2, 2), weights="fp32")
 
 
+@pytest.mark.skipif(not native_core().loaded, reason="no native core on this machine")
+def test_storing_weights_loads_the_native_core(tmp_path):
+    """In programs that use nothing else of ours, too: in plain torch ops their steps took nine times as long."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "from amp_plugin import store_weights\n"
+        "store_weights(torch.nn.Linear(2, 2))\n"
+        "print(torch._C._dispatch_has_kernel_for_dispatch_key('amp_plugin::pack_weights_', 'CPU'))\n"
+    )
+    assert run_program(program).stdout.split()[-1] == "True"
+
+
 def test_unknown_ways_are_refused():
     for given, meant in (
         ("bf16_true", "bf16-true"),
@@ -264,7 +279,6 @@ def test_unknown_ways_are_refused():
 def test_a_state_dict_is_made_on_the_host_where_a_gpu_is_nearly_full(monkeypatch):
     model, _, _ = trained()
     wanted = exact(model)
-    monkeypatch.setattr("amp_plugin.weights.checkpoint.has_room", lambda _: False)
     monkeypatch.setattr("amp_plugin.weights.weight.has_room", lambda _: False)
     with pytest.warns(
         UserWarning, match="the state dict is made on the host, tensor by tensor: cpu has no room"

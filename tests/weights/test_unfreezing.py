@@ -10,8 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from amp_plugin import FabricAmpPrecision, autocast, store_weights
-from amp_plugin.weights.store import widen_unfrozen
-from amp_plugin.weights.unfreezing import FrozenWeights, set_up_when_unfrozen
+from amp_plugin.weights.store import FrozenWeights, set_up_when_unfrozen, widen_unfrozen
 from tests.adapters.accelerate_pair import ours, reset
 
 THAWED = "2 trainable parameters came in bfloat16 .* and are float32 now .* since 16 bits lose small updates"
@@ -95,6 +94,17 @@ def test_they_are_trained_as_in_float32(program):
         assert (model[0].weight != start).float().mean() > 0.9
         runs.append(model.state_dict())
     assert all(torch.equal(value, runs[1][name]) for name, value in runs[0].items())
+
+
+def test_they_become_what_the_last_set_up_asked_for():
+    model = network()
+    store_weights(model, weights="fp16")
+    store = store_weights(model, weights="bf16")
+    model[0].requires_grad_(True)
+    with autocast("cpu", dtype=torch.bfloat16):
+        model(X)
+    assert len(store) == 4
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
 
 def test_an_evaluation_converts_nothing():

@@ -1,5 +1,7 @@
 """A model with stored weights next to its fp32 twin: made alike, given the same gradients, compared bit for bit."""
 
+import copy
+
 import torch
 from torch import nn
 
@@ -42,3 +44,33 @@ def step(number, models, optimizers):
     give_gradients(number, *models)
     for optimizer in optimizers:
         optimizer.step()
+
+
+@torch.no_grad()
+def away_from_ties(model):
+    """Move weights that lie half-way between two bfloat16 numbers: pairs round those away from zero, autocast to even."""
+    for param in model.parameters():
+        bits = param.view(torch.int32)
+        bits.add_((bits & 0xFFFF) == 0x8000)
+
+
+def load_state_dicts(saved, resumed):
+    for part, other in zip(saved, resumed, strict=True):
+        other.load_state_dict(copy.deepcopy(part.state_dict()))
+
+
+def assert_steps_and_resumes(make, resume=load_state_dicts):
+    """Assert that an optimizer steps a stored model, and one resumed from it on the way, as its float32 twin."""
+    reference, stored, store = twins()
+    optimizers = [make(model.parameters(), lr=1e-3) for model in (reference, stored)]
+    store.add(optimizers[1])
+    for number in range(10):
+        step(number, (reference, stored), optimizers)
+    resumed = network(3)
+    optimizers.append(make(resumed.parameters(), lr=1.0))
+    store_weights(resumed, optimizers[2])
+    resume((stored, optimizers[1]), (resumed, optimizers[2]))
+    for number in range(10, 20):
+        step(number, (reference, stored, resumed), optimizers)
+    assert_same(reference, stored)
+    assert_same(reference, resumed)

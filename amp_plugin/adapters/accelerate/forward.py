@@ -1,143 +1,95 @@
-"""The forward of a prepared model: under autocast, its outputs in fp32."""
+"""The forward of a prepared model: under autocast, its outputs in fp32.
+
+It stands on the instance, where Accelerate's own does, and not on a class made for it, as ``run_in`` does for
+parts of a model: ``accelerate.utils.extract_model_from_parallel`` takes it off there, a forward that is on
+the instance already (Accelerate's hooks, torch.compile) is run by it, and the model keeps its class.
+"""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs, convert_to_fp32, recursively_apply
+from accelerate.utils import convert_to_fp32, recursively_apply
 from torch import nn
 
-from amp_plugin.casting.region import autocast
+from amp_plugin.casting.threads import RegionState
 
 
-@dataclass(frozen=True, kw_only=True)
-class RegionOptions:
-    """How a prepared model computes.
+@dataclass(kw_only=True, eq=False)
+class MixedForward:
+    """Stands in for ``module.forward``; pickled, copied and compiled with its module.
 
     Attributes:
-        device_type: device of the model.
-        dtype: float16 or bfloat16.
-        enabled: False computes as without autocast.
-        cache_enabled: keep the cast of a weight for its next use in one forward.
-        fp32_outputs: convert float16 and bfloat16 outputs to fp32.
-        all_in_16_bits: compute without autocast, with inputs in ``dtype``: all weights are stored in it.
+        module: its forward is run.
+        training: the region of a module that trains.
+        evaluation: the region in ``eval()`` mode.
+        fp32_outputs: whether float16 and bfloat16 outputs become fp32.
+        inputs: what floating-point inputs become where all weights are stored in it; None leaves them.
+        own: the forward that was set on the instance, if one was.
     """
 
-    device_type: str
-    dtype: torch.dtype
-    enabled: bool = True
-    cache_enabled: bool | None = None
+    module: nn.Module
+    training: RegionState
+    evaluation: RegionState
     fp32_outputs: bool = True
-    all_in_16_bits: bool = False
+    inputs: torch.dtype | None = None
+    own: Callable[..., Any] | None = field(init=False)
 
-    def with_kwargs(self, handler: AutocastKwargs | None) -> RegionOptions:
-        """Return the options of one block, which Accelerate's AutocastKwargs may change."""
-        if handler is None:
-            return self
-        return replace(self, enabled=handler.enabled, cache_enabled=handler.cache_enabled)
+    def __post_init__(self) -> None:
+        self.own = vars(self.module).get("forward")
 
-    def region(self) -> torch.autocast:
-        """Return a new autocast region."""
-        return autocast(self.device_type, self.dtype, self.enabled, self.cache_enabled)
-
-
-class MixedForward:
-    """Stands in for ``module.forward``; can be pickled, copied and compiled with its module.
-
-    The attributes ``__wrapped__`` here and ``_original_forward`` on the module are what
-    ``accelerate.utils.extract_model_from_parallel`` looks for to take it off again.
-    """
-
-    def __init__(
-        self, module: nn.Module, options: RegionOptions, eval_options: RegionOptions | None = None
-    ) -> None:
-        self.module = module
-        self.options = options
-        self.eval_options = options if eval_options is None else eval_options
-        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-
-    @staticmethod
-    def put_on(module: nn.Module, options: RegionOptions, eval_options: RegionOptions | None = None) -> None:
-        """Give ``module`` a mixed forward; nothing happens if it has one.
-
-        Args:
-            module: changed in place.
-            options: how it computes in training.
-            eval_options: how it computes in ``eval()`` mode; None: the same.
-        """
-        if isinstance(module.__dict__.get("forward"), MixedForward):
-            return
-        forward = MixedForward(module, options, eval_options)
-        module._original_forward = forward.__wrapped__  # type: ignore[assignment]
-        module.forward = forward
+    def put_on(self) -> None:
+        """Give the module this forward; nothing happens if it has such a one."""
+        if not isinstance(self.own, MixedForward):
+            # extract_model_from_parallel: "if original_forward is not None:" it follows __wrapped__ to it
+            self.module._original_forward = self.__wrapped__  # type: ignore[assignment]
+            self.module.forward = self
 
     @staticmethod
     def take_off(module: nn.Module) -> None:
         """Give ``module`` its own forward back; nothing happens if it has it."""
-        forward = module.__dict__.get("forward")
-        if not isinstance(forward, MixedForward):
-            return
-        module.__dict__.pop("_original_forward", None)
-        if forward.own is None:
-            del module.__dict__["forward"]
-        else:
-            module.forward = forward.own
+        forward = vars(module).get("forward")
+        if isinstance(forward, MixedForward):
+            vars(module).pop("_original_forward", None)
+            del module.forward
+            if forward.own is not None:
+                module.forward = forward.own
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward as a function of module and inputs."""
+        """The module's own forward as a function of module and inputs, for Accelerate to bind."""
         if self.own is None:
             return type(self.module).forward
-        function = getattr(self.own, "__func__", None)
-        return function if function is not None else _ignore_module(self.own)
+        return getattr(self.own, "__func__", None) or partial(_without_module, self.own)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of the module's own forward, without ``self``."""
-        return inspect.signature(self._forward)
-
-    @property
-    def _forward(self) -> Callable[..., Any]:
-        if self.own is not None:
-            return self.own
-        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return bound
+        own = self.own or type(self.module).forward.__get__(self.module)
+        return inspect.signature(own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward in the region."""
-        options = self.options if self.module.training else self.eval_options
-        if options.all_in_16_bits:
-            args, kwargs = recursively_apply(
-                partial(torch.Tensor.to, dtype=options.dtype), (args, kwargs), test_type=_is_floating_point
-            )
-        with autocast(options.device_type, options.dtype, options.enabled, options.cache_enabled):
+        state = self.training if self.module.training else self.evaluation
+        if self.inputs is not None:
+            cast = partial(torch.Tensor.to, dtype=self.inputs)
+            args, kwargs = recursively_apply(cast, (args, kwargs), test_type=_is_floating_point)
+        with state.region():
             if self.own is not None:
                 output = self.own(*args, **kwargs)
             else:  # not bound first: no Dynamo before torch 2.13 can trace that
                 output = type(self.module).forward(self.module, *args, **kwargs)
-        return convert_to_fp32(output) if options.fp32_outputs else output
+        return convert_to_fp32(output) if self.fp32_outputs else output
 
 
 def _is_floating_point(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-class _ignore_module:  # noqa: N801 -- a function that can be pickled and compared
-    """A forward that was set on the instance, called as if it were the class's."""
-
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
-
-    def __call__(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ignore_module) and other.forward == self.forward
-
-    def __hash__(self) -> int:
-        return hash(self.forward)
+def _without_module(forward: Callable[..., Any], _: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return forward(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ def install(options: AmpKwargs | None = None) -> None:
 
     @functools.wraps(original)
     def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+        _set_weights_up_before_transformers_loads()
         if isinstance(self, AmpAccelerator):
             original(self, *args, **kwargs)
             return
@@ -93,7 +95,8 @@ def _pickled_as(kind: type[Accelerator]) -> Callable[[AmpAccelerator], tuple[Any
     """Return a ``__reduce__``: a class made here is found by no name, that of the program is."""
 
     def __reduce__(self: AmpAccelerator) -> tuple[Any, ...]:  # noqa: N807 -- the class made here has it
-        return _of_class_for, (kind,), self.__getstate__()
+        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)  # Python 3.10 has none
+        return _of_class_for, (kind,), state
 
     return __reduce__
 
@@ -108,3 +111,25 @@ def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str
     if options is None or any(isinstance(given, AmpKwargs) for given in handlers):
         return kwargs
     return {**kwargs, "kwargs_handlers": [*handlers, options]}
+
+
+def _set_weights_up_before_transformers_loads() -> None:
+    """Let ``transformers.Trainer`` set weights up before it loads a checkpoint; once, if it is imported.
+
+    It loads before it prepares, which rounds to the 16 bits of a model that came in them, and calls nothing
+    of the accelerator and no callback before. A Trainer with another accelerator loads as before.
+    """
+    trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
+    if trainer is None or hasattr(trainer._load_from_checkpoint, "sets_up_weights"):
+        return
+    load = trainer._load_from_checkpoint
+
+    @functools.wraps(load)
+    def load_exactly(self: Any, checkpoint: str, model: Any = None) -> Any:
+        set_up = getattr(self.accelerator, "set_up_weights", None)
+        if set_up is not None:
+            set_up(self.model if model is None else model)
+        return load(self, checkpoint, model)
+
+    load_exactly.sets_up_weights = True  # type: ignore[attr-defined]
+    trainer._load_from_checkpoint = load_exactly

@@ -1,4 +1,4 @@
-"""AmpKwargs: what a user may set beyond ``mixed_precision``, and where each value comes from.
+"""AmpKwargs: what a user may set, where each value comes from, and when AmpAccelerator computes itself.
 
 One order of precedence; the first source that names an option decides it::
 
@@ -11,33 +11,40 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, get_args
 
+import torch
 import yaml
-from accelerate.utils import AutocastKwargs, GradScalerKwargs, KwargsHandler
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, GradScalerKwargs, KwargsHandler, PrecisionType
+from typing_extensions import Self
 
-from amp_plugin.adapters.option_checks import rules_from
-from amp_plugin.casting.rules import OpRules
-from amp_plugin.environment_variables import PREFIX, unknown_variables
+from amp_plugin.adapters.settings import AdapterSettings
+from amp_plugin.messages import warn_user
 from amp_plugin.options import (
+    PREFIX,
     AccelerateOptions,
-    LossScaleOptions,
     lists_options,
     option_names,
     option_types,
     takes,
     unknown_option,
+    unknown_variables,
 )
-from amp_plugin.precision import PrecisionName, checked_precision
+from amp_plugin.precision import WEIGHTS_IN_16_BITS, checked_precision, known_precision
 
-Made = TypeVar("Made")
 CONFIG = "AMP_PLUGIN_CONFIG"
-
-
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 OPTIONS = option_names(AccelerateOptions)
+_LEFT = {
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
 
 
 @lists_options(AccelerateOptions)
@@ -70,20 +77,8 @@ class AmpKwargs(KwargsHandler):
         return f"AmpKwargs({', '.join(f'{name}={value!r}' for name, value in self.to_kwargs().items())})"
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdapterOptions(AccelerateOptions):
-    """The options, read: precisions in our own names, rules from their file."""
-
-    eval_precision: PrecisionName | None = None
-    rules: OpRules | None = None
-
-
 def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
-    """Raise if an option of AmpKwargs is given to the accelerator itself.
-
-    Raises:
-        TypeError: it is; the text says where to write it.
-    """
+    """Raise TypeError if an option of AmpKwargs is given to the accelerator itself."""
     option = next((name for name in names if name in OPTIONS), None)
     if option is not None:
         msg = (
@@ -93,64 +88,32 @@ def refuse_misplaced(owner: str, names: Iterable[str]) -> None:
         raise TypeError(msg)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(AdapterSettings, AccelerateOptions):
     """The options in force.
 
     Attributes:
-        values: option -> value; options that are not set are absent.
-        sources: option -> what set it.
+        sources: option -> what set it; options that nothing has set are absent.
         enabled: ``GradScalerKwargs(enabled=...)``.
-        cache_enabled: ``AutocastKwargs(cache_enabled=...)``.
     """
 
-    values: Mapping[str, Any] = field(default_factory=dict)
-    sources: Mapping[str, str] = field(default_factory=dict)
-    enabled: bool = True
-    cache_enabled: bool | None = None
+    sources: Mapping[str, str]
+    enabled: bool
+    named: ClassVar[str] = "mixed_precision"
 
-    def get(self, option: str, default: Any = None) -> Any:
-        """Return an option's value, or ``default`` if it is not set."""
-        return self.values.get(option, default)
+    def in_precision(self, mixed_precision: str) -> Self:
+        """Return the settings of an accelerator, whose weights must be stored in the dtype it computes in."""
+        with naming(self.sources):
+            return replace(self, precision="fp32" if mixed_precision == "no" else mixed_precision)
 
-    def loss_scale(self) -> LossScaleOptions:
-        """Return the loss scale's options.
-
-        Raises:
-            ValueError: a number is out of range; the text names what set it.
-        """
-        return self.build(lambda: LossScaleOptions.among(self.values))
-
-    def adapter(self) -> AdapterOptions:
-        """Return all options, with their defaults.
-
-        Raises:
-            ValueError: a number is out of range; the text names what set it.
-        """
-        return self.build(lambda: AdapterOptions(**self.values))
-
-    def build(self, make: Callable[[], Made]) -> Made:
-        """Call ``make``; a ValueError about an option also names what set it.
-
-        Raises:
-            ValueError: as ``make``'s, with the sources.
-        """
-        try:
-            return make()
-        except ValueError as error:
-            named = [f"{name} comes from {self.sources[name]}" for name in self.values if name in str(error)]
-            if not named:
-                raise
-            msg = f"{error} ({'; '.join(named)})"
-            raise ValueError(msg) from error
+    @property
+    def changes_forward(self) -> bool:
+        """Whether prepared models compute in 16 bits, in training or in ``eval()`` mode."""
+        return self.precision != "fp32" or self.eval_precision in {"fp16", "bf16"}
 
 
 def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -> Settings:
-    """Decide each option by the order of precedence above.
-
-    Args:
-        handlers: the program's ``kwargs_handlers``; several AmpKwargs: the first that names an option.
-        environment: usually ``os.environ``.
+    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it.
 
     Raises:
         ValueError: an unknown option or a bad value; the text names its source.
@@ -162,19 +125,27 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
     enabled = all(given.pop("enabled", True) for given in scaling)
     layers += [("GradScalerKwargs", given) for given in scaling]
     layers += [*_from_environment(environment), *_from_file(environment)]
-    values: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for source, given in layers:
-        for name, value in given.items():
-            if name not in values:
-                values[name], sources[name] = _checked(name, value, source), source
-    region = next((given for given in handlers if isinstance(given, AutocastKwargs)), AutocastKwargs())
-    return Settings(
-        values=values,
-        sources=sources,
-        enabled=enabled,
-        cache_enabled=region.cache_enabled,
-    )
+    given, sources = {}, {}
+    for source, values in reversed(layers):
+        given.update(values)
+        sources.update(dict.fromkeys(values, source))
+    with naming(sources):
+        options = {name: _read(name, value) for name, value in given.items()}
+        return Settings(**options, sources=sources, enabled=enabled)
+
+
+@contextmanager
+def naming(sources: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about options be a ValueError that names what has set them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        named = [f"{name} comes from {source}" for name, source in sources.items() if name in text]
+        if not named:
+            raise
+        msg = f"{text} ({'; '.join(named)})"
+        raise ValueError(msg) from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
@@ -206,50 +177,108 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
     return [(source, {name: value for name, value in given.items() if value is not None})]
 
 
-def _checked(name: str, value: Any, source: str) -> Any:
-    """Return ``value`` as the option's type, from text too."""
-    wanted = option_types(AccelerateOptions)[name]
-    if type(None) in get_args(wanted):
-        wanted = get_args(wanted)[0]  # of ``T | None``
-    if name in _PARSERS:
-        return _PARSERS[name](name, value, source)
-    if wanted is bool:
-        words = {"1": True, "true": True, "yes": True, "on": True}
-        words |= {"0": False, "false": False, "no": False, "off": False}
-        return _require(words.get(str(value).lower()), name, value, source, "true or false")
-    if get_origin(wanted) is Literal:
-        allowed = get_args(wanted)
-        return _require(value if value in allowed else None, name, value, source, " or ".join(allowed))
-    number = _number(value)
-    if wanted is int:
-        whole = int(number) if number is not None and number.is_integer() else None
-        return _require(whole, name, value, source, "a whole number")
-    return _require(number, name, value, source, "a number")
-
-
-def _names(option: str, value: Any, source: str) -> tuple[str, ...]:
-    """Return a list of names, also from text with commas, as in a variable of the environment."""
-    names = [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-    is_list = isinstance(names, Sequence) and all(isinstance(name, str) and name for name in names)
-    return tuple(_require(names if is_list else None, option, value, source, "a list of names"))
-
-
-_PARSERS: dict[str, Callable[[str, Any, str], Any]] = {
-    "eval_precision": checked_precision,
-    "fp32_modules": _names,
-    "rules": lambda _, value, source: rules_from(value, source),
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
 }
 
 
-def _require(parsed: Any, name: str, value: Any, source: str, allowed: str) -> Any:
-    if parsed is None:
-        msg = f"{name}={value!r} from {source} is not allowed; give {allowed}"
-        raise ValueError(msg)
-    return parsed
-
-
-def _number(value: Any) -> float | None:
+def _read(name: str, value: Any) -> Any:
+    """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
+    wanted = option_types(AccelerateOptions)[name]
+    kinds = {wanted, *get_args(wanted)}
+    if bool in kinds:
+        return _SWITCHES.get(str(value).lower(), value)
+    if name == "fp32_modules":
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    if not kinds & {int, float} or isinstance(value, bool):
+        return value
     try:
-        return None if isinstance(value, bool) else float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        return None
+        return value
+    if int in kinds and not number.is_integer():
+        msg = f"{name}={value!r} is not allowed; give a whole number"
+        raise ValueError(msg)
+    return int(number) if int in kinds else number
+
+
+def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
+    """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
+
+    Raises:
+        ValueError: the environment names none of Accelerate's, which checks the argument only; or either
+            keeps weights in 16 bits.
+    """
+    from_environment = argument is None and not AcceleratorState._shared_state
+    given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
+    if given is None or str(given) in PrecisionType.list():
+        return argument
+    known = known_precision(given)
+    if known is not None:
+        return "no" if known == "fp32" else known
+    if str(given) in WEIGHTS_IN_16_BITS:
+        source = PRECISION_VARIABLE if from_environment else ""
+        checked_precision("mixed_precision", given, source, weights_in="AmpKwargs(weights={!r})")
+    if from_environment:
+        allowed = ", ".join(PrecisionType.list())
+        msg = f"{PRECISION_VARIABLE}={given!r} in the environment is unknown; allowed are {allowed}"
+        raise ValueError(msg)
+    return argument
+
+
+# -- who computes, and where ---------------------------------------------------------------------
+
+
+def is_ours(
+    distributed: DistributedType,
+    precision: str,
+    settings: Settings,
+    *,
+    explicit: bool,
+    float8_recipe: Any = None,
+) -> bool:
+    """Return whether mixed precision is ours, or another engine's; fp8 is ours where torchao has a recipe.
+
+    Raises:
+        ValueError: it is another's, and the program asked for options by AmpKwargs (``explicit``).
+    """
+    other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" and float8_recipe is None else None)
+    if other is None:
+        return True
+    text = (
+        f"{other} casts and scales losses by itself: AmpAccelerator leaves mixed precision, clipping and "
+        f"steps to Accelerate's own code for it"
+    )
+    if explicit:
+        msg = f"{text}, so AmpKwargs would have no effect; remove AmpKwargs from kwargs_handlers"
+        raise ValueError(msg)
+    if precision != "no" or settings.sources:
+        warn_user(f"{text}; amp_plugin's options have no effect")
+    return False
+
+
+def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
+    """Return whether a launcher has started several processes on a machine without an accelerator.
+
+    Accelerate would let each of them train alone, unless it is told ``cpu=True``.
+    """
+    several = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
+    return several and not torch.accelerator.is_available()
+
+
+def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> None:
+    """Warn where ``accelerate launch`` was asked for several processes and has started one, this.
+
+    Its MULTI_CPU, what ``accelerate config`` writes for a CPU, starts several by mpirun only. Without, it
+    leaves an address to meet at, but neither a rank nor a number of processes.
+    """
+    launched_alone = {"MASTER_ADDR", PRECISION_VARIABLE, "ACCELERATE_USE_CPU"} <= {*environment} and not (
+        {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & {*environment}
+    )
+    if running == 1 and launched_alone:
+        warn_user(
+            "accelerate launch was asked for several processes (num_processes) and has started one: its "
+            "MULTI_CPU needs mpirun. For several processes on a CPU write distributed_type: MULTI_GPU, "
+            'gpu_ids: "-1,-1" and use_cpu: true; configs/accelerate/cpu_bf16_2_processes.yaml is such a file'
+        )

@@ -19,14 +19,13 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.lightning.strategies import fsdp_root, refuse_engine, scaler_options
-from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore, fsdp_root
+from amp_plugin.adapters.scaler import register
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts
-from amp_plugin.weights.store import refuse_sharded
+from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded, sharded_by
 
 Member = TypeVar("Member")
 
@@ -83,24 +82,20 @@ class FabricPrecision(PrecisionCore):
 
         Raises:
             TypeError: it has sharded the module, and weights are stored in 16 bits.
-            ValueError: its DDP keeps gradients in buckets, and weights are stored in 16 bits; or FSDP cannot
-                do what was asked for.
+            ValueError: DDP or FSDP cannot do what was asked for.
         """
-        refuse_sharded(module, self.settings.weights)
+        refuse_sharded(self.settings.weights, sharded_by(module))
         self._check_shards(module)
         self._wrapped[module] = None
-        self._weights.wrap(module)
+        reduce_in_fp32(module)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        if optimizer not in self._optimizers and isinstance(optimizer, Optimizer):  # no test's stand-in
+        if optimizer not in self._optimizers and isinstance(optimizer, Optimizer):  # DeepSpeed's is not one
             self._optimizers[optimizer] = None
             self._weights.add(self._modules, [optimizer])
             if self._started:
-                self._register(optimizer)
-
-    def _register(self, optimizer: Optimizer) -> None:
-        self._scaler.register(optimizer, names=names_of(optimizer, names_in(list(self._modules))))
+                register(self._scaler, optimizer, list(self._modules))
 
     def _ready(self) -> None:
         if self._started:
@@ -121,10 +116,10 @@ class FabricPrecision(PrecisionCore):
         if not may_be_offloaded:
             remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
             self._refuse_other_device(device, remedy)
-        self._start(device, **scaler_options(root))
+        self._start(device, root)
         self._started = True
         for optimizer in list(self._optimizers):
-            self._register(optimizer)
+            register(self._scaler, optimizer, modules)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -143,7 +138,7 @@ class FabricPrecision(PrecisionCore):
 
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward without autocast."""
-        refuse_engine(model)
+        self._refuse_strategy(model)
         self._ready()
         inside = torch.is_autocast_enabled(self.device)
         with self._no_region() if inside else nullcontext():
@@ -156,7 +151,7 @@ class FabricPrecision(PrecisionCore):
         scaler = self._scaler_of(optimizer)
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
-        self._report(optimizer, self._scaler.last_step(optimizer))
+        self._stepped(optimizer)
         return output
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
@@ -208,15 +203,8 @@ class FabricPrecision(PrecisionCore):
 def report_set_up(wrapper: Any, report: Callable[[FabricPrecision, Any], None]) -> None:
     """Let Fabric's optimizers, or its modules, report to a FabricPrecision that they are set up.
 
-    Fabric has no hook for that. ``setup`` and ``setup_optimizers`` show a plugin no optimizer, and the
-    strategies, which see them, do not all call their base class; the same is true of modules once they are
-    wrapped. But every optimizer and every module ends in a private class of Fabric, whose constructor is
-    given the strategy, and the strategy knows the plugin. So the report is made there; programs without a
-    FabricPrecision are not affected.
-
-    Args:
-        wrapper: the package's ``_FabricOptimizer`` or ``_FabricModule``.
-        report: the plugin's method to call.
+    Fabric has no hook for that: ``setup`` shows a plugin no optimizer and no wrapped module. But each ends
+    in a ``_FabricOptimizer`` or ``_FabricModule``, made with the strategy, which knows the plugin.
     """
     wrap = wrapper.__init__
     signature = inspect.signature(wrap)  # Fabric gives some arguments by name

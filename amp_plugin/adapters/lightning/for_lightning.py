@@ -8,23 +8,16 @@ from lightning import fabric, pytorch
 from lightning.fabric.plugins import FSDPPrecision as FabricFSDPPrecision
 from lightning.fabric.plugins import MixedPrecision as FabricMixedPrecision
 from lightning.pytorch.plugins import FSDPPrecision, MixedPrecision
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 
 from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
 from amp_plugin.adapters.lightning.monitor import Monitor
-from amp_plugin.adapters.lightning.scheduler_holds import HeldBack
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.scaling.penalty import surround_backward
-
-
-class _HeldBackConfig(HeldBack, LRSchedulerConfig):
-    pass
 
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
     __doc__ = TrainerPrecision.__doc__
     package: ClassVar[Any] = pytorch
-    config_class = _HeldBackConfig
 
 
 class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):

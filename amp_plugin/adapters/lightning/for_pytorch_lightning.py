@@ -9,23 +9,16 @@ import pytorch_lightning as pytorch
 from lightning_fabric.plugins import FSDPPrecision as FabricFSDPPrecision
 from lightning_fabric.plugins import MixedPrecision as FabricMixedPrecision
 from pytorch_lightning.plugins import FSDPPrecision, MixedPrecision
-from pytorch_lightning.utilities.types import LRSchedulerConfig
 
 from amp_plugin.adapters.lightning.fabric_precision import FabricPrecision, report_set_up
 from amp_plugin.adapters.lightning.monitor import Monitor
-from amp_plugin.adapters.lightning.scheduler_holds import HeldBack
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.scaling.penalty import surround_backward
-
-
-class _HeldBackConfig(HeldBack, LRSchedulerConfig):
-    pass
 
 
 class AmpPrecision(TrainerPrecision, MixedPrecision, FSDPPrecision):  # type: ignore[misc]
     __doc__ = (TrainerPrecision.__doc__ or "").replace("lightning.pytorch", "pytorch_lightning")
     package: ClassVar[Any] = pytorch
-    config_class = _HeldBackConfig
 
 
 class FabricAmpPrecision(FabricPrecision, FabricMixedPrecision, FabricFSDPPrecision):

@@ -2,24 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from amp_plugin.adapters.endless_skips import explanation, refuse_endless_skips
+from typing_extensions import Doc
+
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
-from amp_plugin.adapters.option_checks import names_checked
-from amp_plugin.options import number
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.adapters.scaler import StepNorms, endless_skips
+from amp_plugin.messages import warn_user
+from amp_plugin.options import check_type, lists_options, option_types, takes, whole
 from amp_plugin.weights.store import weight_bytes
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
+    from torch import Tensor
 
-    from amp_plugin.scaling.step_log import LoggedStep
-    from amp_plugin.scaling.step_result import StepResult
+    from amp_plugin.scaling.step_log import LoggedStep, StepResult
     from amp_plugin.weights.store import WeightBytes
 
 
+@dataclass(frozen=True, kw_only=True)
+class MonitorOptions:
+    """The arguments of AmpMonitor."""
+
+    max_skips_in_a_row: Annotated[int, Doc("Skipped steps in a row of one optimizer that end the run.")] = 50
+    every_n_steps: Annotated[
+        int | None,
+        Doc(
+            "Optimizer steps between two reads of the device; None: each step on CPU, else the Trainer's "
+            "``log_every_n_steps``."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        for name, wanted in option_types(MonitorOptions).items():
+            value = getattr(self, name)
+            check_type(name, value, wanted)
+            if value is not None:
+                whole(name, value)
+
+
+@lists_options(MonitorOptions)
 class Monitor:
     """Log the loss scale, the skipped steps and the gradient norm; stop a run that only skips.
 
@@ -34,12 +57,10 @@ class Monitor:
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
-        max_skips_in_a_row: skipped optimizer steps in a row after which training stops.
-        every_n_steps: optimizer steps between two reads of the device; None: each step on CPU,
-            else the Trainer's ``log_every_n_steps``.
+        {options}
 
     Raises:
-        ValueError: an argument is below 1.
+        ValueError: an argument is not a whole number of at least 1.
         TypeError: when training starts, if the Trainer has no AmpPrecision.
         RuntimeError: while training, after ``max_skips_in_a_row`` skips; it names the parameters.
 
@@ -52,19 +73,13 @@ class Monitor:
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch`` or ``pytorch_lightning``."""
 
-    @names_checked
-    def __init__(self, *, max_skips_in_a_row: int = 50, every_n_steps: int | None = None) -> None:
-        for name, value in (("max_skips_in_a_row", max_skips_in_a_row), ("every_n_steps", every_n_steps)):
-            if value is not None or name == "max_skips_in_a_row":
-                number(name, value)
-            if value is not None and value < 1:
-                msg = f"{name}={value} must be at least 1 (optimizer steps)"
-                raise ValueError(msg)
-        self.max_skips_in_a_row = max_skips_in_a_row
-        self.every_n_steps = every_n_steps
+    @takes(MonitorOptions)
+    def __init__(self, **given: Any) -> None:
+        options = MonitorOptions(**given)
+        self.max_skips_in_a_row, self.every_n_steps = options.max_skips_in_a_row, options.every_n_steps
         self._read: list[LoggedStep] = []
         self._skipped_steps = 0
-        self._stepped_in_batch: dict[int, StepResult] = {}
+        self._norms = StepNorms()
         self._warned = False
         self.weight_bytes: WeightBytes | None = None
 
@@ -82,28 +97,25 @@ class Monitor:
                 "add plugins=[AmpPrecision(...)] or remove AmpMonitor"
             )
             raise TypeError(msg)
-        plugin.observers.append(self._stepped)
+        plugin.measures_norms = True
         plugin.step_log.subscribe(self._read.append)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
         plugin = trainer.precision_plugin
-        if self._stepped in getattr(plugin, "observers", []):
-            plugin.observers.remove(self._stepped)
+        if isinstance(plugin, TrainerPrecision):
+            plugin.measures_norms = False
             plugin.step_log.unsubscribe(self._read.append)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
         self.teardown(trainer, pl_module, "")
 
-    def _stepped(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._stepped_in_batch[id(optimizer)] = result
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Go on counting where a resumed run has stopped."""
         self._skipped_steps = trainer.precision_plugin.skipped_steps
         self._read.clear()
-        self._stepped_in_batch.clear()
+        self._new_norms(trainer)
         self.weight_bytes = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -118,8 +130,8 @@ class Monitor:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the newest optimizer steps; read the device every few steps."""
-        stepped, self._stepped_in_batch = self._stepped_in_batch, {}
-        if not stepped:
+        norms = self._new_norms(trainer)
+        if norms is None:
             return
         if self.weight_bytes is None:
             self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
@@ -129,16 +141,16 @@ class Monitor:
         if plugin.step_log.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
             plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
-        for place, optimizer in enumerate(trainer.optimizers):
-            result = stepped.get(id(optimizer))
-            if result is not None and result.norm is not None:
-                name = "grad_norm" if len(trainer.optimizers) == 1 else f"grad_norm/{place}"
-                pl_module.log(name, result.norm, prog_bar=True)
+        for name, norm in norms.items():
+            pl_module.log(name, norm, prog_bar=True)
         scale = plugin.current_scale()  # a result's scale_after waits for the device
         if scale is not None:
             pl_module.log("loss_scale", scale.clone(), prog_bar=True)
         if scale is not None or self.skipped_steps:
             pl_module.log("skipped_steps", float(self.skipped_steps), prog_bar=True)
+
+    def _new_norms(self, trainer: Any) -> dict[str, Tensor] | None:
+        return self._norms.among(map(trainer.precision_plugin.result_of, trainer.optimizers))
 
     def _look(self, trainer: Any, pl_module: Any) -> None:
         """Count the skips that the host has learned of, and end a run that only skips."""
@@ -146,13 +158,10 @@ class Monitor:
         read, self._read[:] = list(self._read), []
         for step in read:
             self._skipped_steps += step.result.skipped
-            refuse_endless_skips(
-                step,
-                self.max_skips_in_a_row,
-                in_fp16="compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')",
-                option="AmpMonitor(max_skips_in_a_row=...)",
-                explain=lambda step: explanation(log, step, pl_module.parameters(), pl_module),
-            )
+            if step.in_a_row == self.max_skips_in_a_row:
+                in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
+                option = "AmpMonitor(max_skips_in_a_row=...)"
+                raise endless_skips(log, step, [pl_module], in_fp16=in_fp16, option=option)
             if step.result.skipped and not self._warned and step.result.scale_after < 1.0:
                 self._warn_below_one(step.result)
 

@@ -1,52 +1,100 @@
-"""What the plugins for Trainer and Fabric share: regions, the loss scale, its checkpoint."""
+"""What the plugins for Trainer and Fabric share: settings, strategies, regions, the loss scale, its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
+from typing_extensions import Self
 
-from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
-from amp_plugin.adapters.given_scaler import scaler_for
-from amp_plugin.adapters.lightning.settings import PrecisionSettings
-from amp_plugin.adapters.model_weights import ModelWeights
-from amp_plugin.adapters.option_checks import refuse_other_eval_precision
+from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
+from amp_plugin.adapters.scaler import HasScaler, scaler_for
+from amp_plugin.adapters.settings import AdapterSettings
+from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import OpRules, environment_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
-from amp_plugin.device_speed import warn_of_slow_fp16
-from amp_plugin.options import LightningOptions, takes
+from amp_plugin.messages import warn_user
+from amp_plugin.options import LightningOptions, option_defaults, takes
 from amp_plugin.precision import (
+    STOCK_NAMES,
     TRAINING_DTYPES,
+    checked_training_precision,
+    warn_of_slow_fp16,
+    weights_meant,
 )
-from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import StepLog
-from amp_plugin.scaling.step_result import StepResult
-from amp_plugin.sharding.contradictions import check_against_plan
-from amp_plugin.sharding.dtype_plan import DtypePlan
-from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
-from amp_plugin.sharding.shard_units import is_sharded
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.sharding.fsdp1 import fsdp1_policy
+from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.weights.ddp import refuse_sharded
 
-Observer = Callable[[Optimizer, StepResult], None]
+_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
+_DEEPSPEED: Final = (
+    "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
+    "delete the plugin and use precision='16-mixed' or 'bf16-mixed', or use strategy='fsdp'"
+)
+_XLA: Final = (
+    "XLA devices compute in bfloat16 by torch_xla's own switch, without autocast; "
+    "delete the plugin and use precision='bf16-true'"
+)
+# Strategies and engines, by name since their packages may be missing, that do mixed precision themselves.
+_OWN_PRECISION: Final = {
+    **dict.fromkeys(("DeepSpeedStrategy", "DeepSpeedEngine"), _DEEPSPEED),
+    **dict.fromkeys(("XLAStrategy", "SingleDeviceXLAStrategy", "XLAFSDPStrategy"), _XLA),
+}
+# Those that shard a model once it is set up, and how they store its weights in 16 bits.
+_SHARDED: Final = {
+    "FSDPStrategy": "strategy=FSDPStrategy(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+    "ModelParallelStrategy": "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))",
+}
 
 
-class PrecisionCore:
+@dataclass(frozen=True, kw_only=True)
+class PrecisionSettings(AdapterSettings, LightningOptions):
+    """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.device not in {None, *_DEVICES}:
+            hint = " (a device type, without an index)" if ":" in str(self.device) else ""
+            allowed = ", ".join(map(repr, _DEVICES))
+            msg = f"device={self.device!r} is unknown; allowed are {allowed}{hint}, or None for the model's"
+            raise ValueError(msg)
+
+    @classmethod
+    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> Self:
+        """Check the arguments that were given to a plugin, ``owner``."""
+        stated = {**option_defaults(LightningOptions), **given, "scaler": None}
+        name, config = stated["precision"], stated["float8_config"]
+        stated["precision"] = precision = checked_training_precision(name)
+        stated["weights"] = weights_meant(name, stated["weights"])
+        stated["float8_config"] = checked_config(f"{owner}('fp8')", config) if precision == "fp8" else None
+        return cls(**stated)
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether training needs a loss scale: fp16 only."""
+        return self.precision == "fp16"
+
+
+class PrecisionCore(HasScaler):
     """State and services that do not depend on the framework.
 
     Attributes:
         settings: What the user asked for.
         precision: Lightning's own name for it, e.g. ``"16-mixed"``.
         device: Device type; empty until training starts if it was not given.
-        observers: Called with each optimizer and the result of its step.
+        measures_norms: Whether the norm of gradients that no clip measures is wanted, by AmpMonitor.
     """
 
     package: ClassVar[Any]
@@ -59,7 +107,7 @@ class PrecisionCore:
     @takes(LightningOptions, by_position=1)
     def __init__(self, **given: Any) -> None:
         self.settings = settings = PrecisionSettings.from_arguments(type(self).__name__, given)
-        self.precision: Any = settings.stock_name
+        self.precision: Any = STOCK_NAMES[settings.precision]
         self.device = settings.device or ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
         self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
@@ -69,7 +117,7 @@ class PrecisionCore:
 
     def _begin(self) -> None:
         """Set what a plugin begins with: an ``__init__`` of a subclass would hide the options."""
-        self.observers: list[Observer] = []
+        self.measures_norms = False
         self._rules: OpRules | None = None
         self._attempted_steps = 0
 
@@ -111,14 +159,7 @@ class PrecisionCore:
         return self._new_scaler(self.settings.scales_loss)
 
     def _new_scaler(self, enabled: bool) -> GradScaler:
-        return GradScaler.from_options(
-            "cpu",  # until it is placed
-            self.settings.loss_scale,
-            enabled=enabled,
-            fp16_gradients=self.settings.fp16_gradients,
-            one_pass=self.settings.one_pass,
-            on_nonfinite=self.settings.on_nonfinite,
-        )
+        return self.settings.new_scaler("cpu", enabled=enabled)  # until it is placed
 
     @property
     def dtype_plan(self) -> DtypePlan:
@@ -131,21 +172,10 @@ class PrecisionCore:
         return fsdp1_policy(self.settings.dtype_plan)
 
     def _check_shards(self, model: nn.Module) -> None:
-        """Compare what shards a model with the plan; let micro-batches add up in fp32.
-
-        Raises:
-            ValueError: It cannot do what was asked for.
-        """
-        if is_sharded(model):
-            refuse_other_eval_precision(self.settings.eval_precision, self.settings.precision)
-            check_against_plan(model, self.settings.dtype_plan)
-            add_up_in_fp32(model)
-        elif self.settings.reduce != "fp32":
-            self.package.utilities.rank_zero_only(warn_user)(
-                f"{self!r}: reduce={self.settings.reduce!r} has an effect under FSDP only, and this model is "
-                "not sharded: its gradients are reduced in the dtype of the weights; for DDP use "
-                "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
-            )
+        """Compare what shards a model with the plan."""
+        warn = self.package.utilities.rank_zero_only(warn_user)
+        hook = "DDPStrategy(ddp_comm_hook=bf16_compress_hook)"
+        self.settings.check_shards(model, for_ddp=hook, warn=warn)
 
     def current_scale(self) -> Tensor | None:
         """Return the loss scale on its device, float32, 0-dim, without a host sync.
@@ -167,8 +197,18 @@ class PrecisionCore:
             )
             raise ValueError(msg)
 
-    def _start(self, device_type: str, **scaler_options: Any) -> None:
-        """Make what depends on the device, once it is known."""
+    def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
+        """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
+        for kind in type(strategy).__mro__:
+            if kind.__name__ in _OWN_PRECISION:
+                plugin, shown = type(self).__name__, type(strategy).__name__
+                msg = f"{plugin} does not work under {shown}: {_OWN_PRECISION[kind.__name__]}"
+                raise TypeError(msg)
+            if kind.__name__ in _SHARDED:
+                refuse_sharded(weights, _SHARDED[kind.__name__])
+
+    def _start(self, device_type: str, sharded_root: FullyShardedDataParallel | None = None) -> None:
+        """Make what depends on the device and on FSDP, once they are known."""
         self.device = self.settings.device or device_type
         if self.settings.float8_config is not None:
             refuse_device(repr(self), self.device, self.settings.float8_config)
@@ -176,7 +216,7 @@ class PrecisionCore:
         if rules is not None:
             self._rules = rules
             set_default_rules(rules)
-        self._scaler.place(self.device, **scaler_options)
+        self._scaler.place(self.device, **scaler_groups(sharded_root))
         self.step_log.exact = self.settings.exact_schedulers
         self.package.utilities.rank_zero_only(warn_of_slow_fp16)(self.settings.precision, self.device)
 
@@ -235,31 +275,7 @@ class PrecisionCore:
     def _no_region(self) -> torch.autocast:
         return autocast(self.device, enabled=False)
 
-    # -- gradients ----------------------------------------------------------------------------
-
-    def grad(self, outputs: Any, inputs: Any, **options: Any) -> tuple[Tensor | None, ...]:
-        """Return unscaled gradients of ``outputs``; see :func:`amp_plugin.scaling.penalty.grad`."""
-        return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
-
-    def gradient_penalty(self, outputs: Any, inputs: Any, **options: Any) -> Tensor:
-        """Return a penalty to add to a loss; see :func:`amp_plugin.scaling.penalty.gradient_penalty`."""
-        return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
-
     # -- steps --------------------------------------------------------------------------------
-
-    def last_step(self, optimizer: Optimizer) -> StepResult:
-        """Return what became of an optimizer's last step, in any precision.
-
-        Without a loss scale both scales are 1. ``norm`` is None if there were no gradients, and with
-        ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
-
-        Args:
-            optimizer: the framework's or torch's.
-
-        Raises:
-            RuntimeError: the optimizer has not stepped yet.
-        """
-        return self._scaler.last_step(self._unwrap(optimizer))
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> bool:
         """Step a scheduler by hand, unless its optimizer's step was skipped: manual optimization, Fabric.
@@ -297,10 +313,9 @@ class PrecisionCore:
         """The log of the scaler's steps."""
         return self._scaler.step_log
 
-    def _report(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._attempted_steps += 1  # only now: a closure may have raised
-        for observer in self.observers:
-            observer(optimizer, result)
+    def _stepped(self, optimizer: Optimizer) -> None:
+        """Count a step; only once it is over, since a closure may raise."""
+        self._attempted_steps += 1
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
         return optimizer  # type: ignore[no-any-return]
@@ -342,3 +357,19 @@ class PrecisionCore:
 
 def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
+    """Return the model if FSDP's first version has wrapped it, else None."""
+    return model if isinstance(model, FullyShardedDataParallel) else None
+
+
+def scaler_groups(root: FullyShardedDataParallel | None) -> dict[str, Any]:
+    """Return the groups of ranks that step together: under FSDP1, which hold parts of each gradient.
+
+    With ``NO_SHARD`` each rank holds the whole of it.
+    """
+    if root is None or root.process_group is None:
+        return {}
+    group, whole = (root.process_group,), root.sharding_strategy is ShardingStrategy.NO_SHARD
+    return {"process_groups": group if whole else (), "sharded_groups": () if whole else group}

@@ -15,35 +15,34 @@ import inspect
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.averages import Averages
-from amp_plugin.adapters.lightning.optimizer_traits import calls_closure_again, gives_up_at_once
-from amp_plugin.adapters.lightning.scheduler_holds import SchedulerHolds
-from amp_plugin.adapters.lightning.strategies import (
-    fsdp_root,
-    refuse_sharded_strategy,
-    refuse_unsupported,
-    scaler_options,
+from amp_plugin.adapters.lightning.callbacks_and_schedulers import Averages, HeldSchedulers
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore, fsdp_root
+from amp_plugin.adapters.lightning.user_code import (
+    StrayGradients,
+    UserHooks,
+    calls_closure_again,
+    gives_up_at_once,
+    is_extended,
 )
-from amp_plugin.adapters.lightning.stray_gradients import StrayGradients
-from amp_plugin.adapters.lightning.trainer_checkpoints import TrainerCheckpoints
-from amp_plugin.adapters.lightning.user_hooks import UserHooks, is_extended
-from amp_plugin.adapters.parameter_names import names_in, names_of
+from amp_plugin.adapters.scaler import register
+from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
 
-    from amp_plugin.scaling.step_result import StepResult
+# Where the stock plugins keep the loss scale's state; the last is that of Lightning before 1.6.
+STOCK_KEYS = ("MixedPrecision", "FSDPPrecision", "native_amp_scaling_state")
 
 
 @lists_options(LightningOptions)
-class TrainerPrecision(TrainerCheckpoints):
+class TrainerPrecision(PrecisionCore):
     """Mixed precision for ``lightning.pytorch.Trainer(plugins=[...])``, under any of its strategies.
 
     Args:
@@ -63,14 +62,16 @@ class TrainerPrecision(TrainerCheckpoints):
         '16-mixed'
     """
 
-    config_class: ClassVar[Any]
-    """The framework's LRSchedulerConfig with HeldBack mixed in."""
+    checkpoint_key: str = "MixedPrecision"
+    """Where a checkpoint holds the loss scale."""
     _after_closure: Callable[[Any, Optimizer], None]
     shares_casts = False  # a whole training_step is one region, and the stock plugin shares none either
 
     def _begin(self) -> None:
         super()._begin()
-        self._holds = SchedulerHolds()
+        self._schedulers = HeldSchedulers()
+        self._fitting = True
+        self._load_again: Any = None  # the Trainer, if what it has loaded before set-up was rounded
         self._in_train_step = False
         self._runs_again = False
         self._backwards = 0
@@ -93,13 +94,13 @@ class TrainerPrecision(TrainerCheckpoints):
                 f"{self!r} is for the Trainer; in Fabric use FabricAmpPrecision({self.settings.precision!r})"
             )
             raise TypeError(msg)
-        refuse_unsupported(trainer.strategy)
+        self._fitting = trainer.state.fn == "fit"
+        is_stored = self._fitting or self._weights.are_all_stored
+        self._refuse_strategy(trainer.strategy, self.settings.weights if is_stored else "fp32")
         self._root_device = trainer.strategy.root_device.type
         self._refuse_other_device(self._root_device, f"use Trainer(accelerator={self.settings.device!r})")
         self._manual = not module.automatic_optimization
-        self._fitting = trainer.state.fn == "fit"
-        if self._fitting or self._weights.are_all_stored:
-            refuse_sharded_strategy(trainer.strategy, self.settings.weights)
+        if is_stored:
             was_rounded = self._weights.set_up(module, self.settings.fp32_modules)
             self._load_again = trainer if was_rounded else None
         if self._fitting:
@@ -111,20 +112,16 @@ class TrainerPrecision(TrainerCheckpoints):
     ) -> tuple[nn.Module, list[Optimizer], list[LRSchedulerConfig]]:
         """Learn the device, register the optimizers and take charge of step-interval schedulers."""
         self._sharded_root = fsdp_root(model)
-        self._start(self._root_device, **scaler_options(self._sharded_root))
+        self._start(self._root_device, self._sharded_root)
         self.checkpoint_key = "MixedPrecision" if self._sharded_root is None else "FSDPPrecision"
         self._stepped_after.clear()
         self._user_hooks = None
-        self._holds.clear()
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
-        named = names_in([model])
         for optimizer in optimizers:
-            self._scaler.register(optimizer, names=names_of(optimizer, named))
-        if self._may_skip:
-            take = partial(self._holds.take, config_class=self.config_class, log=self.step_log)
-            lr_schedulers = list(map(take, lr_schedulers))
+            register(self._scaler, optimizer, [model])
+        self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(optimizers)
         return model, optimizers, lr_schedulers
@@ -133,16 +130,15 @@ class TrainerPrecision(TrainerCheckpoints):
         """End the run."""
         self._strays.release()
         self._averages.release()
+        self._schedulers.take([], self.step_log)
         self._user_hooks = None  # it holds the module
         super().teardown()
 
     # -- the autocast region ------------------------------------------------------------------
 
-    @contextmanager
-    def forward_context(self) -> Generator[None, None, None]:
+    def forward_context(self) -> AbstractContextManager[Any]:
         """Run a forward in the training precision."""
-        with self.autocast_context_manager():
-            yield
+        return self.autocast_context_manager()
 
     @contextmanager
     def train_step_context(self) -> Generator[None, None, None]:
@@ -156,12 +152,10 @@ class TrainerPrecision(TrainerCheckpoints):
             self._in_train_step = False
         self._scaler.end_iteration()
 
-    @contextmanager
-    def val_step_context(self) -> Generator[None, None, None]:
+    def val_step_context(self) -> AbstractContextManager[Any]:
         """Run ``validation_step`` in the evaluation precision."""
         in_eval = self.settings.eval_precision
-        with self.forward_context() if in_eval is None else self._region(in_eval):
-            yield
+        return self.forward_context() if in_eval is None else self._region(in_eval)
 
     test_step_context = val_step_context
     predict_step_context = val_step_context
@@ -227,7 +221,7 @@ class TrainerPrecision(TrainerCheckpoints):
         closure = partial(self._closure_and_hooks, optimizer, model, self._inside_region(closure))
         with self._outside_region():
             output = self._step(optimizer, closure, **kwargs)
-            self._report(optimizer, self._scaler.last_step(optimizer))
+            self._stepped(optimizer)
             return output
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], Any], **kwargs: Any) -> Any:
@@ -254,7 +248,7 @@ class TrainerPrecision(TrainerCheckpoints):
         result = closure()
         if self._scaler.is_enabled():
             self._unscale(optimizer, model)
-        elif self.observers and (not self._may_skip or self._hooks_of(model).norm_is_lost):
+        elif self.measures_norms and (not self._may_skip or self._hooks_of(model).norm_is_lost):
             self._scaler.measure(optimizer)  # before they are clipped
         self._leaves_clip_to_step = not self._scaler.is_enabled() and self._hooks_of(model).clip_is_unseen
         try:
@@ -288,9 +282,9 @@ class TrainerPrecision(TrainerCheckpoints):
     def _is_extended(self, method: str) -> bool:
         return is_extended(self, (TrainerPrecision, self._plain), method)
 
-    def _report(self, optimizer: Optimizer, result: StepResult) -> None:
-        self._holds.after_step(optimizer, self.step_log)
-        super()._report(optimizer, result)
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self._schedulers.after_step(optimizer, self.step_log)
+        super()._stepped(optimizer)
 
     # -- clipping -----------------------------------------------------------------------------
 
@@ -341,3 +335,41 @@ class TrainerPrecision(TrainerCheckpoints):
     def _plain(self) -> Any:
         """The framework's plain Precision: its hooks without scaling."""
         return self.package.plugins.Precision
+
+    # -- checkpoints, exchanged with the stock plugins --------------------------------------------
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Move the state to the stock plugin's key; the checkpoint then has stock's keys only."""
+        payload = checkpoint.pop(type(self).__qualname__, None)
+        if payload:
+            checkpoint[self.checkpoint_key] = payload
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load the loss scale of a checkpoint, whichever plugin wrote it, to go on training."""
+        if self._load_again is not None:
+            self._load_weights_again(self._load_again, checkpoint)
+            self._load_again = None
+        found = next((checkpoint[key] for key in STOCK_KEYS if checkpoint.get(key)), None)
+        if not self._fitting:
+            return
+        if self.settings.scales_loss and found is None:
+            self.package.utilities.rank_zero_only(warn_user)(
+                "the checkpoint holds no loss scale: it was written in another precision. Training goes on "
+                f"in fp16 from init_scale={self.settings.init_scale:g}"
+            )
+        elif not self.settings.scales_loss and found is not None:
+            self.package.utilities.rank_zero_only(warn_user)(
+                "the checkpoint was written in fp16. Training goes on in "
+                f"{self.settings.precision}, which needs no loss scale; the saved one is ignored"
+            )
+        if found is not None:
+            self.load_state_dict(found)
+
+    @staticmethod
+    def _load_weights_again(trainer: Any, checkpoint: dict[str, Any]) -> None:
+        """Load a checkpoint's weights and averages into a model that is float32 or stored by now."""
+        module = trainer.lightning_module
+        trainer.strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+        for callback in trainer.callbacks:
+            if any(kind.__name__ == "WeightAveraging" for kind in type(callback).__mro__):
+                callback.on_load_checkpoint(trainer, module, checkpoint)

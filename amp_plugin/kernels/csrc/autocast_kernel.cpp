@@ -5,6 +5,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
+#include <array>
 
 #include "cast_log.h"
 #include "may_keep.h"
@@ -204,6 +205,35 @@ OpFacts facts_of(const OperatorHandle& op, DeviceType device) {
   facts.dtype_overload = find_dtype_overload(op);
   if (op.hasKernelForDispatchKey(key)) facts.torch_kernel = op.getComputedKernelForDispatchKey(key);
   return facts;
+}
+
+namespace {
+
+using Entries = std::vector<std::atomic<uint64_t>>;
+std::array<std::atomic<Entries*>, kMaxRuleSets> rule_sets;  // zero-initialised
+
+}  // namespace
+
+uint64_t entry_of(int rules, size_t kernel) {
+  const Entries* entries = rule_sets[static_cast<size_t>(rules)].load(std::memory_order_acquire);
+  if (entries == nullptr || kernel >= entries->size()) return 0;
+  return (*entries)[kernel].load(std::memory_order_acquire);
+}
+
+void set_entry(int rules, size_t kernel, size_t kernels, uint64_t entry) {
+  auto& set = rule_sets[static_cast<size_t>(rules)];
+  Entries* entries = set.load(std::memory_order_acquire);
+  if (entries == nullptr || kernel >= entries->size()) {
+    auto* larger =
+        new Entries(std::max(2 * kernel, kernels) + 1);  // the other stays for those who read it now
+    for (size_t i = 0; entries != nullptr && i < entries->size(); ++i) (*larger)[i] = (*entries)[i].load();
+    set.store(entries = larger, std::memory_order_release);
+  }
+  (*entries)[kernel].store(entry, std::memory_order_release);
+}
+
+void forget_entries() {
+  for (auto& set : rule_sets) set.store(nullptr, std::memory_order_release);
 }
 
 void AutocastKernel::operator()(const OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) const {

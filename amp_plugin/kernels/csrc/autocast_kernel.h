@@ -4,9 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include <array>
 #include <atomic>
-#include <memory>
 #include <optional>
 #include <vector>
 
@@ -45,20 +43,24 @@ struct OpFacts {
 
 OpFacts facts_of(const c10::OperatorHandle& op, c10::DeviceType device);
 
+// Per rule set and kernel: the rule in the low byte, above it one bit per argument that is never cast.
+uint64_t entry_of(int rules, size_t kernel);
+
+// Sets an entry; one thread at a time. `kernels`: how many there are.
+void set_entry(int rules, size_t kernel, size_t kernels, uint64_t entry);
+
+void forget_entries();
+
 struct Call;
 
 class AutocastKernel final : public c10::OperatorKernel {
  public:
-  // Per rule set: the rule in the low byte, above it one bit per argument that is never cast.
-  using Rules = std::array<std::atomic<uint64_t>, kMaxRuleSets>;
-
-  AutocastKernel(OpFacts facts, std::shared_ptr<Rules> rules)
-      : facts_(std::move(facts)), rules_(std::move(rules)) {}
+  AutocastKernel(OpFacts facts, size_t number) : facts_(std::move(facts)), number_(number) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const;
 
   const OpFacts& facts() const { return facts_; }
-  uint64_t entry(int rules) const { return (*rules_)[rules].load(std::memory_order_acquire); }
+  uint64_t entry(int rules) const { return entry_of(rules, number_); }
 
  private:
   void call_torch_kernel(
@@ -70,7 +72,7 @@ class AutocastKernel final : public c10::OperatorKernel {
   void append_dtype(const Call& call) const;
 
   const OpFacts facts_;
-  const std::shared_ptr<Rules> rules_;
+  const size_t number_;
 };
 
 }  // namespace amp_plugin

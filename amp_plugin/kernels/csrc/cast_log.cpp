@@ -2,6 +2,7 @@
 
 #include <c10/core/ScalarType.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/library.h>
 
 #include <cstdint>
 #include <mutex>
@@ -9,8 +10,6 @@
 #include <tuple>
 #include <utility>
 #include <vector>
-
-#include "boxed_kernel.h"
 
 namespace amp_plugin {
 
@@ -74,9 +73,9 @@ std::tuple<std::vector<std::string>, std::vector<int64_t>> take_log() {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def("_log_casts(bool on) -> bool", boxed<log_casts>());
-  library.def("_cast_log_scope(int scope) -> int", boxed<set_scope>());
-  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", boxed<take_log>());
+  library.def("_log_casts(bool on) -> bool", log_casts);
+  library.def("_cast_log_scope(int scope) -> int", set_scope);
+  library.def("_take_cast_log() -> (str[] texts, int[] numbers)", take_log);
 }
 
 }  // namespace amp_plugin

@@ -1,11 +1,11 @@
 #include "cuda_gradients.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
 
 #include <limits>
 
 #include "cuda_scalar.h"
-#include "new_tensor.h"
 
 namespace amp_plugin::cuda {
 namespace {
@@ -23,7 +23,7 @@ GradientTable::GradientTable(Device& device, at::TensorList gradients)
   table_ = device.table(gradients, stream_);
 }
 
-std::unique_ptr<KnownGradients> GradientTable::kept(
+std::unique_ptr<GradientTable> GradientTable::kept(
     size_t count, const at::Tensor& first, const at::Tensor& scale) {
   if (!scale.is_cuda()) return nullptr;
   Device* device = Device::find(scale.device().index());
@@ -31,7 +31,7 @@ std::unique_ptr<KnownGradients> GradientTable::kept(
   const Handle stream = device->stream();
   SharedTable kept = device->kept_table(count, first, stream);
   if (!kept) return nullptr;
-  return std::unique_ptr<KnownGradients>(new GradientTable(*device, stream, std::move(kept), count));
+  return std::unique_ptr<GradientTable>(new GradientTable(*device, stream, std::move(kept), count));
 }
 
 bool GradientTable::are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const {
@@ -42,9 +42,9 @@ Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double
   const at::AutoDispatchBelowADInplaceOrView below;
   const c10::Device device = device_.device();
   const DeviceScalar factor = scalar(inv_scale, "inv_scale", device, is_scale);
-  const at::Tensor norm = new_tensor({}, at::kFloat, device);
-  const at::Tensor found_inf = new_tensor({}, at::kFloat, device);
-  const at::Tensor flags = new_tensor({static_cast<int64_t>(count_)}, at::kByte, device);
+  const at::Tensor norm = at::empty({}, at::device(device).dtype(at::kFloat));
+  const at::Tensor found_inf = at::empty({}, at::device(device).dtype(at::kFloat));
+  const at::Tensor flags = at::empty({static_cast<int64_t>(count_)}, at::device(device).dtype(at::kByte));
   const Results results{
       norm.mutable_data_ptr<float>(), found_inf.mutable_data_ptr<float>(), flags.mutable_data_ptr<uint8_t>()};
   const size_t kernel = (writes ? kUnscale : kNormCheck) + form_of(p);
@@ -55,20 +55,11 @@ Measured GradientTable::measure(bool writes, const at::Tensor& inv_scale, double
 at::Tensor GradientTable::multiply_(const at::Tensor& factor) const {
   const at::AutoDispatchBelowADInplaceOrView below;
   const DeviceScalar value = scalar(factor, "factor", device_.device());
-  at::Tensor found_inf = new_tensor({}, at::kFloat, device_.device());
+  at::Tensor found_inf = at::empty({}, at::device(device_.device()).dtype(at::kFloat));
   device_.launch(
       kMultiply, device_.blocks(table_->table), stream_, table_->table, value,
       found_inf.mutable_data_ptr<float>());
   return found_inf;
 }
-
-namespace {
-
-[[maybe_unused]] const bool answers = [] {
-  find_known_gradients_with(GradientTable::kept);
-  return true;
-}();
-
-}  // namespace
 
 }  // namespace amp_plugin::cuda

@@ -1,28 +1,31 @@
-// What is launched on gradients whose table is on the device.
+// What is launched on gradients whose table is on the device; calls of the ops come here too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <memory>
 
+#include "cpu_ops.h"
 #include "cuda_device.h"
-#include "known_gradients.h"
 
 namespace amp_plugin::cuda {
 
-using Measured = KnownGradients::Measured;
-
-class GradientTable final : public KnownGradients {
+class GradientTable {
  public:
   // The table of dense gradients; it is uploaded if one of them has moved.
   GradientTable(Device& device, at::TensorList gradients);
-  // See known_gradients().
-  static std::unique_ptr<KnownGradients> kept(size_t count, const at::Tensor& first, const at::Tensor& scale);
 
-  bool are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const override;
-  // One launch each.
-  Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const override;
-  at::Tensor multiply_(const at::Tensor& factor) const override;
+  // So many gradients on the device of `scale`, of which another call on this stream had the first one too.
+  // Null if there are none, where no kernel of ours runs, and where a graph is captured. For callers that
+  // hold the GIL and keep the gradients.
+  static std::unique_ptr<GradientTable> kept(size_t count, const at::Tensor& first, const at::Tensor& scale);
+  // Whether gradients, from the one numbered `begin` on, are where they were; each is read once.
+  bool are_same(size_t begin, const at::Tensor* const* gradients, size_t count) const;
+
+  // Once all are, one launch each, which reads no tensor but the number: unscale_ if it writes, else
+  // norm_check.
+  Measured measure(bool writes, const at::Tensor& inv_scale, double p, bool is_scale) const;
+  at::Tensor multiply_(const at::Tensor& factor) const;
 
  private:
   GradientTable(Device& device, Handle stream, SharedTable table, size_t count)

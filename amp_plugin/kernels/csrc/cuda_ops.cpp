@@ -1,7 +1,7 @@
 // The ops on CUDA tensors: one launch each, no wait for the device, no Python.
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -11,18 +11,11 @@
 
 #include "cuda_gradients.h"
 #include "cuda_scalar.h"
-#include "new_tensor.h"
+#include "op_calls.h"
 #include "versions.h"
 
 namespace amp_plugin::cuda {
 namespace {
-
-// The op in plain torch, for a device on which the kernels do not run.
-template <typename Signature, typename... Arguments>
-auto plain(const char* name, const Arguments&... arguments) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(
-      arguments...);
-}
 
 // The device that serves: the scale's, or else the first tensor's.
 c10::DeviceIndex index_of(const at::Tensor& scale, at::TensorList tensors) {
@@ -60,8 +53,7 @@ class Dense {
 Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
   Device* device = Device::find(index_of(inv_scale, grads));
   if (device == nullptr) {
-    return plain<Measured(at::TensorList, const at::Tensor&, double, bool)>(
-        "amp_plugin::_plain_norm_check", grads, inv_scale, p, is_scale);
+    return call_op<norm_check>("amp_plugin::_plain_norm_check", grads, inv_scale, p, is_scale);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
@@ -71,8 +63,7 @@ Measured norm_check(at::TensorList grads, const at::Tensor& inv_scale, double p,
 Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, bool is_scale) {
   Device* device = Device::find(index_of(inv_scale, grads));
   if (device == nullptr) {
-    return plain<Measured(at::TensorList, const at::Tensor&, double, bool)>(
-        "amp_plugin::_plain_unscale_", grads, inv_scale, p, is_scale);
+    return call_op<unscale_>("amp_plugin::_plain_unscale_", grads, inv_scale, p, is_scale);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
@@ -85,8 +76,7 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
   Device* device = Device::find(index_of(factor, grads));
   if (device == nullptr) {
-    return plain<at::Tensor(at::TensorList, const at::Tensor&)>(
-        "amp_plugin::_plain_multiply_", grads, factor);
+    return call_op<multiply_>("amp_plugin::_plain_multiply_", grads, factor);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   const Dense dense(grads);
@@ -110,7 +100,7 @@ void cast(at::TensorList src, at::TensorList out) {
   if (src.empty()) return;
   Device* device = Device::find(index_of(out[0], src));
   if (device == nullptr) {
-    return plain<void(at::TensorList, at::TensorList)>("amp_plugin::_plain_cast", src, out);
+    return call_op<cast>("amp_plugin::_plain_cast", src, out);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
   std::vector<at::Tensor> from, to;
@@ -137,10 +127,7 @@ void update_scale_(
     double min_scale, double max_scale, int64_t hysteresis, int64_t mode) {
   Device* device = Device::find(scale.device().index());
   if (device == nullptr) {
-    using Signature = void(
-        const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, double, double, int64_t,
-        double, double, int64_t, int64_t);
-    return plain<Signature>(
+    return call_op<update_scale_>(
         "amp_plugin::_plain_update_scale_", scale, growth_tracker, hysteresis_tracker, found_inf,
         growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis, mode);
   }
@@ -164,14 +151,12 @@ at::Tensor clip_factor(
     const std::optional<at::Tensor>& found_inf) {
   Device* device = Device::find(norm.device().index());
   if (device == nullptr) {
-    return plain<at::Tensor(
-        const at::Tensor&, double, const std::optional<at::Tensor>&, const std::optional<at::Tensor>&)>(
-        "amp_plugin::_plain_clip_factor", norm, max_norm, scale, found_inf);
+    return call_op<clip_factor>("amp_plugin::_plain_clip_factor", norm, max_norm, scale, found_inf);
   }
   require_one_element(norm, "norm", device->device(), at::kFloat);
   if (scale) require_one_element(*scale, "scale", device->device(), at::kFloat);
   if (found_inf) require_one_element(*found_inf, "found_inf", device->device(), at::kFloat);
-  at::Tensor factor = new_tensor({}, at::kFloat, device->device());
+  at::Tensor factor = at::empty({}, at::device(device->device()).dtype(at::kFloat));
   const void* carried = scale ? scale->const_data_ptr() : nullptr;
   const void* found = found_inf ? found_inf->const_data_ptr() : nullptr;
   device->launch(

@@ -1,6 +1,6 @@
 // pack_measurements_ and unpack_measurements on a GPU: one launch each around a collective.
 
-#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -8,8 +8,7 @@
 
 #include "cuda_device.h"
 #include "cuda_scalar.h"
-#include "known_gradients.h"
-#include "new_tensor.h"
+#include "op_calls.h"
 #include "packed_measurements.h"
 #include "versions.h"
 
@@ -26,12 +25,8 @@ void pack_measurements_(
     at::IntArrayRef replicas, double p) {
   Device* device = device_for(packed, std::max({norms.size(), found_infs.size(), replicas.size()}));
   if (device == nullptr) {
-    static const auto plain = c10::Dispatcher::singleton()
-                                  .findSchemaOrThrow("amp_plugin::_plain_pack_measurements_", "")
-                                  .typed<void(
-                                      const at::Tensor&, at::TensorList, at::TensorList, at::IntArrayRef,
-                                      at::IntArrayRef, double)>();
-    return plain.call(packed, norms, found_infs, slots, replicas, p);
+    return call_op<pack_measurements_>(
+        "amp_plugin::_plain_pack_measurements_", packed, norms, found_infs, slots, replicas, p);
   }
   check_packing(packed, norms, slots, replicas);
   Measurements measured{};
@@ -53,10 +48,7 @@ std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, do
   check_packed(packed);
   Device* device = device_for(packed[0], packed.size());
   if (device == nullptr) {
-    static const auto plain = c10::Dispatcher::singleton()
-                                  .findSchemaOrThrow("amp_plugin::_plain_unpack_measurements", "")
-                                  .typed<std::tuple<at::Tensor, at::Tensor>(at::TensorList, double)>();
-    return plain.call(packed, p);
+    return call_op<unpack_measurements>("amp_plugin::_plain_unpack_measurements", packed, p);
   }
   Packed given{};
   given.count = static_cast<uint32_t>(packed.size());
@@ -64,8 +56,8 @@ std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, do
     given.values[i] = packed[i].const_data_ptr<double>();
     given.power_counts[i] = static_cast<uint32_t>(packed[i].numel() - 1);
   }
-  const at::Tensor norm = new_tensor({}, at::kFloat, device->device());
-  const at::Tensor found_inf = new_tensor({}, at::kFloat, device->device());
+  const at::Tensor norm = at::empty({}, at::device(device->device()).dtype(at::kFloat));
+  const at::Tensor found_inf = at::empty({}, at::device(device->device()).dtype(at::kFloat));
   device->launch(
       kUnpackMeasurements, 1, device->stream(), given, p, norm.mutable_data_ptr<float>(),
       found_inf.mutable_data_ptr<float>());

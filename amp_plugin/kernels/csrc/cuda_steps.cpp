@@ -1,7 +1,6 @@
 // Whole optimizer steps and stored weights on CUDA tensors: one launch each, no wait for the device.
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <optional>
@@ -9,6 +8,7 @@
 #include "cuda_device.h"
 #include "cuda_scalar.h"
 #include "memory_order.h"
+#include "op_calls.h"
 #include "step_rows.h"
 #include "versions.h"
 
@@ -17,11 +17,6 @@ namespace {
 
 using Number = std::optional<at::Tensor>;
 using List = at::TensorList;
-
-template <typename Signature, typename... Arguments>
-void plainly(const char* name, const Arguments&... arguments) {
-  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>().call(arguments...);
-}
 
 bool is_number(const at::Tensor& tensor, c10::Device device) {
   const bool is_real = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
@@ -88,10 +83,7 @@ void adam_(
     const Number& found_inf) {
   Device* device = device_of(params);
   if (device == nullptr) {
-    using Signature = void(
-        List, List, List, List, List, List, List, double, double, double, double, double, bool, bool,
-        const Number&, const Number&, const Number&);
-    return plainly<Signature>(
+    return call_op<adam_>(
         "amp_plugin::_plain_adam_", params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, remainders,
         lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, lr_tensor, grad_scale,
         found_inf);
@@ -123,10 +115,7 @@ void sgd_(
     const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) {
   Device* device = device_of(params);
   if (device == nullptr) {
-    using Signature = void(
-        List, List, List, List, double, double, double, double, bool, bool, bool, const Number&,
-        const Number&, const Number&);
-    return plainly<Signature>(
+    return call_op<sgd_>(
         "amp_plugin::_plain_sgd_", params, grads, momentum_buffers, remainders, lr, momentum, dampening,
         weight_decay, nesterov, maximize, first_step, lr_tensor, grad_scale, found_inf);
   }
@@ -190,12 +179,10 @@ bool run_on_pairs(size_t kernel, List masters, List high, List low) {
   return true;
 }
 
-using OnPairs = void(List, List, List);
-
 void pack_weights_(List masters, List high, List low) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!run_on_pairs(kPackWeights, masters, high, low))
-    return plainly<OnPairs>("amp_plugin::_plain_pack_weights_", masters, high, low);
+    return call_op<pack_weights_>("amp_plugin::_plain_pack_weights_", masters, high, low);
   increment_versions(high);
   increment_versions(low);
 }
@@ -203,7 +190,7 @@ void pack_weights_(List masters, List high, List low) {
 void unpack_weights_(List high, List low, List masters) {
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!run_on_pairs(kUnpackWeights, masters, high, low))
-    return plainly<OnPairs>("amp_plugin::_plain_unpack_weights_", high, low, masters);
+    return call_op<unpack_weights_>("amp_plugin::_plain_unpack_weights_", high, low, masters);
   increment_versions(masters);
 }
 

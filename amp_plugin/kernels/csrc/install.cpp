@@ -1,9 +1,10 @@
 // Registers the autocast kernels with the dispatcher, and takes them back.
+#include <torch/library.h>
+
 #include <map>
 #include <mutex>
 
 #include "autocast_kernel.h"
-#include "boxed_kernel.h"
 #include "list_kernel.h"
 #include "region_casts.h"
 
@@ -60,10 +61,10 @@ class Installation {
 
   void set_rule(DeviceType device, int number, const std::string& op_name, uint64_t entry) {
     const std::lock_guard lock(mutex_);
-    auto& rules = rules_[{op_name, autocast_key(device)}];
-    if (!rules) rules = std::make_shared<AutocastKernel::Rules>();
-    (*rules)[number].store(entry, std::memory_order_release);
-    register_kernel(op_name, device, rules);
+    const size_t kernel =
+        numbers_.try_emplace({op_name, autocast_key(device)}, numbers_.size()).first->second;
+    set_entry(number, kernel, numbers_.size(), entry);
+    register_kernel(op_name, device, kernel);
   }
 
   void watch(DeviceType device, const std::string& op_name) {
@@ -77,7 +78,7 @@ class Installation {
   void uninstall() {
     const std::lock_guard lock(mutex_);
     handles_.clear();
-    rules_.clear();
+    forget_entries();
   }
 
   std::vector<std::string> installed(DeviceType device) {
@@ -98,13 +99,12 @@ class Installation {
     return c10::Dispatcher::singleton().findSchema({full.substr(0, dot), overload});
   }
 
-  void register_kernel(
-      const std::string& op_name, DeviceType device, const std::shared_ptr<AutocastKernel::Rules>& rules) {
+  void register_kernel(const std::string& op_name, DeviceType device, size_t kernel) {
     const auto key = autocast_key(device);
     if (handles_.count({op_name, key}) != 0) return;
     const auto op = find(op_name);
     TORCH_CHECK(op.has_value(), "amp_plugin: no op ", op_name, " is registered.");
-    add(op_name, key, kernel_for(AutocastKernel(facts_of(*op, device), rules)));
+    add(op_name, key, kernel_for(AutocastKernel(facts_of(*op, device), kernel)));
   }
 
   void add(const std::string& op_name, DispatchKey key, c10::KernelFunction kernel) {
@@ -118,7 +118,7 @@ class Installation {
   }
 
   std::mutex mutex_;
-  std::map<Where, std::shared_ptr<AutocastKernel::Rules>> rules_;
+  std::map<Where, size_t> numbers_;
   std::map<Where, c10::RegistrationHandleRAII> handles_;
 };
 
@@ -152,14 +152,13 @@ std::vector<std::string> installed(std::string_view device) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
-  library.def(
-      "_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()", boxed<set_rules>());
-  library.def("_watch_writes(str device, str[] ops) -> ()", boxed<watch_writes>());
-  library.def("_set_default_rules(str device, int number) -> ()", boxed<set_defaults>());
-  library.def("_innermost_regions() -> int[]", boxed<innermost_regions>());
-  library.def("_uninstall() -> ()", boxed<uninstall>());
-  library.def("_installed(str device) -> str[]", boxed<installed>());
-  library.def("_kept_cast_count() -> int", boxed<kept_cast_count>());
+  library.def("_set_rules(str device, int number, str[] ops, int[] rules, int[] keep) -> ()", set_rules);
+  library.def("_watch_writes(str device, str[] ops) -> ()", watch_writes);
+  library.def("_set_default_rules(str device, int number) -> ()", set_defaults);
+  library.def("_innermost_regions() -> int[]", innermost_regions);
+  library.def("_uninstall() -> ()", uninstall);
+  library.def("_installed(str device) -> str[]", installed);
+  library.def("_kept_cast_count() -> int", kept_cast_count);
 }
 
 }  // namespace amp_plugin

@@ -1,35 +1,24 @@
-// Calls of our ops through the dispatcher, as plain functions: its headers are half of what a source without
-// them takes to compile.
+// Calls of our ops through the dispatcher.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
-#include <cstdint>
-#include <optional>
-#include <tuple>
+#include <type_traits>
 
-namespace amp_plugin::op_calls {
+namespace amp_plugin {
 
-using Measured = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using OptionalTensor = std::optional<at::Tensor>;
-using Tensors = at::TensorList;
+// Calls the op of this name. It has the signature of `function`, for which it is looked up once.
+template <auto function, typename Result, typename... Parameters>
+Result call_op_as(
+    Result (*)(Parameters...), const char* name, const std::type_identity_t<Parameters>&... arguments) {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Result(Parameters...)>();
+  return op.call(arguments...);
+}
 
-Measured norm_check(Tensors grads, const at::Tensor& inv_scale, double p, bool is_scale);
-Measured unscale_(Tensors grads, const at::Tensor& inv_scale, double p, bool is_scale);
-at::Tensor multiply_(Tensors grads, const at::Tensor& factor);
+template <auto function, typename... Arguments>
+auto call_op(const char* name, const Arguments&... arguments) {
+  return call_op_as<function>(function, name, arguments...);
+}
 
-void adam_(
-    Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors max_exp_avg_sqs,
-    Tensors steps, Tensors remainders, double lr, double beta1, double beta2, double eps, double weight_decay,
-    bool decoupled_weight_decay, bool maximize, const OptionalTensor& lr_tensor,
-    const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
-void sgd_(
-    Tensors params, Tensors grads, Tensors momentum_buffers, Tensors remainders, double lr, double momentum,
-    double dampening, double weight_decay, bool nesterov, bool maximize, bool first_step,
-    const OptionalTensor& lr_tensor, const OptionalTensor& grad_scale, const OptionalTensor& found_inf);
-
-// Whether a call may also go past the dispatcher: no mode, tracer or transform takes ops, no profiler counts
-// them.
-bool nobody_watches();
-
-}  // namespace amp_plugin::op_calls
+}  // namespace amp_plugin

@@ -1,4 +1,4 @@
-// What ranks add up of their measurements; the layout is told in kernels/rank_reference.py.
+// What ranks add up of their measurements; the layout is told in kernels/reference.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

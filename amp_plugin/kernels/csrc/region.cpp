@@ -2,6 +2,7 @@
 
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <utility>
@@ -14,49 +15,67 @@ namespace {
 
 // The autocast state of device types that have no tensors here travels with torch's own: into
 // autograd's threads, into Dynamo's guards and into the compile caches. One flag says "this is our
-// region"; two others say "rules unlike torch's" for the CPU and for the accelerator, and their
-// dtypes say which.
+// region". The dtypes of two others are the digits of a code, which says whose rules are in force on
+// the CPU and on the accelerator; their flags are on where it is not 0, since torch compares a dtype only
+// then.
 constexpr c10::DeviceType kMarker = c10::DeviceType::IPU;
 constexpr c10::DispatchKey kMarkerKey = c10::DispatchKey::AutocastIPU;
-constexpr std::array kRulesSlots = {c10::DeviceType::MAIA, c10::DeviceType::MTIA};
+constexpr c10::DeviceType kLow = c10::DeviceType::MAIA;  // its digit is 0 only in the code 0
+constexpr c10::DeviceType kHigh = c10::DeviceType::MTIA;
+constexpr int kBase = static_cast<int>(c10::ScalarType::Float4_e2m1fn_x2) + 1;
 
-// Rule set n is kDtypes[n - 1] in a slot.
-constexpr std::array<c10::ScalarType, kMaxRuleSets - 1> kDtypes = {
-    c10::kByte,
-    c10::kChar,
-    c10::kShort,
-    c10::kInt,
-    c10::kLong,
-    c10::kFloat,
-    c10::kDouble,
-    c10::kComplexHalf,
-    c10::kComplexFloat,
-    c10::kComplexDouble,
-    c10::kBool,
-    c10::kQInt8,
-    c10::kQUInt8,
-    c10::kQInt32,
-    c10::kQUInt4x2,
-    c10::kQUInt2x4,
-    c10::kFloat8_e5m2,
-    c10::kFloat8_e4m3fn,
-    c10::kFloat8_e5m2fnuz,
-    c10::kFloat8_e4m3fnuz,
-    c10::kUInt16,
-    c10::kUInt32,
-    c10::kUInt64,
+// In a fresh thread both digits are 0.
+constexpr int zero_of(c10::DeviceType slot) {
+  return static_cast<int>(slot == kLow ? c10::kBFloat16 : c10::kHalf);
+}
+
+int digit(c10::DeviceType slot) {
+  return (static_cast<int>(at::autocast::get_autocast_dtype(slot)) - zero_of(slot) + kBase) % kBase;
+}
+
+void set_digit(c10::DeviceType slot, int digit, bool is_shown) {
+  at::autocast::set_autocast_enabled(slot, is_shown);
+  at::autocast::set_autocast_dtype(slot, static_cast<c10::ScalarType>((digit + zero_of(slot)) % kBase));
+}
+
+int shown_code() {
+  const int low = digit(kLow);
+  return low == 0 ? 0 : low + digit(kHigh) * (kBase - 1);
+}
+
+void show_code(int code) {
+  set_digit(kLow, code == 0 ? 0 : 1 + (code - 1) % (kBase - 1), code != 0);
+  set_digit(kHigh, code == 0 ? 0 : (code - 1) / (kBase - 1), code != 0);
+}
+
+// Of one kind of device alone every rule set has a code; of two at a time, the first ones.
+constexpr int kTogether = 30;
+static_assert(2 * kMaxRuleSets + kTogether * kTogether <= (kBase - 1) * kBase);
+
+struct RulesInForce {
+  int cpu, accelerator;
+
+  static RulesInForce of(int code) {
+    if (code < kMaxRuleSets) return {code, 0};
+    if (code < 2 * kMaxRuleSets) return {0, code - kMaxRuleSets};
+    const int both = code - 2 * kMaxRuleSets;
+    return {both / kTogether, both % kTogether};
+  }
+
+  int& on(c10::DeviceType device) { return device == c10::DeviceType::CPU ? cpu : accelerator; }
+
+  int code() const {
+    if (accelerator == 0) return cpu;
+    if (cpu == 0) return kMaxRuleSets + accelerator;
+    TORCH_CHECK(
+        cpu < kTogether && accelerator < kTogether, "Of a process's rule sets the first ", kTogether - 1,
+        " can be in force on the CPU and on an accelerator at the same time. Open the regions of several "
+        "rule sets one after the other.");
+    return 2 * kMaxRuleSets + cpu * kTogether + accelerator;
+  }
 };
 
-c10::DeviceType rules_slot(c10::DeviceType device) {
-  return kRulesSlots[device == c10::DeviceType::CPU ? 0 : 1];
-}
-
-void show_rules(c10::DeviceType device, int rules) {
-  const auto slot = rules_slot(device);
-  const auto unused = slot == kRulesSlots[0] ? c10::kBFloat16 : c10::kHalf;  // as in a fresh thread
-  at::autocast::set_autocast_enabled(slot, rules > 0);
-  at::autocast::set_autocast_dtype(slot, rules > 0 ? kDtypes.at(static_cast<size_t>(rules) - 1) : unused);
-}
+int rules_in_force(c10::DeviceType device) { return RulesInForce::of(shown_code()).on(device); }
 
 thread_local std::vector<Region> open_regions;
 
@@ -96,7 +115,10 @@ Plan by_default_rules(c10::DeviceType device, bool in_backward) {
 }  // namespace
 
 void enter_region(const void* owner, RegionOptions options) {
-  const auto slot = rules_slot(options.device);
+  const int previous_code = shown_code();
+  auto in_force = RulesInForce::of(previous_code);
+  in_force.on(options.device) = options.rules;
+  const int code = in_force.code();  // throws before anything is changed
   Region region{
       .owner = owner,
       .device = options.device,
@@ -108,8 +130,7 @@ void enter_region(const void* owner, RegionOptions options) {
       .previous_dtype = at::autocast::get_autocast_dtype(options.device),
       .previous_cache_enabled = at::autocast::is_autocast_cache_enabled(),
       .previous_marker = marked(),
-      .previous_rules_flag = at::autocast::is_autocast_enabled(slot),
-      .previous_rules_dtype = at::autocast::get_autocast_dtype(slot),
+      .previous_code = previous_code,
   };
   at::autocast::set_autocast_enabled(options.device, options.enabled);
   at::autocast::set_autocast_dtype(options.device, options.dtype);
@@ -120,7 +141,7 @@ void enter_region(const void* owner, RegionOptions options) {
   at::autocast::set_autocast_cache_enabled(shows_cache);
   region.nesting = at::autocast::increment_nesting();
   open_regions.push_back(std::move(region));
-  if (options.rules > 0 || open_regions.back().previous_rules_flag) show_rules(options.device, options.rules);
+  if (code != previous_code) show_code(code);
 }
 
 bool exit_region(const void* owner) {
@@ -137,9 +158,7 @@ bool exit_region(const void* owner) {
     at::autocast::set_autocast_dtype(region.device, region.previous_dtype);
     at::autocast::set_autocast_cache_enabled(region.previous_cache_enabled);
     at::autocast::set_autocast_enabled(kMarker, region.previous_marker);
-    const auto slot = rules_slot(region.device);
-    at::autocast::set_autocast_enabled(slot, region.previous_rules_flag);
-    at::autocast::set_autocast_dtype(slot, region.previous_rules_dtype);
+    if (shown_code() != region.previous_code) show_code(region.previous_code);
     return true;
   }
   return false;
@@ -152,19 +171,34 @@ Plan plan_for(c10::DeviceType device) {
     // Opened outside the backward pass that runs now, it is followed only in a torch.autocast block opened
     // inside that (checkpoint's recomputation).
     if (region->graph_task == graph_task || current_nesting() > open_regions.back().nesting) {
-      return {Course::kFollowRules, region->rules, region, false};
+      return {Course::kFollowRules, rules_in_force(device), region, false};
     }
     return {Course::kLeaveAsIs, kNoRules, nullptr, false};
   }
   // A thread of autograd's inherits the state of a region it did not open.
   const bool inherited = open_regions.empty() && marked() && graph_task != -1;
   if (inherited && current_nesting() == 0) return {Course::kLeaveAsIs, kNoRules, nullptr, false};
+  // Opened inside compiled code, a region is torch's blocks and what `show_rules` has said in them.
+  const int shown = rules_in_force(device);
+  if (shown > 0 && shown != default_rules_of(device)) {
+    uses_torch_cache = true;
+    return {Course::kFollowRules, shown, nullptr, at::autocast::is_autocast_cache_enabled()};
+  }
   return by_default_rules(device, graph_task != -1);
+}
+
+void show_rules(c10::DeviceType device, int rules) {
+  auto in_force = RulesInForce::of(shown_code());
+  in_force.on(device) = std::max(rules, 0);
+  show_code(in_force.code());
 }
 
 void set_default_rules(c10::DeviceType device, int rules) {
   default_rules_plus_one[static_cast<size_t>(device)].store(rules + 1, std::memory_order_release);
-  show_rules(device, rules);
+  if (open_regions.empty()) return show_rules(device, rules);
+  auto in_force = RulesInForce::of(open_regions.front().previous_code);  // regions that are open keep theirs
+  in_force.on(device) = std::max(rules, 0);
+  open_regions.front().previous_code = in_force.code();
 }
 
 std::vector<int64_t> innermost_regions() {

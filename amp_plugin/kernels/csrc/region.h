@@ -10,8 +10,8 @@
 
 namespace amp_plugin {
 
-// Number of distinct rule sets a process may use; number 0 is the default table.
-constexpr int kMaxRuleSets = 24;
+// Number of distinct rule sets a process may use, the default one, 0, among them.
+constexpr int kMaxRuleSets = 585;
 constexpr int kNoRules = -1;
 
 struct RegionOptions {
@@ -34,8 +34,7 @@ struct Region {
   c10::ScalarType previous_dtype;
   bool previous_cache_enabled;
   bool previous_marker;
-  bool previous_rules_flag;
-  c10::ScalarType previous_rules_dtype;
+  int previous_code;
 };
 
 // What an op reached through an autocast key is to do.
@@ -60,6 +59,9 @@ bool exit_region(const void* owner);
 
 // Decides for an op of `device` called now in this thread.
 Plan plan_for(c10::DeviceType device);
+
+// Says in torch's autocast state whose rules are in force on a device from now on.
+void show_rules(c10::DeviceType device, int rules);
 
 // Rules for autocast blocks outside our regions, per device; kNoRules for torch's kernels.
 void set_default_rules(c10::DeviceType device, int rules);

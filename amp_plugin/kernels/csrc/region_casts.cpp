@@ -1,5 +1,6 @@
 #include "region_casts.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -10,7 +11,6 @@
 #include <atomic>
 #include <unordered_map>
 
-#include "new_tensor.h"
 #include "torch_autocast.h"
 
 namespace amp_plugin {
@@ -82,7 +82,7 @@ class TorchCacheWatch {
 
   void start() {
     if (held_.defined() && !was_cleared()) return;
-    if (!leaf_.defined()) leaf_ = new_tensor({1}, at::kFloat).zero_().requires_grad_();
+    if (!leaf_.defined()) leaf_ = at::empty({1}, at::kFloat).zero_().requires_grad_();
     const at::DisableRecordFunctionGuard no_profiler;
     const c10::AutoGradMode no_grad(false);
     const bool was_enabled = at::autocast::is_autocast_cache_enabled();

@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,7 +11,6 @@
 #include <vector>
 
 #include "cpu_ops.h"
-#include "new_tensor.h"
 #include "one_value.h"
 #include "scaling_chunk.h"
 #include "versions.h"
@@ -228,7 +228,7 @@ Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double f
 }
 
 at::Tensor scalar(double value) {
-  at::Tensor result = new_tensor({}, at::kFloat);
+  at::Tensor result = at::empty({}, at::kFloat);
   *result.mutable_data_ptr<float>() = static_cast<float>(value);
   return result;
 }
@@ -241,7 +241,7 @@ Measured measured(const Result& result, double factor, double p) {
   if (p != 0.0) {
     norm *= std::abs(factor);
   }
-  at::Tensor flags = new_tensor({static_cast<int64_t>(result.flags.size())}, at::kByte);
+  at::Tensor flags = at::empty({static_cast<int64_t>(result.flags.size())}, at::kByte);
   std::copy(result.flags.begin(), result.flags.end(), flags.mutable_data_ptr<uint8_t>());
   const bool found =
       std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });

@@ -1,13 +1,13 @@
-// pack_measurements_ and unpack_measurements on the CPU, a few scalars; see kernels/rank_reference.py.
+// pack_measurements_ and unpack_measurements on the CPU, a few scalars; see kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
 #include <tuple>
 
 #include "cpu_ops.h"
-#include "new_tensor.h"
 #include "one_value.h"
 #include "packed_measurements.h"
 #include "versions.h"
@@ -32,7 +32,7 @@ double join(double a, double b, double p) {
 }
 
 at::Tensor scalar_of(double value) {
-  at::Tensor result = new_tensor({}, at::kFloat);
+  at::Tensor result = at::empty({}, at::kFloat);
   *result.mutable_data_ptr<float>() = static_cast<float>(value);
   return result;
 }

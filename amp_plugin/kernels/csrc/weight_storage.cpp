@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/util/FunctionRef.h>
 
 #include <algorithm>
@@ -11,7 +12,6 @@
 
 #include "cpu_ops.h"
 #include "memory_order.h"
-#include "new_tensor.h"
 #include "versions.h"
 #include "weight_pair.h"
 
@@ -44,7 +44,7 @@ void check_count(const char* op, size_t masters, size_t other, const char* name)
 // A tensor in the memory order of another: itself, or a copy.
 at::Tensor ordered_as(const at::Tensor& tensor, const at::Tensor& other) {
   if (same_memory_order(tensor, other)) return tensor;
-  return new_tensor_like(other, tensor.scalar_type()).copy_(tensor);
+  return at::empty_like(other, tensor.scalar_type()).copy_(tensor);
 }
 
 // Tensors to write in the memory order of others; finish() copies back what is not written in place.
@@ -53,7 +53,7 @@ class Written {
   Written(at::TensorList tensors, const std::vector<at::Tensor>& like) : tensors_(tensors) {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const bool in_place = same_memory_order(tensors[i], like[i]);
-      buffers_.push_back(in_place ? tensors[i] : new_tensor_like(like[i], tensors[i].scalar_type()));
+      buffers_.push_back(in_place ? tensors[i] : at::empty_like(like[i], tensors[i].scalar_type()));
     }
   }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import sys
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,21 +18,12 @@ from typing import Final
 from cuda.bindings import nvrtc  # type: ignore[import-untyped]
 from cuda.core import Program, ProgramOptions  # type: ignore[import-untyped]
 
-from amp_plugin.kernels.build_cache import (
-    cache_root,
-    digest,
-    locked,
-    publish_entry,
-    read_entry,
-    scratch_folder,
-)
+from amp_plugin.kernels.build_cache import announced, cache_root, digest, obtain
 from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning, all_kernels
-from amp_plugin.kernels.progress import Progress
 
 ARCHITECTURES: Final = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 """What is tested; any other architecture that NVRTC knows, from sm_75 on, compiles as well."""
 
-CUBIN: Final = "kernel.cubin"
 STANDARD: Final = "c++17"
 
 
@@ -77,9 +67,8 @@ def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> P
 def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Return the cubin of a kernel, compiled only if the build cache has none.
 
-    The entry depends on the sources, the architecture and NVRTC's version. If the cache
-    folder cannot be used, or cannot keep this one, a RuntimeWarning says so and the kernel is
-    compiled for this process alone.
+    The entry depends on the sources, the architecture and NVRTC's version. If the cache cannot be used or
+    cannot keep it, a RuntimeWarning says so and the kernel is compiled for this process alone.
 
     Args:
         kernel: Which kernel.
@@ -92,24 +81,17 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
     Raises:
         RuntimeError: As :func:`compile_cubin`.
     """
-    identity = _identity(kernel, architecture, tuning)
+
+    def make(folder: Path) -> Path:
+        made = folder / "kernel.cubin"
+        made.write_bytes(compile_cubin(kernel, architecture, tuning))
+        return made
+
     try:
-        folder = _folder()
-    except (OSError, ValueError) as error:
-        warnings.warn(
-            f"CUDA kernels are compiled anew in each process: {error}", RuntimeWarning, stacklevel=2
-        )
-        return compile_cubin(kernel, architecture, tuning)
-    entry = folder / _name(identity)
-    try:
-        cubin = read_entry(entry, CUBIN) or _publish(kernel, architecture, tuning, entry, identity)
-        return cubin.read_bytes()
-    except OSError as error:  # a full disk must not end a training run
-        warnings.warn(
-            f"{kernel.name} is compiled for this process alone, {folder} cannot keep it: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        return obtain(_file(kernel, architecture, tuning), make).read_bytes()
+    except (OSError, ValueError) as error:  # a full disk must not end a training run
+        text = f"CUDA kernels are compiled for this process alone: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
         return compile_cubin(kernel, architecture, tuning)
 
 
@@ -127,7 +109,7 @@ def all_cubins(architecture: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes
     with contextlib.ExitStack() as stack:
         if not all(_is_kept(kernel, architecture, tuning) for kernel in kernels):
             text = f"amp_plugin: compiling {len(kernels)} CUDA kernels for {architecture} (once) ..."
-            stack.enter_context(Progress(text, sys.stderr))
+            stack.enter_context(announced(text))
         cached_cubin(Kernel(name="update_scale"), architecture, tuning)  # what is wrong with one is with all
         pool = stack.enter_context(ThreadPoolExecutor(min(len(kernels), os.cpu_count() or 1)))
         cubins = pool.map(lambda kernel: cached_cubin(kernel, architecture, tuning), kernels)
@@ -145,19 +127,23 @@ def identity_of(architecture: str, blocks: int) -> int:
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
 
 
-def _folder() -> Path:
+def _file(kernel: Kernel, architecture: str, tuning: Tuning) -> Path:
+    """Return where the build cache keeps a cubin."""
     folder = cache_root() / "cuda"
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
-
-
-def _name(identity: dict[str, str]) -> str:
-    return f"{identity['kernel']}-{identity['architecture']}-{digest(identity)}"
+    identity = {
+        "norm": kernel.norm,
+        "macros": repr(tuning.macros()),
+        "standard": f"{STANDARD} fmad=false",
+        "sources": _sources(),
+        "nvrtc": nvrtc_version(),
+    }
+    return folder / f"{kernel.name}-{architecture}-{digest(identity)}.cubin"
 
 
 def _is_kept(kernel: Kernel, architecture: str, tuning: Tuning) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        return (_folder() / _name(_identity(kernel, architecture, tuning))).exists()
+        return _file(kernel, architecture, tuning).exists()
     return False
 
 
@@ -186,19 +172,6 @@ def architecture_for(major: int, minor: int) -> str:
     return f"sm_{max(fitting)}"
 
 
-def _publish(
-    kernel: Kernel, architecture: str, tuning: Tuning, entry: Path, identity: dict[str, str]
-) -> Path:
-    with locked(entry):
-        if cubin := read_entry(entry, CUBIN):  # another process was faster
-            return cubin
-        with scratch_folder(entry) as scratch:
-            built = scratch / "built"
-            built.mkdir(mode=0o700)
-            (built / CUBIN).write_bytes(compile_cubin(kernel, architecture, tuning))
-            return publish_entry(built, entry, CUBIN, identity)
-
-
 def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
     """Compile every kernel into the build cache.
 
@@ -212,18 +185,6 @@ def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
         RuntimeError: As :func:`compile_cubin`.
     """
     return sum(len(all_cubins(architecture)) for architecture in architectures)
-
-
-def _identity(kernel: Kernel, architecture: str, tuning: Tuning) -> dict[str, str]:
-    return {
-        "kernel": kernel.name,
-        "norm": kernel.norm,
-        "macros": repr(tuning.macros()),
-        "architecture": architecture,
-        "standard": f"{STANDARD} fmad=false",
-        "sources": _sources(),
-        "nvrtc": nvrtc_version(),
-    }
 
 
 @functools.cache

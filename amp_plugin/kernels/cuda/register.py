@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda import catalogue
 from amp_plugin.kernels.tracers import outside_tracers, untraced
-from amp_plugin.user_warnings import warn_user
+from amp_plugin.messages import warn_user
 
 OLDEST_CUDA_CORE: Final = "1.0.1"
 PACKAGES: Final = (

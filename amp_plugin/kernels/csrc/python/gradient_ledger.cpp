@@ -4,9 +4,9 @@
 // Each call is given the list. Between calls the ledger holds neither parameters nor gradients: a second
 // reference to either would stop torch.utils.swap_tensors.
 
-#include "gradient_ledger.h"
-
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -17,22 +17,22 @@
 #include <utility>
 #include <vector>
 
-#include "../autograd_node.h"
-#include "../known_gradients.h"
+#include "../cpu_ops.h"
+#include "../cuda_gradients.h"
 #include "../op_calls.h"
 #include "../plain_tensor.h"
 #include "../versions.h"
-#include "binding.h"
-#include "gradient_blocks.h"
 #include "local_gradient.h"
+#include "tensors.h"
 
 namespace amp_plugin {
 namespace {
 
-using Measured = KnownGradients::Measured;
-using python::List;
-using python::Owned;
-using python::to_python;
+using cuda::GradientTable;
+using python::GradientBlock;
+using python::visit_blocks;
+using python::visit_gradients;
+using List = const py::list&;
 
 enum Change : int64_t { kGone = -1, kSame = 0, kChanged = 1, kNew = 2 };
 
@@ -77,19 +77,20 @@ bool is_supported(at::ScalarType type) {
       type == at::kComplexFloat || type == at::kComplexDouble;
 }
 
-const at::Tensor& param_at(List params, size_t i, python::ExpectTensors& tensors) {
-  tensors.expect(params[i]);
-  return python::tensor_of(params[i]);
+// Below autograd, which records nothing here and would box and look at every gradient.
+template <auto function, typename... Arguments>
+auto call(const char* name, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
+  const py::gil_scoped_release others_may_run;
+  const at::AutoDispatchBelowAutograd below;
+  return call_op<function>(name, grads, arguments...);
 }
 
-const at::Tensor& grad_of(const at::Tensor& param) { return param.unsafeGetTensorImpl()->grad(); }
-
-// Below autograd, which records nothing here and would box and look at every gradient.
-template <typename Op, typename... Arguments>
-auto call(const Op& op, const std::vector<at::Tensor>& grads, const Arguments&... arguments) {
-  const python::WithoutGil others_may_run;
-  const at::AutoDispatchBelowAutograd below;
-  return op(grads, arguments...);
+// Whether a call may also go past the dispatcher: no mode, tracer or transform takes ops, no profiler counts
+// them.
+bool nobody_watches() {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return (included - c10::default_included_set).empty() &&
+      !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
 std::vector<at::Tensor> gradients(List params) {
@@ -124,7 +125,7 @@ class BorrowedGradients {
 
 struct Known {
   BorrowedGradients grads;
-  std::unique_ptr<KnownGradients> table;  // null where the op has to be called
+  std::unique_ptr<GradientTable> table;  // null where the op has to be called
 };
 
 // The parameters' own gradients, all there and plain. No table if one is not so, or has moved.
@@ -135,7 +136,7 @@ Known known_whole(List params, const at::Tensor& scale) {
       if (!grads[i]->defined()) return false;
       known.grads.add(*grads[i]);
     }
-    if (begin == 0) known.table = known_gradients(params.size(), *grads[0], scale);
+    if (begin == 0) known.table = GradientTable::kept(params.size(), *grads[0], scale);
     return known.table != nullptr && known.table->are_same(begin, grads.data(), count);
   });
   if (!same) known.table = nullptr;
@@ -150,7 +151,7 @@ Known known_parts(List params, const at::Tensor& scale) {
     return true;
   });
   const at::TensorList grads = known.grads.tensors();
-  if (!grads.empty()) known.table = known_gradients(grads.size(), grads[0], scale);
+  if (!grads.empty()) known.table = GradientTable::kept(grads.size(), grads[0], scale);
   for (size_t i = 0; known.table != nullptr && i < grads.size(); ++i) {
     const at::Tensor* grad = &grads[i];
     if (!known.table->are_same(i, &grad, 1)) known.table = nullptr;
@@ -162,13 +163,13 @@ Known known_parts(List params, const at::Tensor& scale) {
 // `launch` takes them; no result where the op has to be called.
 template <typename Launch>
 auto launched(List params, const at::Tensor& scale, bool writes, const Launch& launch)
-    -> std::optional<decltype(launch(std::declval<const KnownGradients&>()))> {
-  if (!scale.is_cuda() || !op_calls::nobody_watches()) return std::nullopt;
+    -> std::optional<decltype(launch(std::declval<const GradientTable&>()))> {
+  if (!scale.is_cuda() || !nobody_watches()) return std::nullopt;
   Known known = known_whole(params, scale);
   if (known.table == nullptr) known = known_parts(params, scale);
   if (known.table == nullptr) return std::nullopt;
   if (writes) increment_versions(known.grads.tensors());
-  const python::WithoutGil others_may_run;  // a launch waits where the device is far behind
+  const py::gil_scoped_release others_may_run;  // a launch waits where the device is far behind
   return launch(*known.table);
 }
 
@@ -213,18 +214,18 @@ class GradientLedger {
   }
 
   // A ledger of the parameters at these positions, with all that was noted of them.
-  Owned split(const std::vector<int64_t>& positions) const {
+  GradientLedger split(const std::vector<int64_t>& positions) const {
     GradientLedger part;
     for (const auto& [slot, marks] : marks_) {
       for (const int64_t position : positions)
         part.marks_[slot].push_back(marks.at(static_cast<size_t>(position)));
     }
-    return python::new_object(std::move(part));
+    return part;
   }
 
   // The one device of all gradients if one kernel can take them all, and which parameters have one
   // (None if all have). No device if there are none, or if they need to be looked at one by one.
-  std::tuple<Owned, Owned> survey(List params) const {
+  std::pair<std::optional<c10::Device>, std::optional<std::vector<int64_t>>> survey(List params) const {
     const at::Tensor* first = nullptr;
     std::vector<int64_t> present;
     const bool alike = visit_gradients(params, [&](size_t i, const at::Tensor& grad) {
@@ -236,30 +237,35 @@ class GradientLedger {
       present.push_back(static_cast<int64_t>(i));
       return true;
     });
-    if (!alike || first == nullptr) return {python::none(), python::none()};
-    const bool has_all = present.size() == params.size();
-    return {python::owned(THPDevice_New(first->device())), has_all ? python::none() : to_python(present)};
+    if (!alike || first == nullptr) return {};
+    if (present.size() == params.size()) return {first->device(), std::nullopt};
+    return {first->device(), std::move(present)};
   }
 
   // All gradients by device and by how they are sharded: (DTensor spec or None, device, positions) for each
   // kind, in the order of the first of each. None if one is neither plain nor a DTensor around plain memory.
-  Owned survey_shards(List params) const {
+  std::optional<py::list> survey_shards(List all) const {
     std::vector<ShardGroup> groups;
-    python::ExpectTensors tensors;
+    python::Tensors params(all);
     for (size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& grad = grad_of(param_at(params, i, tensors));
+      const at::Tensor& grad = params[i].unsafeGetTensorImpl()->grad();
       if (!grad.defined()) continue;
       Sharding sharding;
       if (!is_plain(grad)) {
         std::optional<Sharding> found = sharding_of(grad);
-        if (!found) return python::none();
+        if (!found) return std::nullopt;
         sharding = std::move(*found);
       }
       const at::Tensor& part = local_part(grad);
-      if (!is_plain(part) || !is_supported(part.scalar_type())) return python::none();
+      if (!is_plain(part) || !is_supported(part.scalar_type())) return std::nullopt;
       group_of(groups, std::move(sharding), part.device()).positions.push_back(static_cast<int64_t>(i));
     }
-    return to_python(groups);
+    py::list found;
+    for (const ShardGroup& group : groups) {
+      const py::object spec = group.sharding.spec ? group.sharding.spec : py::none();
+      found.append(py::make_tuple(spec, group.device, group.positions));
+    }
+    return found;
   }
 
   int64_t first_half(List params) const {
@@ -272,64 +278,59 @@ class GradientLedger {
   }
 
   // The positions of parameters with a hook that runs once their gradient is there, and may take it away.
-  std::vector<int64_t> hooked(List params) const {
+  std::vector<int64_t> hooked(List all) const {
     std::vector<int64_t> positions;
-    python::ExpectTensors tensors;
+    python::Tensors params(all);
     for (size_t i = 0; i < params.size(); ++i) {
-      if (has_post_accumulate_hooks(param_at(params, i, tensors)))
+      const bool is_known = params[i].unsafeGetTensorImpl()->autograd_meta() != nullptr;
+      if (is_known && torch::autograd::impl::post_acc_grad_hooks(params[i]) != nullptr)
         positions.push_back(static_cast<int64_t>(i));
     }
     return positions;
   }
 
-  Measured norm_check(
-      List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
-    return measure(op_calls::norm_check, false, params, inv_scale, norm_type, is_scale.value_or(false));
+  // unscale_ if it writes, else norm_check.
+  template <bool writes>
+  Measured measure(List params, const at::Tensor& inv_scale, double p, bool is_scale) const {
+    const auto found = launched(params, inv_scale, writes, [&](const GradientTable& known) {
+      return known.measure(writes, inv_scale, p, is_scale);
+    });
+    if (found) return *found;
+    if constexpr (writes)
+      return call<unscale_>("amp_plugin::unscale_", gradients(params), inv_scale, p, is_scale);
+    else
+      return call<norm_check>("amp_plugin::norm_check", gradients(params), inv_scale, p, is_scale);
   }
 
-  Measured unscale_(
-      List params, const at::Tensor& inv_scale, double norm_type, std::optional<bool> is_scale) const {
-    return measure(op_calls::unscale_, true, params, inv_scale, norm_type, is_scale.value_or(false));
-  }
-
-  at::Tensor multiply_(List params, const at::Tensor& factor) const {
+  at::Tensor multiply(List params, const at::Tensor& factor) const {
     const auto found =
-        launched(params, factor, true, [&](const KnownGradients& known) { return known.multiply_(factor); });
-    return found ? *found : call(op_calls::multiply_, gradients(params), factor);
+        launched(params, factor, true, [&](const GradientTable& known) { return known.multiply_(factor); });
+    return found ? *found : call<multiply_>("amp_plugin::multiply_", gradients(params), factor);
   }
 
  private:
-  static Measured measure(
-      decltype(op_calls::norm_check)& op, bool writes, List params, const at::Tensor& inv_scale,
-      double norm_type, bool is_scale) {
-    const auto found = launched(params, inv_scale, writes, [&](const KnownGradients& known) {
-      return known.measure(writes, inv_scale, norm_type, is_scale);
-    });
-    return found ? *found : call(op, gradients(params), inv_scale, norm_type, is_scale);
-  }
-
   std::unordered_map<int64_t, std::vector<Mark>> marks_;
 };
 
 }  // namespace
-}  // namespace amp_plugin
 
-bool add_gradient_ledger(PyObject* module) {
-  using Ledger = amp_plugin::GradientLedger;
-  using namespace amp_plugin::python;
-  static PyMethodDef methods[] = {
-      method<Ledger, &Ledger::count>("count"),
-      method<Ledger, &Ledger::remember>("remember"),
-      method<Ledger, &Ledger::compare>("compare"),
-      method<Ledger, &Ledger::split>("split"),
-      method<Ledger, &Ledger::survey>("survey"),
-      method<Ledger, &Ledger::survey_shards>("survey_shards"),
-      method<Ledger, &Ledger::first_half>("first_half"),
-      method<Ledger, &Ledger::hooked>("hooked"),
-      method<Ledger, &Ledger::norm_check>("norm_check"),
-      method<Ledger, &Ledger::unscale_>("unscale_"),
-      method<Ledger, &Ledger::multiply_>("multiply_"),
-      {},
-  };
-  return add_class<Ledger>(module, "amp_plugin.kernels._region.GradientLedger", methods);
+void add_gradient_ledger(py::module_& module) {
+  using namespace pybind11::literals;
+  py::class_<GradientLedger>(module, "GradientLedger")
+      .def(py::init<>())
+      .def("count", &GradientLedger::count)
+      .def("remember", &GradientLedger::remember)
+      .def("compare", &GradientLedger::compare)
+      .def("split", &GradientLedger::split)
+      .def("survey", &GradientLedger::survey)
+      .def("survey_shards", &GradientLedger::survey_shards)
+      .def("first_half", &GradientLedger::first_half)
+      .def("hooked", &GradientLedger::hooked)
+      .def(
+          "norm_check", &GradientLedger::measure<false>, "params"_a, "inv_scale"_a, "p"_a,
+          "is_scale"_a = false)
+      .def("unscale_", &GradientLedger::measure<true>, "params"_a, "inv_scale"_a, "p"_a, "is_scale"_a = false)
+      .def("multiply_", &GradientLedger::multiply);
 }
+
+}  // namespace amp_plugin

@@ -4,15 +4,15 @@
 #include <optional>
 #include <vector>
 
-#include "torch_python.h"
+#include "tensors.h"
 
 namespace amp_plugin {
 
 // What a DTensor says of its layout; all empty for a tensor that is none.
 struct Sharding {
-  python::Owned spec;
-  python::Owned mesh;
-  python::Owned placements;
+  py::object spec;
+  py::object mesh;
+  py::object placements;
 };
 
 // Gradients on one device that are sharded alike.
@@ -30,10 +30,5 @@ std::optional<Sharding> sharding_of(const at::Tensor& grad);
 
 // The group that the gradient belongs to, a new one if there is none yet.
 ShardGroup& group_of(std::vector<ShardGroup>& groups, Sharding sharding, c10::Device device);
-
-namespace python {
-// (spec or None, device, positions) for each.
-Owned to_python(const std::vector<ShardGroup>& groups);
-}  // namespace python
 
 }  // namespace amp_plugin

@@ -1,87 +1,75 @@
-// Python's way in and out of a region; all else is reached through torch.ops.
+// The Python extension: the way in and out of a region, and what steps read of Python's lists.
 #include "../may_keep.h"
 #include "../region.h"
 #include "../region_casts.h"
-#include "binding.h"
-#include "gradient_ledger.h"
-#include "step_tensors.h"
+#include "tensors.h"
+
+namespace amp_plugin {
+
+void add_gradient_ledger(py::module_& module);
+void add_step_tensors(py::module_& module);
 
 namespace {
 
-using namespace amp_plugin::python;
-
-// enter(owner, opening): (device type, dtype, enabled, cache enabled, rules, ...)
-PyObject* enter(PyObject* /*module*/, PyObject* const* arguments, Py_ssize_t count) {
-  return guarded([&]() -> PyObject* {
-    PyObject* opening = count == 2 ? arguments[1] : nullptr;
-    if (opening == nullptr || !PyTuple_Check(opening) || PyTuple_GET_SIZE(opening) < 5 ||
-        !is_dtype(PyTuple_GET_ITEM(opening, 1))) {
-      PyErr_SetString(PyExc_TypeError, "enter(owner, (device_type, dtype, enabled, cache_enabled, rules))");
-      return nullptr;
-    }
-    amp_plugin::enter_region(
-        arguments[0],
-        {.device = static_cast<c10::DeviceType>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 0))),
-         .dtype = dtype_of(PyTuple_GET_ITEM(opening, 1)),
-         .enabled = PyTuple_GET_ITEM(opening, 2) == Py_True,
-         .cache_enabled = PyTuple_GET_ITEM(opening, 3) == Py_True,
-         .rules = static_cast<int>(PyLong_AsLong(PyTuple_GET_ITEM(opening, 4)))});
-    Py_RETURN_NONE;
-  });
+// `opening`: device type, dtype, enabled, cache enabled, rules, ...
+void enter(py::handle owner, const py::tuple& opening) {
+  enter_region(
+      owner.ptr(),
+      {.device = static_cast<c10::DeviceType>(opening[0].cast<int>()),
+       .dtype = opening[1].cast<at::ScalarType>(),
+       .enabled = opening[2].ptr() == Py_True,
+       .cache_enabled = opening[3].ptr() == Py_True,
+       .rules = opening[4].cast<int>()});
 }
 
-// exit(owner) -> bool
-PyObject* exit(PyObject* /*module*/, PyObject* owner) {
-  return guarded([&]() -> PyObject* { return PyBool_FromLong(amp_plugin::exit_region(owner)); });
-}
-
-PyObject* forget_casts(PyObject* /*module*/, PyObject* /*unused*/) {
-  return guarded([&]() -> PyObject* {
-    amp_plugin::forget_all_casts();
-    Py_RETURN_NONE;
-  });
-}
+// The device type and number of a rule set, for code that no region of ours is open in: compiled graphs.
+void show(int device, int rules) { show_rules(static_cast<c10::DeviceType>(device), rules); }
 
 PyObject* refill_test = nullptr;
 
-bool is_refilled(const at::Tensor& tensor) {
-  const WithGil gil;
+bool is_refilled_by_fsdp(const at::Tensor& tensor) {
+  const py::gil_scoped_acquire gil;
   // Without FSDP nobody refills a weight.
   if (PyDict_GetItemString(PyImport_GetModuleDict(), "torch.distributed.fsdp") == nullptr) return false;
   try {
-    const Owned wrapped = to_python(tensor);
-    const Owned answer = owned(PyObject_CallOneArg(refill_test, wrapped.get()));
-    return PyObject_IsTrue(answer.get()) == 1;
-  } catch (const PythonError&) {
-    throw_as_cpp("amp_plugin cannot tell whether a weight's cast may be kept");
+    return py::handle(refill_test)(tensor).cast<bool>();
+  } catch (py::error_already_set& error) {
+    error.restore();
+    python_error carried;  // torch's, which passes through its code to Python again
+    carried.persist();
+    throw carried;
   }
 }
 
-// never_keep(test): a function that returns True for weights whose casts may not be kept
-PyObject* never_keep(PyObject* /*module*/, PyObject* test) {
-  Py_INCREF(test);
-  Py_XSETREF(refill_test, test);
-  amp_plugin::set_refill_test(is_refilled);
-  Py_RETURN_NONE;
+// `test` returns True for weights whose casts may not be kept.
+void never_keep(const py::object& test) {
+  Py_XSETREF(refill_test, py::object(test).release().ptr());
+  set_refill_test(is_refilled_by_fsdp);
 }
 
-PyMethodDef kMethods[] = {
-    fast("enter", enter),
-    {"exit", exit, METH_O, nullptr},
-    {"forget_casts", forget_casts, METH_NOARGS, nullptr},
-    {"never_keep", never_keep, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr},
-};
-
-PyModuleDef kModule = {
-    PyModuleDef_HEAD_INIT, "_region", nullptr, -1, kMethods, nullptr, nullptr, nullptr, nullptr};
+// A C++ exception becomes torch's Python error for it.
+void translate(std::exception_ptr error) {
+  if (error == nullptr) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const py::builtin_exception&) {
+    throw;  // pybind11's own
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+}
 
 }  // namespace
+}  // namespace amp_plugin
 
-PyMODINIT_FUNC PyInit__region() {
-  if (!learn_layout()) return nullptr;
-  PyObject* module = PyModule_Create(&kModule);
-  if (module != nullptr && add_gradient_ledger(module) && add_step_tensors(module)) return module;
-  Py_XDECREF(module);
-  return nullptr;
+PYBIND11_MODULE(_region, module) {
+  using namespace amp_plugin;
+  py::register_local_exception_translator(translate);
+  module.def("enter", enter);
+  module.def("exit", [](py::handle owner) { return exit_region(owner.ptr()); });
+  module.def("show_rules", show);
+  module.def("forget_casts", forget_all_casts);
+  module.def("never_keep", never_keep);
+  add_gradient_ledger(module);
+  add_step_tensors(module);
 }

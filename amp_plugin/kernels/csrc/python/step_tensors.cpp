@@ -1,7 +1,5 @@
 // The tensors that one op steps: a parameter group's, looked up without Python code.
 
-#include "step_tensors.h"
-
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/_foreach_copy.h>
 
@@ -13,15 +11,15 @@
 #include <utility>
 #include <vector>
 
+#include "../cpu_ops.h"
 #include "../op_calls.h"
 #include "../plain_tensor.h"
-#include "binding.h"
+#include "tensors.h"
 
 namespace amp_plugin {
 namespace {
 
-using python::tensor_of;
-using Tensors = std::vector<at::Tensor>;
+using Column = std::vector<at::Tensor>;
 using Number = std::optional<at::Tensor>;
 
 constexpr size_t kMostStates = 3;
@@ -53,27 +51,22 @@ bool is_expanded(const at::Tensor& tensor) {
 
 // The entry of a parameter in an optimizer's state, borrowed; null if there is none. Tensor.__hash__ is
 // Python code that returns the tensor's address: where it is known, the dict does not have to ask.
-PyObject* entry_of(python::Dict state, PyObject* param) {
+PyObject* entry_of(const py::dict& state, PyObject* param) {
 #if PY_VERSION_HEX < 0x030D0000  // not a public function; looked at up to Python 3.12
-  PyObject* entry = _PyDict_GetItem_KnownHash(state.object, param, reinterpret_cast<Py_hash_t>(param));
+  PyObject* entry = _PyDict_GetItem_KnownHash(state.ptr(), param, reinterpret_cast<Py_hash_t>(param));
   if (entry != nullptr) return entry;
-  if (PyErr_Occurred() != nullptr) throw python::PythonError();
+  if (PyErr_Occurred() != nullptr) throw py::error_already_set();
 #endif
-  return state.get(param);
+  return py::detail::dict_getitem(state.ptr(), param);
 }
 
-std::string text_of(PyObject* name) {
-  const char* text = PyUnicode_AsUTF8(name);
-  if (text == nullptr) throw python::PythonError();
-  return text;
-}
-
-const at::Tensor& tensor_in(python::Dict holder, PyObject* name) {
-  PyObject* value = holder.get(name);
+const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
+  PyObject* value = py::detail::dict_getitem(holder, name.ptr());
   if (value == nullptr || value == Py_None)
-    throw Obstacle{"has no " + text_of(name) + " yet, which torch's own step makes"};
-  if (!python::is_tensor(value)) throw Obstacle{"has a state " + text_of(name) + " that is no tensor"};
-  return tensor_of(value);
+    throw Obstacle{"has no " + name.cast<std::string>() + " yet, which torch's own step makes"};
+  if (!python::is_tensor(value))
+    throw Obstacle{"has a state " + name.cast<std::string>() + " that is no tensor"};
+  return THPVariable_Unpack(value);
 }
 
 class StepTensors {
@@ -81,62 +74,60 @@ class StepTensors {
   // `states` are names of tensors like the parameter in its entry of `state`; `counted` adds "step". `rests`
   // is empty, or holds what is kept beside each parameter in 16 bits: its low half (int16) or its master.
   StepTensors(
-      python::List params, python::List rests, python::Dict state, python::Tuple states, bool counted) {
-    const python::Owned step = python::owned(PyUnicode_InternFromString("step"));
+      const py::list& all, const py::list& all_rests, const py::dict& state, const py::tuple& states,
+      bool counted) {
+    const py::str step("step");
     std::unordered_set<const void*> seen;
+    python::Tensors params(all), rests(all_rests);
     if (rests.size() != 0 && rests.size() != params.size())
-      python::raise(
-          PyExc_ValueError,
+      throw py::value_error(
           "expected as many rests as parameters or none, got " + std::to_string(rests.size()) + " for " +
-              std::to_string(params.size()));
-    python::ExpectTensors tensors;
+          std::to_string(params.size()));
     for (size_t i = 0; i < params.size(); ++i) {
-      PyObject* object = params[i];
-      tensors.expect(object);
-      const at::Tensor& param = tensor_of(object);
+      const at::Tensor& param = params[i];
       const at::Tensor& grad = param.unsafeGetTensorImpl()->grad();
       if (!grad.defined()) continue;
       try {
         if (!seen.insert(param.unsafeGetTensorImpl()).second) throw Obstacle{"is there twice"};
-        add(param, grad, rests.size() == 0 ? nullptr : rests[i]);
-        if (states.size() == 0 && !counted) continue;
-        PyObject* entry = entry_of(state, object);
+        add(param, grad, rests.size() == 0 ? nullptr : &rests[i]);
+        if (states.empty() && !counted) continue;
+        PyObject* entry = entry_of(state, params.object(i));
         if (entry == nullptr || !PyDict_Check(entry))
           throw Obstacle{"has no state yet, which torch's own step makes"};
-        add_states(param, {entry}, states);
-        if (counted) add_counter(param, tensor_in({entry}, step.get()));
+        add_states(param, entry, states);
+        if (counted) add_counter(param, tensor_in(entry, step));
       } catch (const Obstacle& obstacle) {
-        python::raise(PyExc_ValueError, "parameter " + std::to_string(i) + " " + obstacle.text);
+        throw py::value_error("parameter " + std::to_string(i) + " " + obstacle.text);
       }
     }
   }
 
-  Py_ssize_t size() const { return static_cast<Py_ssize_t>(params_.size()); }
+  size_t size() const { return params_.size(); }
 
   void adam_(
       double lr, double beta1, double beta2, double eps, double weight_decay, bool decoupled, bool maximize,
       const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
-    const python::WithoutGil others_may_run;
+    const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
-    op_calls::adam_(
-        params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, lr, beta1, beta2, eps,
-        weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
+    call_op<amp_plugin::adam_>(
+        "amp_plugin::adam_", params_, grads_, states_[0], states_[1], states_[2], steps_, remainders_, lr,
+        beta1, beta2, eps, weight_decay, decoupled, maximize, lr_tensor, grad_scale, found_inf);
     round_masters();
   }
 
   void sgd_(
       double lr, double momentum, double dampening, double weight_decay, bool nesterov, bool maximize,
       const Number& lr_tensor, const Number& grad_scale, const Number& found_inf) const {
-    const python::WithoutGil others_may_run;
+    const py::gil_scoped_release others_may_run;
     const at::AutoDispatchBelowAutograd below;
-    op_calls::sgd_(
-        params_, grads_, states_[0], remainders_, lr, momentum, dampening, weight_decay, nesterov, maximize,
-        false, lr_tensor, grad_scale, found_inf);
+    call_op<amp_plugin::sgd_>(
+        "amp_plugin::sgd_", params_, grads_, states_[0], remainders_, lr, momentum, dampening, weight_decay,
+        nesterov, maximize, false, lr_tensor, grad_scale, found_inf);
     round_masters();
   }
 
  private:
-  void add(const at::Tensor& param, const at::Tensor& grad, PyObject* rest) {
+  void add(const at::Tensor& param, const at::Tensor& grad, const at::Tensor* rest) {
     const bool is_wide = rest != nullptr || param.scalar_type() == at::kFloat;
     const bool has_op = param.device().is_cpu() || param.device().is_cuda();
     refuse_if(!is_plain(param) || !has_op || !is_wide, "", param);
@@ -151,8 +142,7 @@ class StepTensors {
       params_.push_back(param);
       return;
     }
-    python::ExpectTensors().expect(rest);
-    const at::Tensor& beside = tensor_of(rest);
+    const at::Tensor& beside = *rest;
     const bool is_master = beside.scalar_type() == at::kFloat;
     const bool is_half = beside.scalar_type() == at::kShort && param.scalar_type() == at::kBFloat16;
     refuse_if(!(is_master || is_half) || !fits(beside, param), "is kept with a tensor that ", beside);
@@ -165,9 +155,9 @@ class StepTensors {
     if (!rounded_.empty()) at::_foreach_copy_(rounded_, params_);
   }
 
-  void add_states(const at::Tensor& param, python::Dict entry, python::Tuple names) {
+  void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
     for (size_t i = 0; i < names.size(); ++i) {
-      const at::Tensor& tensor = tensor_in(entry, names[i]);
+      const at::Tensor& tensor = tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i));
       refuse_if(tensor.scalar_type() != at::kFloat || !fits(tensor, param), "has a state that ", tensor);
       states_.at(i).push_back(tensor);
     }
@@ -183,26 +173,22 @@ class StepTensors {
     steps_.push_back(step);
   }
 
-  Tensors params_;
-  Tensors grads_;
-  Tensors steps_;
-  Tensors remainders_;
-  Tensors rounded_;  // what the model computes with where params_ are its masters
-  std::array<Tensors, kMostStates> states_;
+  Column params_;
+  Column grads_;
+  Column steps_;
+  Column remainders_;
+  Column rounded_;  // what the model computes with where params_ are its masters
+  std::array<Column, kMostStates> states_;
 };
 
 }  // namespace
-}  // namespace amp_plugin
 
-bool add_step_tensors(PyObject* module) {
-  using amp_plugin::StepTensors;
-  using namespace amp_plugin::python;
-  static PyMethodDef methods[] = {
-      method<StepTensors, &StepTensors::adam_>("adam_"),
-      method<StepTensors, &StepTensors::sgd_>("sgd_"),
-      {},
-  };
-  return add_class<StepTensors, List, List, Dict, Tuple, bool>(
-      module, "amp_plugin.kernels._region.StepTensors", methods,
-      [](PyObject* self) { return value_in<StepTensors>(self).size(); });
+void add_step_tensors(py::module_& module) {
+  py::class_<StepTensors>(module, "StepTensors")
+      .def(py::init<const py::list&, const py::list&, const py::dict&, const py::tuple&, bool>())
+      .def("__len__", &StepTensors::size)
+      .def("adam_", &StepTensors::adam_)
+      .def("sgd_", &StepTensors::sgd_);
 }
+
+}  // namespace amp_plugin

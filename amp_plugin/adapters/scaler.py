@@ -1,0 +1,169 @@
+"""The scaler of an adapter: what may replace it, the parameters it names, runs in which it only skips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from amp_plugin.scaling import penalty
+from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.replay import Replay, explain
+from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
+
+PUBLIC_METHODS: Final = tuple(
+    name for name in dir(GradScaler) if not name.startswith("_") and callable(getattr(GradScaler, name))
+)
+
+
+class HasScaler:
+    """What plugins and accelerators answer by their scaler; mixed into them."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def _scaler(self) -> GradScaler: ...
+
+        def _unwrap(self, optimizer: Any) -> Optimizer: ...
+
+    def last_step(self, optimizer: Optimizer) -> StepResult:
+        """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
+
+        Without a loss scale both scales are 1. ``norm`` is of unscaled gradients, before clipping: None
+        without any, and with ``on_nonfinite="ignore"`` unless AmpMonitor or a clip has measured it.
+
+        Args:
+            optimizer: the framework's or torch's.
+
+        Raises:
+            RuntimeError: the optimizer has not stepped yet; or another engine steps (DeepSpeed, ...).
+        """
+        return self._scaler.last_step(self._unwrap(optimizer))
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """As :meth:`last_step`, but None if the optimizer has not stepped yet."""
+        return self._scaler.result_of(self._unwrap(optimizer))
+
+    def grad(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
+    ) -> tuple[Tensor | None, ...]:
+        """Return unscaled gradients, as ``torch.autograd.grad``: :func:`amp_plugin.scaling.grad`."""
+        return penalty.grad(outputs, inputs, scaler=self._scaler, **options)
+
+    def gradient_penalty(
+        self, outputs: Tensor | Sequence[Tensor], inputs: Tensor | Sequence[Tensor], **options: Any
+    ) -> Tensor:
+        """Return a penalty to add to the loss; see :func:`amp_plugin.scaling.gradient_penalty`.
+
+        Args:
+            outputs: what to differentiate, e.g. a critic's scores.
+            inputs: with respect to what.
+            **options: ``kind="l2"`` or ``"wgan-gp"``, ``target``.
+
+        Returns:
+            float32, 0-dim, unscaled: ``loss + 10 * penalty`` is what goes backward.
+        """
+        return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
+
+
+def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
+    """Return the scaler that an adapter calls once it was given another, as the attribute ``name``.
+
+    None scales no loss. A scaler of ours, or an object that has all of its public methods, such as a wrapper
+    around one, is called as it is. Torch's gives a scaler of ours its options and state, and is not called.
+    ``make`` makes one with the adapter's options, enabled or not.
+
+    Raises:
+        TypeError: It is something else, such as a subclass of torch's scaler with methods of its own.
+    """
+    if given is None:
+        return make(False)
+    if isinstance(given, torch.amp.GradScaler) and type(given).__module__.startswith("torch."):
+        scaler = make(given.is_enabled())
+        if given.is_enabled():
+            scaler.load_state_dict(given.state_dict())
+        return scaler
+    missing = [method for method in PUBLIC_METHODS if not callable(getattr(given, method, None))]
+    if missing:
+        msg = (
+            f"{name} = {given!r}: this object cannot stand in for an amp_plugin.GradScaler, it has no "
+            f"{', '.join(missing[:3])}...; give an amp_plugin.GradScaler, an object that has all of its "
+            "methods, a torch.amp.GradScaler (ours takes its options and state), or None to scale no loss"
+        )
+        raise TypeError(msg)
+    return given
+
+
+def register(scaler: GradScaler, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Make an optimizer known to a scaler, with the names of those of its parameters that models have.
+
+    One model's names are its own; of several, ``Critic.layer.weight``; of several of one class,
+    ``Critic[0].layer.weight``, numbered as given.
+    """
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    kinds = [type(model).__name__ for model in models]
+    named: dict[str, Tensor] = {}
+    for i, (model, kind) in enumerate(zip(models, kinds, strict=True)):
+        number = f"[{kinds[:i].count(kind)}]" if kinds.count(kind) > 1 else ""
+        prefix = f"{kind}{number}." if len(models) > 1 else ""
+        named |= {prefix + name: param for name, param in model.named_parameters() if id(param) in own}
+    scaler.register(optimizer, names=named)
+
+
+class StepNorms:
+    """The norms of unscaled gradients, before clipping, of steps taken since they were last asked for."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, StepResult | None] = {}
+
+    def among(self, results: Iterable[StepResult | None]) -> dict[str, Tensor] | None:
+        """Return ``grad_norm``, of several optimizers ``grad_norm/0``, ... (0-dim); None if none has stepped.
+
+        Given are the newest result of each optimizer, in a fixed order, and None for one without steps.
+        """
+        seen, self._seen = self._seen, dict(enumerate(results))
+        new = {place: result for place, result in self._seen.items() if result is not seen.get(place)}
+        if not new:
+            return None
+        return {
+            "grad_norm" if len(self._seen) == 1 else f"grad_norm/{place}": result.norm
+            for place, result in new.items()
+            if result is not None and result.norm is not None
+        }
+
+    def __reduce__(self) -> tuple[type[StepNorms], tuple[()]]:
+        """Copy and pickle without the results: they hold on to their optimizers."""
+        return StepNorms, ()
+
+
+def endless_skips(
+    log: StepLog, step: LoggedStep, models: Sequence[nn.Module], *, in_fp16: str, option: str
+) -> RuntimeError:
+    """Return the error that ends a run that only skips, of which this step is the last allowed.
+
+    It names the parameters, what else to try ``in_fp16``, how a program writes the ``option``, and what a
+    second run of the step has found.
+    """
+    result, report = step.result, step.result.overflow_report()
+    if result.is_scaled:
+        why = f"because gradients overflowed (loss scale {result.scale_after:g}; {report.summary()})"
+        else_try = f"{in_fp16}, or"
+    else:
+        why = f"because gradients are not finite ({report.summary()}), although nothing is scaled"
+        else_try = "or"
+    msg = (
+        f"{step.in_a_row} optimizer steps in a row were skipped {why}. {report.meaning()} Look for nan "
+        f"in the loss or the data, {else_try} raise {option}"
+    )
+    params = [param for model in models for param in model.parameters()]
+    found = explain(log, step, lambda replay: _diagnosed(replay, models), params)
+    return RuntimeError(msg if found is None else f"{msg}\n\nThe last of them was run once more:\n{found}")
+
+
+def _diagnosed(replay: Replay, models: Sequence[nn.Module]) -> str:
+    from amp_plugin.numerics.diagnose import diagnose_skip  # noqa: PLC0415 -- loaded where a run has failed
+
+    return diagnose_skip(replay, model=models[0] if len(models) == 1 else None)

@@ -1,0 +1,132 @@
+"""The options of an adapter, checked together, and what follows from them; the same for all frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.messages import warn_user
+from amp_plugin.options import PrecisionOptions, ScalingOptions, option_names
+from amp_plugin.precision import (
+    TRAINING_DTYPES,
+    PrecisionName,
+    checked_precision,
+    checked_reduce,
+    checked_weights,
+    refuse_other_precision,
+)
+from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.sharding.fsdp1 import add_up_in_fp32
+from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.sharding.report import check_against_plan, is_sharded
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterSettings(PrecisionOptions):
+    """Options in our own names: precisions by name, rules read from their file.
+
+    Raises:
+        TypeError: ``fp32_modules`` is something else than a list of names.
+        ValueError: A value is unknown, or does not go with another one.
+    """
+
+    precision: str = ""
+    eval_precision: PrecisionName | None = None
+    named: ClassVar[str] = "precision"
+    """How a program writes the precision."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = self.fp32_modules
+        if isinstance(names, str):
+            msg = f"fp32_modules={names!r} is one string; give a list: [{names!r}]"
+            raise TypeError(msg)
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) and name for name in names):
+            msg = f"fp32_modules={names!r} is not allowed; give a list of names"
+            raise TypeError(msg)
+        read: dict[str, Any] = {}
+        read["weights"], read["reduce"] = checked_weights(self.weights), checked_reduce(self.reduce)
+        if self.precision:  # else it is not known yet
+            refuse_other_precision(read["weights"], self.precision, named=self.named)
+        if self.eval_precision is not None:
+            read["eval_precision"] = checked_precision("eval_precision", self.eval_precision)
+            refuse_other_precision(read["weights"], read["eval_precision"], named="eval_precision")
+        if self.rules is not None:
+            read["rules"] = _rules_from(self.rules)
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+
+    def check_sharded(self) -> None:
+        """Raise ValueError if a model that FSDP shards is to be evaluated in another precision."""
+        in_eval, precision = self.eval_precision, self.precision
+        if in_eval is not None and in_eval != precision != "fp32":
+            msg = (
+                f"eval_precision={in_eval!r} does not work under FSDP, which gathers weights in "
+                f"{precision!r} in evaluation too; leave eval_precision out"
+            )
+            raise ValueError(msg)
+
+    def check_shards(self, model: nn.Module, *, for_ddp: str, warn: Callable[[str], Any] = warn_user) -> None:
+        """Compare what shards a model with the plan; let micro-batches add up in fp32.
+
+        Warns where nothing shards it, and gradients are to be reduced in another dtype: ``for_ddp`` does.
+
+        Raises:
+            ValueError: It cannot do what was asked for.
+        """
+        if is_sharded(model):
+            self.check_sharded()
+            check_against_plan(model, self.dtype_plan)
+            add_up_in_fp32(model)
+        elif self.reduce != "fp32":
+            warn(
+                f"reduce={self.reduce!r} has an effect under FSDP only, and this model is not sharded: its "
+                f"gradients are reduced in the dtype of the weights; for DDP use {for_ddp}"
+            )
+
+    @property
+    def op_rules(self) -> OpRules | None:
+        """The rules, read from their file."""
+        return self.rules  # type: ignore[return-value]
+
+    @property
+    def training_dtype(self) -> torch.dtype:
+        """The dtype that training computes in; bfloat16 for fp8."""
+        return TRAINING_DTYPES.get(self.precision, torch.float32)
+
+    @property
+    def dtype_plan(self) -> DtypePlan:
+        """The dtypes of a model, for the engine that shards it."""
+        return DtypePlan(
+            compute=self.training_dtype,  # type: ignore[arg-type] # a name is made of it
+            fp32_modules=self.fp32_modules,
+            reduce=self.reduce,
+            weights=self.weights,
+        )
+
+    def new_scaler(self, device: str, *, enabled: bool, **groups: Any) -> GradScaler:
+        """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
+        options = {name: getattr(self, name) for name in option_names(ScalingOptions)}
+        return GradScaler(device, enabled=enabled, **options, **groups)
+
+
+def _rules_from(given: Any) -> OpRules:
+    if isinstance(given, OpRules):
+        return given
+    place = f"rules={str(given) if isinstance(given, Path) else given!r}"
+    wanted = "give an OpRules or the path of a YAML file of rules"
+    if not isinstance(given, str | Path):
+        msg = f"{place} is not allowed; {wanted}"
+        raise ValueError(msg)  # noqa: TRY004 -- as for a file that holds something else
+    try:
+        return OpRules.from_yaml(given)
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else error
+        msg = f"{place}: {what}; {wanted}"
+        raise ValueError(msg) from error

@@ -1,0 +1,134 @@
+"""Regions inside compiled code and exported programs, where op rules have to be seen by torch's tracers.
+
+Tracers know torch's own autocast blocks and ops, so a region is traced as a block of torch's, two blocks that
+restore whose rules are in force, and an op that says which rules they are, by their content: a graph means
+the same in every process, and so do the keys of torch's compile caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+from torch.fx.node import has_side_effect
+from torch.library import Library
+from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Self
+
+from amp_plugin.casting.dispatcher import DEFAULT, DEVICE_NUMBERS, KERNELS, NO_RULES
+from amp_plugin.casting.generators import covers_each_step
+from amp_plugin.casting.rules import rules_with_content
+from amp_plugin.kernels.build import require_native
+
+# Devices without tensors whose autocast dtypes are the digits of whose rules are in force (csrc/region.cpp).
+_DIGITS = ("maia", "mtia")
+_NO_DIGITS = (torch.bfloat16, torch.float16)  # where the rules in force are the default ones
+
+# Another one, whose dtype says that blocks are open: tracers may call the op without having opened them.
+_GATE, _OPEN = "ipu", torch.bfloat16
+
+
+def _use_rules(device_type: str, content: str) -> None:
+    if torch.get_autocast_dtype(_GATE) is not _OPEN or device_type not in DEVICE_NUMBERS:
+        return
+    with _disable_current_modes():
+        region: Any = require_native("a rule set other than the default one").region
+        KERNELS.install()
+        if content:
+            number = KERNELS.number_of(rules_with_content(content))
+        else:
+            followed = KERNELS.followed(device_type)
+            number = DEFAULT if followed == NO_RULES else followed
+        region.show_rules(DEVICE_NUMBERS[device_type], number)
+
+
+_LIBRARY: Any = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("use_rules(str device_type, str content) -> ()")
+_LIBRARY.impl("use_rules", _use_rules, "CompositeImplicitAutograd")  # runs while a graph is traced
+_USE_RULES = torch.ops.amp_plugin.use_rules.default
+has_side_effect(_USE_RULES)
+
+
+def are_rules_in_force() -> bool:
+    """Return whether rules other than the default ones are in force in this thread; a constant to tracers."""
+    return torch.get_autocast_dtype(_DIGITS[0]) is not _NO_DIGITS[0]
+
+
+@contextmanager
+def _blocks(
+    device_type: str, dtype: torch.dtype | None, enabled: bool, cache_enabled: bool | None, content: str
+) -> Iterator[None]:
+    # Dynamo records the dtype in the graph, and another process may number its rule sets differently.
+    low, high = (None, None) if is_dynamo_compiling() else _NO_DIGITS
+    with (
+        torch.autocast(_GATE, _OPEN, False),
+        torch.autocast(_DIGITS[0], low, False),
+        torch.autocast(_DIGITS[1], high, False),
+        torch.autocast(device_type, dtype, enabled, cache_enabled),
+    ):
+        _USE_RULES(device_type, content)
+        yield
+
+
+class TracedRegion:
+    """A region as tracers see it; ``content`` is that of its rules, empty for the default ones."""
+
+    def __init__(
+        self,
+        device_type: str,
+        dtype: torch.dtype | None,
+        enabled: bool,
+        cache_enabled: bool | None,
+        content: str,
+    ) -> None:
+        self._made_with = (device_type, dtype, enabled, cache_enabled, content)
+        self._open: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Open the blocks."""
+        blocks = _blocks(*self._made_with)
+        self._open.append(blocks)
+        blocks.__enter__()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Close the blocks that were opened last."""
+        self._open.pop().__exit__(*exc_info)
+
+    def __call__(self, func: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function, as ``autocast`` does."""
+        return covers_each_step(func, self)
+
+
+def _traced(*made_with: Any) -> TracedRegion:
+    return TracedRegion(*made_with)
+
+
+def teach_dynamo(kind: type[torch.autocast]) -> None:
+    """Have Dynamo trace regions that were made outside compiled code; it starts to trace the frame again.
+
+    Dynamo takes any ``torch.autocast`` for torch's own and would drop its rules. A table by type comes first.
+
+    Raises:
+        RestartAnalysis: to start again, as Dynamo does wherever it learns something late.
+    """
+    from torch._dynamo.exc import RestartAnalysis  # noqa: PLC0415 - Dynamo runs
+    from torch._dynamo.guards import GuardBuilder  # noqa: PLC0415
+    from torch._dynamo.variables.base import VariableTracker  # noqa: PLC0415
+    from torch._dynamo.variables.builder import VariableBuilder  # noqa: PLC0415
+    from torch._dynamo.variables.ctx_manager import AutocastModeVariable  # noqa: PLC0415
+
+    def variable(builder: Any, region: Any) -> Any:
+        builder.install_guards(GuardBuilder.ID_MATCH)
+        *values, content = region.traced_as()
+        if not content and not are_rules_in_force():
+            return AutocastModeVariable(target_values=values, source=builder.source)
+        made = VariableTracker.build(builder.tx, _traced)
+        arguments = [VariableTracker.build(builder.tx, value) for value in (*values, content)]
+        return made.call_function(builder.tx, arguments, {})
+
+    VariableBuilder._type_dispatch()[kind] = variable
+    raise RestartAnalysis(restart_reason="a region of amp_plugin's was met")

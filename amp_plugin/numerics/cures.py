@@ -1,0 +1,106 @@
+"""The rule autocast has for an op, the names by which rules reach it, and lines to paste for fp32."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Container, Sequence
+
+from amp_plugin.casting.dispatcher import DEVICE_NUMBERS, KERNELS, rules_of
+from amp_plugin.casting.op_names import names_an_op
+from amp_plugin.casting.rules import OpRules
+from amp_plugin.casting.rules_files import TABLES
+from amp_plugin.numerics.finding import Cure
+from amp_plugin.numerics.modules import ModuleAddress
+
+# What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
+_CALLED_AS = {
+    "_log_softmax": ("log_softmax",),
+    "_scaled_dot_product_attention_math": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
+    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
+    "_softmax": ("softmax",),
+    "addmm": ("linear", "addmm"),
+    "bmm": ("matmul", "bmm"),
+    "convolution": ("conv1d", "conv2d", "conv3d"),
+    "convolution transposed": ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    "dot": ("matmul", "dot"),
+    "linalg_vector_norm": ("norm", "linalg_vector_norm"),
+    "mm": ("linear", "matmul", "mm"),
+    "mv": ("matmul", "mv"),
+    "native_batch_norm": ("batch_norm",),
+    "native_group_norm": ("group_norm",),
+    "native_layer_norm": ("layer_norm",),
+    "nll_loss2d_forward": ("nll_loss2d",),
+    "nll_loss_forward": ("nll_loss",),
+}
+
+
+def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
+    """Return the names to give a rule to, so that it reaches an op however the program called it.
+
+    ``aten::bmm.default`` gives ``("aten::matmul", "aten::bmm")``, most ops their own name. None for casts,
+    in-place forms, which keep the dtype of what they write into, and for autograd functions.
+    """
+    namespace, _, rest = op.partition("::")
+    packet = rest.split(".")[0]
+    if packet.endswith("_") or packet == "_to_copy":
+        return ()
+    callers = _CALLED_AS.get(f"{packet} transposed" if is_transposed else packet, (packet,))
+    return tuple(filter(names_an_op, (f"{namespace}::{name}" for name in callers)))
+
+
+def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:
+    """Return the rule that autocast has for an op that ran: the open region's, else the default one."""
+    if device_type not in TABLES:
+        return "unchanged"
+    regions = {device: number for device, number, _ in reversed(KERNELS.innermost_regions())}
+    rules = (rules_of(regions.get(DEVICE_NUMBERS[device_type], -1)) or OpRules.default(device_type)).rules
+    if op in rules:
+        return rules[op].value
+    own = op.partition(".")[0].rstrip("_")
+    for names in ((own,), callers_of(op, is_transposed=is_transposed)):
+        found = {rule.value for known, rule in rules.items() if known.partition(".")[0] in names}
+        if found:
+            return ", ".join(sorted(found))
+    return "unchanged"
+
+
+def cures_of(
+    module: ModuleAddress, rule_names: Sequence[str], device_type: str, loaded: Container[str] = sys.modules
+) -> tuple[Cure, ...]:
+    """Return the ways to compute an op in fp32, as the program's front door takes them.
+
+    For the outermost module there is none: nothing would stay in 16 bits.
+    """
+    changes = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
+    rules = f'amp_plugin.OpRules.default("{device_type}"){changes}'
+    if "amp_plugin.adapters.lightning" in loaded:
+        place = everywhere = (
+            "Lightning, options of the plugin (in Fabric FabricAmpPrecision), next to those it has"
+        )
+        pattern = module.path if module.is_of_lightning else f"*.{module.path}"
+        code = f'import amp_plugin\namp_plugin.AmpPrecision("fp16", fp32_modules=["{pattern}"])'
+        rules_code = f'import amp_plugin\namp_plugin.AmpPrecision("fp16", rules={rules})'
+    elif "amp_plugin.adapters.accelerate" not in loaded:
+        place = f"after the line that makes the model; model is your {module.model}"
+        everywhere = "once, before the training begins"
+        inner = f'model.get_submodule("{module.path}")'
+        code = f"import amp_plugin, torch\namp_plugin.run_in(torch.float32)({inner})"
+        rules_code = f"import amp_plugin\namp_plugin.set_default_rules({rules})"
+    elif "transformers.trainer" in loaded or "ACCELERATE_MIXED_PRECISION" in os.environ:
+        place = everywhere = "in the shell, before the program is started"  # they make their own Accelerator
+        code = f"export AMP_PLUGIN_FP32_MODULES='{module.path}'"
+        entries = "".join(f"\\n  {name}: fp32" for name in rule_names)
+        rules_code = (
+            f"printf 'device_type: {device_type}\\nrules:{entries}\\n' > rules.yaml\n"
+            "export AMP_PLUGIN_RULES=rules.yaml"
+        )
+    else:
+        place = everywhere = "Accelerate, an option in kwargs_handlers, next to those it has"
+        code = f'import amp_plugin\namp_plugin.AmpKwargs(fp32_modules=["{module.path}"])'
+        rules_code = f"import amp_plugin\namp_plugin.AmpKwargs(rules={rules})"
+    of_module = Cure(place=f"the module in fp32: {place}", code=code)
+    of_ops = Cure(place=f"{' and '.join(rule_names)} in fp32, in all modules: {everywhere}", code=rules_code)
+    return (*([of_module] if module.path else []), *([of_ops] if rule_names else []))

@@ -1,0 +1,110 @@
+"""A skipped step run again, to explain it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_plugin.messages import warn_user
+from amp_plugin.options import whole
+from amp_plugin.scaling.step_log import (
+    LoggedStep,
+    RandomState,
+    RecordedCall,
+    StepLog,
+    StepResult,
+    random_state,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replay:
+    """A skipped step that can be run once more: same batches, random numbers and weights.
+
+    The weights are those of the step because it changed none. What forward passes write themselves, as
+    the running statistics of batch norm, is not put back.
+
+    Attributes:
+        optimizer: Whose step was skipped.
+        result: Its result.
+        in_a_row: How many of its steps were skipped one after the other.
+        calls: The forward and backward passes of its accumulation window.
+        params: Parameters whose gradients are set aside meanwhile.
+    """
+
+    optimizer: Optimizer
+    result: StepResult
+    in_a_row: int
+    calls: Sequence[RecordedCall]
+    params: Sequence[Tensor]
+
+    def run(self) -> None:
+        """Run the passes again, without a step; gradients and random states are as before afterwards."""
+        grads, state = [param.grad for param in self.params], random_state()
+        for param in self.params:
+            param.grad = None
+        try:
+            for recorded in self.calls:
+                _restore_random_state(recorded.random_state)
+                recorded.call()
+        finally:
+            _restore_random_state(state)
+            for param, grad in zip(self.params, grads, strict=True):
+                param.grad = grad
+
+
+Explainer = Callable[[Replay], str]
+"""Runs a skipped step again, under whatever it likes, and returns what it has found."""
+
+
+def explain(log: StepLog, step: LoggedStep, explainer: Explainer, params: Iterable[Tensor]) -> str | None:
+    """Return what ``explainer`` finds in a step that was just skipped, once it has run it again.
+
+    Nothing here is changed by that. None if no call was remembered.
+    """
+    optimizer, calls, result = step.optimizer(), tuple(log.calls), step.result
+    if optimizer is None or not calls:
+        return None
+    before, log.replaying = log.replaying, True
+    try:
+        again = Replay(
+            optimizer=optimizer, result=result, in_a_row=step.in_a_row, calls=calls, params=list(params)
+        )
+        return explainer(again)
+    finally:
+        log.replaying = before
+
+
+def explain_once(
+    log: StepLog, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]
+) -> None:
+    """Explain the first run of ``after`` skipped steps of one optimizer, in a warning.
+
+    Raises:
+        ValueError: ``after`` is below 2: the calls of a step are remembered once one was skipped.
+    """
+    if whole("after", after) < 2:
+        msg = f"after={after!r} is not allowed; give at least 2 skipped steps in a row"
+        raise ValueError(msg)
+
+    def look(step: LoggedStep) -> None:
+        if step.in_a_row != after or log.replaying or not log.calls or step.optimizer() is None:
+            return
+        log.unsubscribe(look)
+        text = explain(log, step, explainer, params())
+        warn_user(
+            f"{step.in_a_row} steps of {step.kind} in a row were skipped "
+            f"({step.result.overflow_report().summary()}). The last was run once more:\n{text}"
+        )
+
+    log.subscribe(look)
+
+
+def _restore_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])

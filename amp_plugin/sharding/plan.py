@@ -1,0 +1,83 @@
+"""The dtypes of a model's weights, gradients and collectives, stated once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from amp_plugin.patterns import matched_modules, require_matches
+from amp_plugin.precision import (
+    DTYPES,
+    PrecisionName,
+    ReduceName,
+    WeightsName,
+    checked_dtype,
+    checked_reduce,
+    checked_weights,
+    refuse_other_precision,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DtypePlan:
+    """Which dtypes a model computes, stores, adds up and reduces in.
+
+    Attributes:
+        compute: ``"fp16"``, ``"bf16"`` or ``"fp32"``; a torch.dtype is understood.
+        fp32_modules: Names of modules (``"encoder.norm"``, wildcards allowed) or of module classes
+            (``"LayerNorm"``) that compute in fp32 and whose weights are gathered in fp32.
+        reduce: The dtype gradients are reduced in: ``"fp32"``, or ``"bf16"`` for half the bytes.
+        weights: How trainable weights are stored, as in ``store_weights``; a sharded model stores float32.
+
+    Raises:
+        ValueError: A value is not allowed, or weights are not stored in the dtype computed in.
+        TypeError: ``fp32_modules`` is one string.
+
+    Example:
+        >>> plan = DtypePlan(compute="bf16", fp32_modules=["LayerNorm"])
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> plan.compute_dtype, plan.in_fp32(model) == {model[1]}
+        (torch.bfloat16, True)
+    """
+
+    compute: PrecisionName = "bf16"
+    fp32_modules: Sequence[str] = ()
+    reduce: ReduceName = "fp32"
+    weights: WeightsName = "fp32"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fp32_modules, str):
+            msg = f"fp32_modules={self.fp32_modules!r} is one string; give a list: [{self.fp32_modules!r}]"
+            raise TypeError(msg)
+        object.__setattr__(self, "fp32_modules", tuple(self.fp32_modules))
+        object.__setattr__(self, "compute", checked_dtype("compute", self.compute))
+        object.__setattr__(self, "reduce", checked_reduce(self.reduce))
+        object.__setattr__(self, "weights", checked_weights(self.weights))
+        refuse_other_precision(self.weights, self.compute, named="compute")
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of everything but ``fp32_modules``."""
+        return DTYPES[self.compute]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """The dtype gradients are reduced in, and added up in over micro-batches."""
+        return DTYPES[self.reduce]
+
+    def in_fp32(self, model: nn.Module) -> set[nn.Module]:
+        """Return the modules of a model that stay in fp32: those of ``fp32_modules`` and all inside them.
+
+        Args:
+            model: The one that names start from. With ``compute="fp32"`` it stays in fp32 as a whole.
+
+        Raises:
+            ValueError: A pattern matches no module; the text names the nearest.
+        """
+        require_matches([model], self.fp32_modules)
+        whole = [model] if self.compute_dtype is torch.float32 else []
+        holders = [*whole, *matched_modules(model, self.fp32_modules).values()]
+        return {module for holder in holders for module in holder.modules()}

@@ -1,0 +1,300 @@
+"""What torch makes of a plan: the dtypes of a model's weights and modules, shown, and checked against it.
+
+What torch keeps of ``fully_shard`` and of FullyShardedDataParallel is read here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from rich.console import Group
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from amp_plugin.casting.cast_log import FoldedName
+from amp_plugin.messages import warn_user
+from amp_plugin.patterns import clean_name
+from amp_plugin.precision import short_name
+from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
+from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.weights.store import local_of
+
+Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
+Dtypes = tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardUnit:
+    """Weights that are gathered, and whose gradients are reduced, by one collective each.
+
+    Attributes:
+        name: Of the module that was sharded; ``""`` is the model.
+        engine: What shards it: ``"fsdp2"``, ``"fsdp1"``, ``"ddp"`` (whole on each rank), or ``"none"``.
+        stored: Dtype of its trainable weights between steps; of its first weight if all are frozen.
+        gathered: Dtype in which its weights are gathered, and are in its forward; ``torch.uint8`` if several
+            dtypes travel together, as bytes.
+        reduced: Dtype in which its gradients are reduced; None if nothing in it is trained.
+        parameters: Elements, of the whole unit (under tensor parallelism: of this rank's part of it).
+        local_bytes: Of what this rank stores of its weights.
+    """
+
+    name: str
+    engine: Engine
+    stored: torch.dtype
+    gathered: torch.dtype
+    reduced: torch.dtype | None
+    parameters: int
+    local_bytes: int
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP, of either version, shards a model or a part of it."""
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+
+    return any(isinstance(module, FSDPModule | FullyShardedDataParallel) for module in model.modules())
+
+
+def shard_units(model: nn.Module) -> list[ShardUnit]:
+    """Return the units of a model, those that hold others last but one: the model itself is the last.
+
+    Args:
+        model: With its wrapper. Weights outside of units count as one unit that nothing reduces.
+    """
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
+    from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
+
+    named = [(clean_name(name), module) for name, module in model.named_modules()]
+    units = [_fsdp2(name, module) for name, module in named if isinstance(module, FSDPModule)]
+    units += [_fsdp1(name, module) for name, module in named if isinstance(module, FullyShardedDataParallel)]
+    if not units:
+        wrappers = [pair for pair in named if isinstance(pair[1], DistributedDataParallel)]
+        units = [_whole(*pair, "ddp") for pair in wrappers] or [_whole("", model, "none")]
+    return [unit for unit in reversed(units) if unit is not None]
+
+
+def _fsdp2(name: str, module: Any) -> ShardUnit | None:
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [state._fsdp_param_group] if groups is None else groups
+    params = [param for group in groups if group is not None for param in group.fsdp_params]
+    policy = state._mp_policy
+    own = [getattr(param, "mp_policy", policy) for param in params]  # torch 2.15 has dtypes by parameter
+    return _unit(
+        name,
+        "fsdp2",
+        [param.sharded_param for param in params],
+        elements=sum(param._orig_size.numel() for param in params),
+        gathered={o.param_dtype or p.sharded_param.dtype for o, p in zip(own, params, strict=True)},
+        # Where nobody said, newer torch reduces in the dtype that is stored.
+        reduced=policy.reduce_dtype or (None if has_dtypes_by_parameter() else policy.param_dtype),
+    )
+
+
+def _fsdp1(name: str, module: Any) -> ShardUnit | None:
+    flat, policy = module._flat_param, module.mixed_precision
+    if flat is None:
+        return None
+    gathered = policy.param_dtype or flat.dtype
+    elements = sum(size.numel() for size in flat._shapes)
+    reduced = policy.reduce_dtype or gathered
+    return _unit(name, "fsdp1", [flat], elements=elements, gathered={gathered}, reduced=reduced)
+
+
+def _whole(name: str, model: nn.Module, engine: Engine) -> ShardUnit | None:
+    params = list(model.parameters())
+    return _unit(name, engine, params, elements=sum(local_of(param).numel() for param in params))
+
+
+def _unit(
+    name: str,
+    engine: Engine,
+    params: Sequence[Tensor],
+    *,
+    elements: int,
+    gathered: Iterable[torch.dtype] = (),
+    reduced: torch.dtype | None = None,
+) -> ShardUnit | None:
+    """Return the unit of some weights, none without any; dtypes that nobody set are the stored one."""
+    if not params:
+        return None
+    trained = [param for param in params if param.requires_grad]
+    stored, parts = (trained or params)[0].dtype, [local_of(param) for param in params]
+    dtypes = [*gathered] or [stored]
+    return ShardUnit(
+        name=name,
+        engine=engine,
+        stored=stored,
+        gathered=dtypes[0] if len(dtypes) == 1 else torch.uint8,
+        reduced=reduced or stored if trained and engine != "none" else None,
+        parameters=elements,
+        local_bytes=sum(part.numel() * part.element_size() for part in parts),
+    )
+
+
+# -- shown ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleDtypes:
+    """One call of one module.
+
+    Attributes:
+        module: its path; empty for the model itself.
+        kind: its class.
+        inputs, outputs: dtypes of its tensor arguments and results, in order, nested ones too.
+        weights: dtypes of its own parameters, each once.
+    """
+
+    module: str
+    kind: str
+    inputs: Dtypes
+    outputs: Dtypes
+    weights: Dtypes
+
+
+class ModelDtypes:
+    """What a model computes, stores, gathers and reduces in; ``rich.print`` shows all of it.
+
+    Attributes:
+        units: Weights that travel together, the model itself last; one unit where nothing is sharded.
+    """
+
+    def __init__(self, rows: Iterable[ModuleDtypes], units: Iterable[ShardUnit]) -> None:
+        self._rows = tuple(rows)
+        self.units = tuple(units)
+
+    def rows(self) -> list[ModuleDtypes]:
+        """Return one entry per call of a module, in the order they were entered."""
+        return list(self._rows)
+
+    def table(self) -> Table:
+        """Return a rich table of what went into and came out of modules."""
+        table = Table("module", "class", "in", "out", "weights", title="Dtypes")
+        for row in self._rows:
+            cells = (" ".join(map(short_name, dtypes)) for dtypes in (row.inputs, row.outputs, row.weights))
+            table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *cells)
+        return table
+
+    def __rich__(self) -> Group:
+        """Return the units and, if modules were called, what went through them."""
+        table = Table("unit", "parameters", "stored", "gathered", "reduced", "bytes here", title="Weights")
+        for unit in self.units:
+            reduced = "-" if unit.reduced is None else short_name(unit.reduced)
+            dtypes = short_name(unit.stored), short_name(unit.gathered), reduced
+            name = FoldedName(unit.name or "(model)")
+            table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}")
+        return Group(table, *([self.table()] if self._rows else []))
+
+    def __repr__(self) -> str:
+        """Return how much it holds, in words."""
+        return f"ModelDtypes({len(self.units)} units, {len(self._rows)} module calls)"
+
+
+def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
+    """Report the dtypes of a model: of weights and gradients, and in and out of its modules.
+
+    With inputs the model runs once, without gradients, in whatever region the caller is in, and in the
+    model's mode: in training mode buffers such as batch norm's statistics move. Without, nothing runs.
+    Works without the native core.
+
+    Args:
+        model: Whole, or wrapped by DDP or FSDP, or sharded; of a compiled module only the outside is seen.
+        *inputs: The model's arguments.
+        **named: The same, by name.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     report = dtype_report(model, torch.ones(1, 4))
+        >>> [(row.kind, row.inputs, row.outputs) for row in report.rows()][1]
+        ('Linear', (torch.float32,), (torch.bfloat16,))
+        >>> [(unit.stored, unit.parameters) for unit in report.units]
+        [(torch.float32, 20)]
+    """
+    return ModelDtypes(_calls(model, inputs, named) if inputs or named else [], shard_units(model))
+
+
+def _calls(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[ModuleDtypes]:
+    """Run a model once, without gradients, and return what goes into and comes out of each module."""
+    rows: list[ModuleDtypes | None] = []
+    open_calls: list[tuple[int, Dtypes]] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+        open_calls.append((len(rows), _dtypes((args, kwargs))))
+        rows.append(None)
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        place, taken = open_calls.pop()
+        rows[place] = ModuleDtypes(
+            module=names[module],
+            kind=type(module).__name__,
+            inputs=taken,
+            outputs=_dtypes(output),
+            weights=tuple(dict.fromkeys(param.dtype for param in module.parameters(recurse=False))),
+        )
+
+    hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in names]
+    hooks += [module.register_forward_hook(leave) for module in names]
+    try:
+        with torch.no_grad():
+            model(*inputs, **named)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [row for row in rows if row is not None]
+
+
+def _dtypes(values: Any) -> Dtypes:
+    return tuple(value.dtype for value in tree_leaves(values) if isinstance(value, Tensor))
+
+
+# -- checked -------------------------------------------------------------------------------------
+
+_HALVES: Final = {torch.float16, torch.bfloat16}
+_SET: Final = {
+    "fsdp2": "MixedPrecisionPolicy(reduce_dtype=torch.float32), or amp_plugin.fully_shard(model, plan)",
+    "fsdp1": "MixedPrecision(reduce_dtype=torch.float32), or leave the policy out",
+}
+
+
+def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
+    """Compare what FSDP was told with a plan, before training starts; return whether FSDP shards the model.
+
+    Args:
+        model: Sharded by the user's own calls, or with a policy of the user's; else nothing happens.
+        plan: The dtypes that were asked for.
+
+    Raises:
+        ValueError: The weights of a module in ``fp32_modules`` would be gathered in 16 bits.
+    """
+    units = [unit for unit in shard_units(model) if unit.engine in _SET] if is_sharded(model) else []
+    if units and plan.fp32_modules:
+        _refuse_rounded_weights(model, plan.in_fp32(model), units)
+    rounded = [unit for unit in units if unit.reduced in _HALVES and plan.reduce == "fp32"]
+    for unit in rounded[:1]:
+        warn_user(
+            f"{len(rounded)} of {len(units)} units of {type(model).__name__}, {unit.name or 'the model'!r} "
+            f"the first, reduce gradients in {unit.reduced}, as their own policy says, while reduce='fp32': "
+            f"use {_SET[unit.engine]}, or say reduce='bf16'"
+        )
+    return bool(units)
+
+
+def _refuse_rounded_weights(model: nn.Module, in_fp32: set[nn.Module], units: list[ShardUnit]) -> None:
+    for path, module in model.named_modules():
+        weights, owner = dict(module.named_parameters(recurse=False)), clean_name(path)
+        holders = [unit for unit in units if not unit.name or f"{owner}.".startswith(f"{unit.name}.")]
+        unit = max(holders, key=lambda holder: len(holder.name), default=None)
+        if module in in_fp32 and weights and unit is not None and unit.gathered in _HALVES:
+            weight, param = next(iter(weights.items()))
+            msg = (
+                f"fp32_modules names {owner!r}, but the {unit.engine} unit {unit.name or 'model'!r} gathers "
+                f"its {tuple(param.shape)} {weight} in {unit.gathered}: shard with "
+                "amp_plugin.fully_shard(model, plan), which gives it a unit in fp32, or leave param_dtype out"
+            )
+            raise ValueError(msg)

@@ -1,0 +1,412 @@
+"""Regions inside compiled code: dtypes and bits as without compilation, graphs as of torch.autocast."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import time
+import warnings
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+
+import amp_plugin
+from amp_plugin import OpRules
+from amp_plugin.casting.rules import rules_with_content
+from tests.warm_processes import call
+
+pytestmark = [
+    pytest.mark.native,
+    # torch's own: inductor scripts functions when first used, Dynamo looks at .grad of inputs
+    pytest.mark.filterwarnings(
+        "ignore:`torch.jit",
+        "ignore::DeprecationWarning:torch",
+        "ignore:`isinstance.treespec:FutureWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf",
+    ),
+]
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+DEFAULT = OpRules.default("cpu")
+SOFTMAX32 = DEFAULT.with_rule("aten::softmax.int", "fp32")
+LINEAR32 = DEFAULT.with_rule("aten::linear", "fp32")
+X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    torch.compiler.reset()
+    before = autocast_state()
+    yield
+    assert autocast_state() == before
+    torch.compiler.reset()
+
+
+def autocast_state():
+    devices = ("cpu", "cuda", "maia", "mtia", "ipu")
+    return [(torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices]
+
+
+def region(rules, dtype=BF16):
+    return amp_plugin.autocast("cpu", dtype=dtype, rules=rules)
+
+
+RULES = {"default": (None,), "own": (SOFTMAX32,), "nested": (None, SOFTMAX32, LINEAR32, None)}
+INNER = {0: (1,), 1: (2, 3)}  # which regions are opened inside which
+
+
+class Model(nn.Module):
+    """A linear per region, used once: compilers keep no casts, so what uses a weight twice is summed otherwise."""
+
+    def __init__(self, how, rules):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.sets = how, RULES[rules]
+        self.linears = nn.ModuleList(nn.Linear(8, 8) for _ in self.sets)
+        self.held = [region(rules) for rules in self.sets]
+        self.decorated = [held(self.make_block(i)) for i, held in enumerate(self.held)]
+        self.parts = nn.ModuleList(
+            Part(held, self.decorated[i].__wrapped__) for i, held in enumerate(self.held)
+        )
+
+    def make_block(self, i):
+        return lambda x: self.block(i, x)
+
+    def forward(self, x):
+        return self.open(0, x)
+
+    def open(self, i, x):
+        if self.how == "inside":
+            with region(self.sets[i]):
+                return self.block(i, x)
+        if self.how == "held":
+            with self.held[i]:
+                return self.block(i, x)
+        return {"decorator": self.decorated, "module": self.parts}[self.how][i](x)
+
+    def block(self, i, x):
+        outputs = [self.linears[i](x), self.linears[i].weight.softmax(-1)]
+        for inner in INNER.get(i, ()) if len(self.sets) > 1 else ():
+            outputs += self.open(inner, x)
+        with torch.autocast("cpu", dtype=FP16):
+            outputs.append((x @ x.T).softmax(-1))
+        return [*outputs, (x @ x.T).softmax(-1)]
+
+
+class Part(nn.Module):
+    def __init__(self, held, block):
+        super().__init__()
+        self.held, self.block = held, block
+
+    def forward(self, x):
+        with self.held:
+            return self.block(x)
+
+
+def step(model, forward):
+    model.zero_grad()
+    outputs = forward(X)
+    sum(output.float().square().sum() for output in outputs).backward()
+    return [*(output.detach() for output in outputs), *(p.grad for p in model.parameters())]
+
+
+def assert_same(ours, theirs, bits=True):
+    assert [t.dtype for t in ours] == [t.dtype for t in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b) if bits else torch.allclose(a.float(), b.float(), rtol=0.02, atol=0.01)
+
+
+HOW = ["inside", "held", "decorator", "module"]
+
+
+def table():
+    for rules, how, backend in itertools.product(RULES, HOW, BACKENDS):
+        is_slow = backend == "inductor" and rules != "nested"
+        yield pytest.param(rules, how, backend, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("rules", "how", "backend"), [*table()])
+def test_forward_and_backward_equal_eager(rules, how, backend):
+    model = Model(how, rules)
+    eager = step(model, model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    assert_same(step(model, compiled), eager, bits=backend != "inductor")
+    assert_same(step(model, compiled), eager, bits=backend != "inductor")
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("rules", RULES)
+def test_exported_programs_equal_eager(rules, how, strict):
+    model = Model(how, rules)
+    with torch.no_grad():
+        eager = model(X)
+        program = torch.export.export(model, (X,), strict=strict)
+        assert_same(program.module()(X), eager)
+        assert_same(program.run_decompositions().module()(X), eager)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        assert_same(torch.export.load(file).module()(X), eager)
+
+
+def count_frames(program, *, backend="aot_eager", fullgraph=True):
+    """Return how many graphs are made of a program, per call, and how often it is compiled again."""
+    torch.compiler.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    compiled = torch.compile(program, backend=counter, fullgraph=fullgraph)
+    counts = []
+    for x in (X, X, X[:3], X[:4], X.double()):
+        compiled(x)
+        counts.append(counter.frame_count)
+    torch.compiler.reset()
+    return counts
+
+
+@pytest.mark.parametrize("rules", [None, SOFTMAX32])
+@pytest.mark.parametrize("how", ["inside", "held", "decorator"])
+def test_frames_and_recompiles_are_those_of_torch(how, rules):
+    def program(make):
+        held = make()
+        body = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+
+        def inside(x):
+            with make():
+                return body(x.float())
+
+        def with_held(x):
+            with held:
+                return body(x.float())
+
+        return {"inside": inside, "held": with_held, "decorator": held(lambda x: body(x.float()))}[how]
+
+    ours = count_frames(program(lambda: region(rules)))
+    assert ours == count_frames(program(lambda: torch.autocast("cpu", dtype=BF16)))
+    assert ours[0] == ours[1] == 1
+    assert ours[-1] > 1
+
+
+def test_rules_that_change_are_compiled_again_and_equal_ones_are_not():
+    def forward(x, rules):
+        with region(rules):
+            return x.softmax(-1) @ x.T
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    again = DEFAULT.with_rule("aten::softmax.int", "fp32")
+    for rules, frames in ((SOFTMAX32, 1), (LINEAR32, 2), (SOFTMAX32, 2), (again, 2)):
+        assert_same([compiled(X, rules)], [forward(X, rules)])
+        assert counter.frame_count == frames
+
+
+def test_a_graph_names_rules_by_their_content():
+    graphs = []
+
+    def forward(x):
+        with region(SOFTMAX32):
+            return x.softmax(-1)
+
+    torch.compile(forward, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)(X)
+    (node,) = [node for node in graphs[0].graph.nodes if "use_rules" in str(node.target)]
+    assert node.args == ("cpu", SOFTMAX32.content)
+    assert '"aten::softmax.int": "fp32"' in SOFTMAX32.content
+    assert len(SOFTMAX32.content) < 200
+
+
+def test_rules_are_read_from_their_content():
+    emptied = OpRules(device_type="cpu", rules={"aten::mm.default": "fp32"}, keep={})
+    kept = SOFTMAX32.with_rule("aten::linear", keep=["bias"])
+    for rules in (SOFTMAX32, emptied, kept, OpRules.named("torch-2.11", "cuda").as_policy_of("cpu")):
+        assert rules_with_content.__wrapped__(rules.content) == rules
+
+
+def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
+    """More than torch has dtypes, which show Dynamo one digit each."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
+    compiled = torch.compile(lambda x: x.softmax(-1) @ x.T, backend=counter, fullgraph=True)
+    sets = [DEFAULT.with_rule(op, "unchanged") for op in sorted(DEFAULT.rules)][:50]
+    with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
+        for rules in [*sets, *sets[:10]]:
+            with region(rules):
+                compiled(X)
+    assert counter.frame_count == len(sets)
+
+
+def look_at_rules_of_two_devices():
+    """Print whether code compiled inside a CUDA region shows both rules, and what happens with later rule sets."""
+    warnings.simplefilter("ignore")  # CUDA is not available
+    for_cuda = OpRules.default("cuda").with_rule("aten::softmax.int", "unchanged")
+    seen = []
+
+    @torch._dynamo.allow_in_graph
+    def look(x):
+        seen.append([torch.get_autocast_dtype(device) for device in ("maia", "mtia")])
+        return x + 0
+
+    def forward(x, rules):
+        with region(rules):
+            return look(x.softmax(-1))
+
+    forward(X, SOFTMAX32)
+    with amp_plugin.autocast("cuda", rules=for_cuda):
+        forward(X, SOFTMAX32)
+        torch.compile(forward, backend="eager", fullgraph=True)(X, SOFTMAX32)
+        print(seen[0] != seen[1], seen[-1] == seen[1])
+        try:
+            for op in sorted(DEFAULT.rules)[:40]:
+                forward(X, DEFAULT.with_rule(op, "unchanged"))
+        except RuntimeError as error:
+            print(error)
+    print(torch.is_autocast_enabled("cpu"))
+
+
+def test_rules_of_an_accelerator_stay_in_force_around_those_of_the_cpu():
+    answer = call(
+        look_at_rules_of_two_devices, frameworks=True
+    )  # rule sets are numbered for a process's life
+    both, error, *_, state = answer.stdout.splitlines()
+    assert (both, state) == ("True True", "False")
+    assert "the first 29 can be in force on the CPU and on an accelerator at the same time" in error
+
+
+def test_a_break_inside_own_rules_runs_the_function_as_it_is():
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    inner = torch.compile(lambda x: x.softmax(-1), backend=counter)
+
+    def forward(x):
+        with region(SOFTMAX32):
+            y = x @ x.T
+            torch._dynamo.graph_break()
+            return inner(y)
+
+    assert_same([torch.compile(forward, backend="aot_eager")(X)], [forward(X)])
+    assert counter.frame_count == 1
+
+
+def test_what_dynamo_could_not_trace_leaves_no_rules_behind():
+    def forward(x):
+        with region(SOFTMAX32):
+            y = x @ x.T
+            torch._dynamo.graph_break()
+            return y
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(forward, backend="eager", fullgraph=True)(X)
+    with torch.autocast("cpu", dtype=BF16):
+        assert (X @ X.T).softmax(-1).dtype is BF16
+
+
+def test_wrong_rules_are_named():
+    for_cuda = OpRules.default("cuda")
+
+    def forward(x):
+        with amp_plugin.autocast("cpu", rules=for_cuda):
+            return x @ x.T
+
+    with pytest.raises(ValueError, match="rules for 'cuda' were given to a region on 'cpu'"):
+        torch.compile(forward, backend="eager")(X)
+
+
+def test_blocks_of_a_model_compiled_one_by_one():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).softmax(-1)
+
+    model = nn.Sequential(Block(), Block())
+
+    def forward(x):
+        with region(SOFTMAX32):
+            return [model(x)]
+
+    eager = step(model, forward)
+    for block in model:
+        block.compile(backend="aot_eager", fullgraph=True)
+    assert_same(step(model, forward), eager)
+
+
+def test_nested_compile_region():
+    linear, held = nn.Linear(8, 8), region(SOFTMAX32)
+
+    def block(x):
+        with held:
+            return linear(x).softmax(-1)
+
+    nested = torch.compiler.nested_compile_region(block)
+    compiled = torch.compile(lambda x: [nested(nested(x))], backend="aot_eager", fullgraph=True)
+    assert_same(compiled(X), [block(block(X))])
+
+
+@pytest.mark.filterwarnings("ignore:.*compiled_autograd")
+def test_compiled_autograd():
+    model = Model("inside", "nested")
+    eager = step(model, model)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        assert_same(step(model, compiled), eager)
+
+
+def test_run_in_and_custom_functions_inside():
+    @amp_plugin.run_in(FP32)
+    def in_fp32(x):
+        return x @ x.T
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        @amp_plugin.custom_fwd(cast_inputs=FP32)
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x @ x.T
+
+        @staticmethod
+        @amp_plugin.custom_bwd
+        def backward(ctx, grad):
+            return (grad + grad.T) @ ctx.saved_tensors[0]
+
+    linear = nn.Linear(8, 8)
+
+    def forward(x):
+        with region(SOFTMAX32):
+            y = linear(x)
+            return [y.softmax(-1), in_fp32(y), Twice.apply(y), y @ y.T]
+
+    eager = step(linear, forward)
+    assert_same(step(linear, torch.compile(forward, backend="aot_eager", fullgraph=True)), eager)
+
+
+def softmax_inside(rule, number):
+    """Compile a softmax in a region inside; print its dtype and how often a cache on disk had it."""
+    warnings.simplefilter("ignore")
+    rules = DEFAULT.with_rule("aten::softmax.int", rule)
+
+    def forward(x):
+        with region(rules):
+            return torch.softmax(x @ x * number, 0)
+
+    with torch.no_grad():
+        print(torch.compile(forward, fullgraph=True)(torch.randn(4, 4)).dtype)
+    print(
+        torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
+    )  # AOTAutograd's takes no autocast block
+
+
+@pytest.mark.slow
+def test_another_process_finds_the_graphs_of_the_same_rules_only():
+    number = time.time_ns() / 1e18  # no run had it before
+
+    def run(rule):
+        answer = call(softmax_inside, rule, number, frameworks=True)
+        assert answer.returncode == 0, answer.stderr
+        dtype, hits = answer.stdout.split()
+        return dtype, int(hits)
+
+    assert run("lower_precision") == ("torch.bfloat16", 0)
+    assert run("fp32") == ("torch.float32", 0)
+    assert run("fp32") == ("torch.float32", 1)
+    assert run("lower_precision") == ("torch.bfloat16", 1)

@@ -1,0 +1,155 @@
+"""Steps, clips and scaled losses inside compiled code give what they give in eager code."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from amp_plugin import GradScaler
+
+POISONED = 3
+WARNING_OF_TORCH = pytest.mark.filterwarnings(  # where a graph breaks at a loss
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def batches(*, poisoned: bool):
+    for index in range(6):
+        batch = torch.randn(3, 4, generator=torch.Generator().manual_seed(index))
+        if poisoned and index == POISONED:
+            batch[0, 0] = math.nan
+        yield batch
+
+
+class Training:
+    """A model trained by one function, compiled with a backend or (None) not."""
+
+    def __init__(self, backend, *, enabled, clip=False, **flags):
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01, **flags)
+        self.scaler = GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+        self.clip = clip
+        self.step = torch.compile(self.one_step, backend=backend) if backend else self.one_step
+
+    def one_step(self, batch):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = self.model(batch).float().square().mean()
+        self.scaler.scale(loss).backward()
+        if self.clip:
+            self.scaler.clip_grad_norm_(self.optimizer, 0.1)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def run(self, *, poisoned):
+        """Train; return the weights and what was told of each step."""
+        told = []
+        for batch in batches(poisoned=poisoned):
+            self.step(batch)
+            result = self.scaler.last_step(self.optimizer)
+            told.append((result.skipped, result.scale_before, result.scale_after, result.one_pass))
+        weights = [param.detach().clone() for param in self.model.parameters()]
+        return weights, told, self.scaler.skipped_steps(), self.scaler.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("clip", "flags", "backend"),
+    [(False, {}, "aot_eager"), (True, {}, "eager"), (True, {"fused": True}, "eager")],
+    ids=["plain", "clip", "fused"],
+)
+@pytest.mark.parametrize("enabled", [True, False], ids=["scaled", "guard"])
+@pytest.mark.parametrize("poisoned", [False, True], ids=["healthy", "poisoned"])
+def test_a_compiled_training_step_is_the_eager_one(poisoned, enabled, flags, clip, backend):
+    eager = Training(None, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
+    compiled = Training(backend, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
+    for here, there in zip(compiled[0], eager[0], strict=True):
+        assert torch.equal(here, there)
+        assert here.isfinite().all()
+    assert compiled[1:] == eager[1:]
+    assert compiled[2] == poisoned
+
+
+def test_a_poisoned_batch_raises_in_a_compiled_step_if_asked_to():
+    training = Training("eager", enabled=False)
+    training.scaler = GradScaler("cpu", enabled=False, on_nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="gradients are not finite"):
+        training.run(poisoned=True)
+    assert all(param.isfinite().all() for param in training.model.parameters())
+
+
+@pytest.mark.parametrize("used_before", [True, False])
+def test_scale_is_part_of_a_graph_that_is_compiled_once(used_before):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    if used_before:
+        scaler.scale(torch.ones(()))
+    scaled = torch.compile(
+        lambda batch: scaler.scale(model(batch).square().mean()), backend="aot_eager", fullgraph=True
+    )
+    for batch in batches(poisoned=False):
+        optimizer.zero_grad()
+        scale = scaler.get_scale()
+        loss = scaled(batch)
+        assert torch.equal(loss, model(batch).square().mean() * scale)
+        loss.backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 1024.0 * 2**6  # no graph holds the scale of an earlier step
+    # One graph, and before it one that makes the scale's tensor.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 - used_before
+
+
+@WARNING_OF_TORCH
+def test_a_loss_with_a_scale_of_its_own_is_unscaled_by_it():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = GradScaler("cpu", losses=["a"])
+    scaler.scale(torch.ones(()), name="a")
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
+    batch = next(batches(poisoned=False))
+
+    @torch.compile(backend="eager")
+    def scaled():
+        return scaler.scale(model(batch).square().mean(), name="a")
+
+    scaled().backward()
+    scaler.unscale_(optimizer)
+    expected = torch.autograd.grad(model(batch).square().mean(), list(model.parameters()))
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+
+
+@WARNING_OF_TORCH
+def test_no_more_graphs_than_with_torchs_scaler():
+    def graphs(scaler):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        training = Training("eager", enabled=True)
+        training.scaler = scaler
+        for batch in batches(poisoned=False):
+            training.step(batch)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert graphs(GradScaler("cpu")) <= graphs(torch.amp.GradScaler("cpu"))
+
+
+def test_an_unknown_loss_is_refused_in_compiled_code_too():
+    scaler = GradScaler("cpu")
+    scaled = torch.compile(lambda loss: scaler.scale(loss, name="pixel"), backend="eager")
+    with pytest.raises(ValueError, match="loss 'pixel' is not known"):
+        scaled(torch.ones(()))
