@@ -46,7 +46,11 @@ def diagnose(
     ] = False,
     compare: Annotated[
         str | None,
-        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
+        word_option(
+            (*_WIDE, "eager"),
+            "Measure each op's error, or compare compiled code with eager code.",
+            aliases=_NAMES,
+        ),
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
@@ -64,6 +68,10 @@ def diagnose(
                 "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
                 code=2,
             )
+        if compare == "eager":
+            if plot:
+                fail("--plot draws the errors of --compare fp32, not of --compare eager", code=2)
+            _compare_compiled(program, arguments or [], as_json)
         _compare_precision(program, arguments or [], compare, plot, rows, as_json)
     if save is not None:
         if keep_going or strict or plot:
@@ -170,6 +178,20 @@ def _compare_precision(
     elif errors.errors() or not run.failed:
         show(errors.table(rows))
     raise typer.Exit(run.code)
+
+
+def _compare_compiled(program: Program, arguments: list[str], as_json: bool) -> None:
+    from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+
+    comparison = CompiledComparison()
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=comparison)
+    if as_json:
+        print(json.dumps({"script": program.name, "exit_code": run.code, **comparison.to_dict()}))
+    elif comparison.graphs or not run.failed:
+        print(comparison.report())
+    raise typer.Exit(1 if comparison.differences else run.code)
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int, as_json: bool) -> None:
