@@ -452,9 +452,9 @@ def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
 
 
 def test_a_recorded_run_as_json_is_one_object(script: Path, tmp_path: Path) -> None:
-    result = amp("diagnose", "--save", str(tmp_path / "run.npz"), "--json", str(script))
+    result = amp("diagnose", "--save", str(tmp_path / "run.pt"), "--json", str(script))
     report = json.loads(result.stdout)
     assert result.exit_code == report["exit_code"] == 3
     assert "arguments:" in result.stderr
-    assert report["file"] == str(tmp_path / "run.npz")
+    assert report["file"] == str(tmp_path / "run.pt")
     assert (report["results"] > 0, report["steps"]) == (True, 1)

@@ -50,7 +50,7 @@ def diagnose(
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
+        Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,

@@ -105,9 +105,9 @@ class Learning(Observer):
         if traits.written:  # what it wrote into is gone
             call.count_unmeasured()
             return
-        exact = call.again(call.changed(_widened, torch.float32), len(results)) or ()
+        exact = call.again(call.changed(_widened, torch.float32), results) or ()
         for tensor, other in zip(results, exact, strict=False):
-            if _has_zeros(tensor) and other.shape == tensor.shape:
+            if _has_zeros(tensor):
                 lost = (tensor == 0) & (other != 0)
                 _add(self._underflow, lost, other != 0)
                 self._worst = max(self._worst, (float(lost.double().mean()), str(call)))

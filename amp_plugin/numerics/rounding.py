@@ -55,7 +55,7 @@ class Errors:
         magnitudes, finite = values.abs(), values.isfinite()
         self.calls += 1
         self.own = max(self.own, _mean_relative_error(values, exact))
-        self.arriving = max(self.arriving, _relative_error(values, arriving))
+        self.arriving = max(self.arriving, relative_error(values, arriving))
         self.narrow = min(self.narrow, result.dtype, key=lambda dtype: torch.finfo(dtype).max)
         self.largest = max(self.largest, float(torch.where(finite, magnitudes, 0.0).max()))
         self.elements += values.numel()
@@ -111,7 +111,7 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-def _relative_error(values: Tensor, exact: Tensor) -> float:
+def relative_error(values: Tensor, exact: Tensor) -> float:
     """Return norm(values - exact) / norm(exact), where ``exact`` is finite; inf if ``values`` are not."""
     finite = exact.isfinite()
     values, exact = values[finite].double(), exact[finite].double()

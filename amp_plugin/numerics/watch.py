@@ -170,10 +170,10 @@ class Watch(Observer):
             return
         made = [result.tensor for result in call.made(output)]
         is_repeatable = call.is_repeatable and not call.traits.written and not call.is_backward
-        wide = call.again(call.changed(self._widened, torch.float64), len(made)) if is_repeatable else None
+        wide = call.again(call.changed(self._widened, torch.float64), made) if is_repeatable else None
         for number, result in enumerate(made):
             self._wide.forget(result)
-            if wide is None or not self._wide.follows(result):
+            if wide is None or not (result.is_floating_point() and self._wide.follows(result)):
                 continue
             if not is_finite(result):
                 self._wide.of(result).copy_(wide[number])
@@ -185,7 +185,7 @@ class Watch(Observer):
     def _widened(self, tensor: Tensor) -> Tensor:
         if self._wide.get(tensor) is not None:
             return self._wide.of(tensor)
-        return tensor.to(torch.float64) if self._wide.follows(tensor) else tensor
+        return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
 
     def _take_unjudged(self, call: Call, results: Sequence[Argument]) -> None:
         """Record memory that nobody wrote, or another rank; what this rank sent is its own."""
