@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -20,8 +20,6 @@ from typing import Any
 from amp_plugin.numerics.op import listed
 from amp_plugin.numerics.record import OpRecord, Run
 from amp_plugin.numerics.values import as_json
-
-_Key = tuple[int, str, str, str, int]
 
 _GROWTH = 3.0  # by which one op may enlarge differences that are there
 
@@ -42,6 +40,11 @@ class Difference:
         """The op's own error over what rounding may come to, if one run alone is beyond it; else 0."""
         low, high = sorted((self.first.excess, self.second.excess))
         return high if high > 1 >= low else 0.0
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the results have the same bits."""
+        return (self.first.dtype, self.first.checksum) == (self.second.dtype, self.second.checksum)
 
     @property
     def is_rounding(self) -> bool:
@@ -68,7 +71,7 @@ class Difference:
         allowed = f"inputs that differ by {self.inputs:.2g} allow {self.allowed:.2g}"
         rows += [
             f"difference  {self.relative:.2g} without rounding, relative; {verdict}: {allowed}",
-            f"rounding    {self.first.rounding:.2g} in the first run, {self.second.rounding:.2g} in the second",
+            f"rounding    {self.first.rounding:.2g} in one run, {self.second.rounding:.2g} in the other",
         ]
         return "\n  ".join([f"{self.first}{dtypes}", *rows])
 
@@ -139,17 +142,26 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
         ValueError: a file does not hold a recorded run, or the two runs share no result.
     """
     ours, theirs = Run.load(Path(first)), Run.load(Path(second))
-    comparison = _Comparison(ours, theirs)
-    shared = len(comparison.partner)
+    keys, others = _by_place(ours.records), _by_place(theirs.records)
+    shared = {number: others[key] for key, number in keys.items() if key in others}
     if not shared:
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
-    judged = comparison.judged()
-    differing = [found for found in judged if not _are_equal(found)]
+    alone = [
+        {number: record for number, record in enumerate(run.records) if number not in matched}
+        for run, matched in ((ours, shared.keys()), (theirs, set(shared.values())))
+    ]
+    judged: list[Difference] = []
+    largest = 0.0  # difference that is explained, so far
+    for number, other in shared.items():
+        judged.append(_judged(ours.records[number], theirs.records[other], alone, largest))
+        if judged[-1].is_rounding:
+            largest = max(largest, judged[-1].relative)
+    differing = [found for found in judged if not found.is_equal]
     return RunComparison(
-        compared=shared,
-        only_first=len(ours.records) - shared,
-        only_second=len(theirs.records) - shared,
+        compared=len(shared),
+        only_first=len(alone[0]),
+        only_second=len(alone[1]),
         differing=len(differing),
         first=next(iter(differing), None),
         unexplained=next((found for found in differing if not found.is_rounding), None),
@@ -158,70 +170,32 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
     )
 
 
-def _are_equal(found: Difference) -> bool:
-    return (found.first.dtype, found.first.checksum) == (found.second.dtype, found.second.checksum)
+def _judged(
+    mine: OpRecord, its: OpRecord, alone: Sequence[Mapping[int, OpRecord]], largest: float
+) -> Difference:
+    """Compare a result, or the input of it that an op which one run alone has made too different."""
+    slack, inputs = 2 * max(mine.eps, its.eps), 0.0
+    for read, other in zip(mine.reads, its.reads, strict=False):
+        apart, allowed = read.difference(other), _GROWTH * largest + slack
+        maker = alone[0].get(read.made_by) or alone[1].get(other.made_by)
+        if maker is not None and apart > allowed:
+            by = f"{maker.op} at {maker.line}" if maker.line else maker.op
+            return Difference(
+                first=mine, second=its, relative=apart, inputs=largest, allowed=allowed, alone=by
+            )
+        inputs = max(inputs, apart)
+    allowed = _GROWTH * (inputs + mine.taken + its.taken) + slack
+    if inputs and mine.held.is_discrete:
+        allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
+    relative = mine.held.difference(its.held)
+    return Difference(first=mine, second=its, relative=relative, inputs=inputs, allowed=allowed)
 
 
-class _Comparison:
-    """Two runs, their results matched."""
-
-    def __init__(self, ours: Run, theirs: Run) -> None:
-        self._ours, self._theirs = ours, theirs
-        keys, others = _by_place(ours.records), _by_place(theirs.records)
-        # number of a record of the first run -> that of the second, in the order of the first run
-        self.partner = {
-            number: others[key]
-            for key, number in keys.items()
-            if key in others and ours.records[number].shape == theirs.records[others[key]].shape
-        }
-        self._largest = 0.0  # difference that is explained, so far
-
-    def judged(self) -> list[Difference]:
-        """Return all results of both runs, in the order of the first one."""
-        found = []
-        for number, other in self.partner.items():
-            difference = self._judged(self._ours.records[number], self._theirs.records[other])
-            found.append(difference)
-            if difference.is_rounding:
-                self._largest = max(self._largest, difference.relative)
-        return found
-
-    def _judged(self, mine: OpRecord, its: OpRecord) -> Difference:
-        """Compare a result, or the input of it that an op which one run alone has made too different."""
-        slack, inputs = 2 * max(mine.eps, its.eps), 0.0
-        for held, other in zip(mine.reads, its.reads, strict=False):
-            read, theirs = self._ours.prints[held], self._theirs.prints[other]
-            apart = read.difference(theirs)
-            allowed = _GROWTH * self._largest + slack
-            if apart > allowed and (alone := self._alone(read.made_by, theirs.made_by)):
-                return Difference(
-                    first=mine, second=its, relative=apart, inputs=self._largest, allowed=allowed, alone=alone
-                )
-            inputs = max(inputs, apart)
-        allowed = _GROWTH * (inputs + mine.taken + its.taken) + slack
-        result = self._ours.prints[mine.held]
-        if inputs and result.is_discrete:
-            allowed += math.sqrt(4 / max(math.prod(mine.shape), 1))  # one element may always turn
-        relative = result.difference(self._theirs.prints[its.held])
-        return Difference(first=mine, second=its, relative=relative, inputs=inputs, allowed=allowed)
-
-    def _alone(self, ours: int, theirs: int) -> str:
-        """Return the op that made an input in one run alone; empty if both runs have it."""
-        for run, number, matched in (
-            (self._theirs, theirs, self.partner.values()),
-            (self._ours, ours, self.partner),
-        ):
-            if number >= 0 and number not in matched:
-                record = run.records[number]
-                return f"{record.op} at {record.line}" if record.line else record.op
-        return ""
-
-
-def _by_place(records: Sequence[OpRecord]) -> dict[_Key, int]:
-    counts: Counter[tuple[int, str, str, str]] = Counter()
+def _by_place(records: Sequence[OpRecord]) -> dict[tuple[object, ...], int]:
+    counts: Counter[tuple[object, ...]] = Counter()
     placed = {}
     for number, record in enumerate(records):
         place = (record.step, record.direction, record.module, record.op)
-        placed[(*place, counts[place])] = number
+        placed[(*place, counts[place], record.shape)] = number
         counts[place] += 1
     return placed

@@ -150,7 +150,7 @@ class Call:
         # the autograd node that runs it; None in a forward pass
         self.node = torch._C._current_autograd_node()
         self.kept: Any = None  # what an observer notes before the op runs, for afterwards
-        self.read: tuple[int, ...] = ()  # numbers of its inputs in a recorded run
+        self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
 
     def made(self, output: Any) -> list[Argument]:
         """Return the arguments it has written and its other results, but for those written in parts only."""
@@ -277,13 +277,10 @@ class Call:
 
 
 class Observer:
-    """What looks at each op, and at the program by hooks between open and close; by itself at nothing."""
+    """What looks at each op, and at the program by hooks; by itself at nothing."""
 
-    def open(self) -> None:
-        """Place the hooks."""
-
-    def close(self) -> None:
-        """Remove them."""
+    def open(self, stack: ExitStack) -> None:
+        """Place hooks that a stack removes."""
 
     def before(self, call: Call) -> None:
         """Look at an op's arguments before it runs."""
@@ -370,10 +367,8 @@ class Region:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for observer in self._observers:
-                observer.open()
-                stack.callback(observer.close)
-            self.recorder.tracker.open()
-            stack.callback(self.recorder.tracker.close)
+                observer.open(stack)
+            self.recorder.tracker.open(stack)
             stack.enter_context(self.recorder)
             self._open = stack.pop_all()
         return self
@@ -383,6 +378,10 @@ class Region:
     ) -> None:
         """Close the region."""
         self._open.close()
+        self.ended(error)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Do what is left when the region is closed, after an error of the program too."""
 
 
 def listed(ops: Mapping[str, int]) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.rounding import relative_error
 from amp_plugin.numerics.shadow import WideRun
-from amp_plugin.numerics.values import PLAIN, Storages, real_values
+from amp_plugin.numerics.values import PLAIN, Storages, norm, real_values
 
 _BUCKETS = 128
 _FORMAT = "amp_plugin run 4"
 _SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NO_RUN = "is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,8 +98,8 @@ class OpRecord:
     dtype: str  # of the result
     shape: tuple[int, ...]  # of the result
     checksum: int  # of its bits
-    held: int  # number of the fingerprint of what it would be without rounding
-    reads: tuple[int, ...]  # those of the inputs without rounding
+    held: Fingerprint  # of what it would be without rounding
+    reads: tuple[Fingerprint, ...]  # of the inputs without rounding
     eps: float  # of the coarsest dtype among result and inputs
     rounding: float  # how far the result is from the one without rounding, relative
     # the op's own error over what rounding its result once and sums in fp32 may come to
@@ -118,38 +117,29 @@ class OpRecord:
 class Run:
     """A recorded run."""
 
+    format: str = _FORMAT
     records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
-    prints: list[Fingerprint] = field(default_factory=list)  # fingerprints, which records name by number
-    # ops that did not run in the wide dtype -> how often
+    # ops that did not run in fp64 -> how often
     unmeasured: dict[str, int] = field(default_factory=dict)
-
-    def save(self, path: Path) -> None:
-        """Write the run to a file that ``torch.load`` reads with ``weights_only=True``."""
-        records, prints = [asdict(record) for record in self.records], list(map(astuple, self.prints))
-        torch.save((_FORMAT, records, prints, dict(self.unmeasured)), path)
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a run.
+        """Read a run; nothing else is unpickled.
 
         Raises:
             ValueError: the file is no such run.
             OSError: it cannot be read.
         """
-        try:
-            tag, records, prints, unmeasured = torch.load(path, weights_only=True)
-        except (RuntimeError, TypeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            msg = f"{path} {_NO_RUN}"
-            raise ValueError(msg) from error
-        if tag != _FORMAT:
-            msg = f"{path} {_NO_RUN}"
-            raise ValueError(msg)
-        names = Fingerprint.__slots__
-        return cls(
-            records=[OpRecord(**record) for record in records],
-            prints=[Fingerprint(**dict(zip(names, row, strict=True))) for row in prints],
-            unmeasured=unmeasured,
-        )
+        run, reason = None, None
+        with torch.serialization.safe_globals([cls, OpRecord, Fingerprint, Counter]):
+            try:
+                run = torch.load(path, weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                reason = error
+        if not isinstance(run, cls) or run.format != _FORMAT:
+            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
+            raise ValueError(msg) from reason
+        return run
 
 
 class RunRecorder(WideRun):
@@ -162,15 +152,22 @@ class RunRecorder(WideRun):
     def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
         super().__init__(model, torch.float64)
         self._path, self._most = Path(path), steps
-        self._made: Storages[tuple[int, int, object]] = Storages()  # record, fingerprint, layout and version
+        self._made: Storages[tuple[Fingerprint, object]] = Storages()  # and its layout and version
         self.run = Run(unmeasured=self.recorder.unmeasured)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop recording and write the file, after an error of the program too."""
-        super().__exit__(kind, error, traceback)
-        self.run.save(self._path)
+    def ended(self, error: BaseException | None) -> None:
+        """Write the file, after an error of the program too."""
+        torch.save(self.run, self._path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return file, number of results and steps, as JSON's values."""
+        records = self.run.records
+        steps = records[-1].step + 1 if records else 0
+        return {"file": str(self._path), "results": len(records), "steps": steps}
+
+    def report(self) -> str:
+        """Return the same as text."""
+        return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def before(self, call: Call) -> None:
         """Take the inputs' fingerprints."""
@@ -187,8 +184,6 @@ class RunRecorder(WideRun):
         """Record a result."""
         if call.traits.is_unwritten or call.traits.is_collective or not _is_readable(result):
             return
-        held = self._print(result, len(self.run.records))
-        self._made.set(result, (len(self.run.records), held, _layout(result)))
         site, dtypes = call.site, [result.dtype, *(argument.tensor.dtype for argument in call.arguments)]
         floats = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
         coarsest = max(floats, key=lambda info: info.eps, default=None)
@@ -202,7 +197,7 @@ class RunRecorder(WideRun):
             dtype=str(result.dtype).removeprefix("torch."),
             shape=tuple(result.shape),
             checksum=fingerprint(result).checksum,
-            held=held,
+            held=self._print(result, len(self.run.records)),
             reads=call.read,
             eps=coarsest.eps if coarsest else 0.0,
             rounding=self._rounding(result),
@@ -211,20 +206,18 @@ class RunRecorder(WideRun):
         )
         self.run.records.append(record)
 
-    def _reads(self, call: Call) -> Iterator[int]:
+    def _reads(self, call: Call) -> Iterator[Fingerprint]:
         for tensor in (argument.tensor for argument in call.given):
             if _is_readable(tensor) and tensor.numel():
-                made, held, layout = self._made.get(tensor) or (-1, -1, None)
-                if layout != _layout(tensor):
-                    held = self._print(tensor, made)
-                    if made < 0:
-                        self._made.set(tensor, (-1, held, _layout(tensor)))
-                yield held
+                held, layout = self._made.get(tensor) or (None, None)
+                is_known = held is not None and layout == _layout(tensor)
+                yield held if is_known else self._print(tensor, -1 if held is None else held.made_by)
 
-    def _print(self, tensor: Tensor, made_by: int) -> int:
+    def _print(self, tensor: Tensor, made_by: int) -> Fingerprint:
         follows = self.shadows.follows(tensor)
-        self.run.prints.append(fingerprint(self.shadows.of(tensor) if follows else tensor, made_by))
-        return len(self.run.prints) - 1
+        held = fingerprint(self.shadows.of(tensor) if follows else tensor, made_by)
+        self._made.set(tensor, (held, _layout(tensor)))
+        return held
 
     def _rounding(self, tensor: Tensor) -> float:
         is_known = self.shadows.follows(tensor) and tensor.is_floating_point()
@@ -246,11 +239,11 @@ def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) ->
     if not result.is_floating_point():
         return 0.0
     finite = exact.isfinite() & result.isfinite()
-    apart, size = (float(torch.linalg.vector_norm(of[finite].double())) for of in (result - exact, exact))
-    given = [argument.tensor.double() for argument in call.arguments]
-    norms = sorted(max(1.0, float(torch.linalg.vector_norm(tensor))) for tensor in given)
+    given = [argument.tensor for argument in call.arguments]
+    apart, size, *norms = map(norm, ((result - exact)[finite], exact[finite], *given))
+    product = math.prod(sorted(max(size, 1.0) for size in norms)[-2:])
     tiny = coarsest.eps * coarsest.smallest_normal * math.sqrt(result.numel())
-    allowed = 2 * coarsest.eps * size + _SUMS * math.prod(norms[-2:]) + tiny
+    allowed = 2 * coarsest.eps * size + _SUMS * product + tiny
     return apart / allowed if math.isfinite(allowed) else 0.0
 
 
@@ -258,7 +251,7 @@ def record_run(path: str | Path, model: nn.Module | None = None, *, steps: int =
     """Record what each op of a region makes, into a file for ``compare_runs``.
 
     A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
-    inputs and on those that it would have without rounding; the program's own results and random numbers stay.
+    inputs and on what they would be without rounding; the program's own results and random numbers stay.
     Memory: the fp64 values of every living tensor.
 
     Args:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Observer, Region, listed
-from amp_plugin.numerics.rounding import Errors, draw
+from amp_plugin.numerics.rounding import COLUMNS, Errors, draw, short_op
 from amp_plugin.numerics.values import ShadowValues, is_low_precision, unwatched
-from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
@@ -112,12 +111,13 @@ class ShadowRun(WideRun):
         """
         errors = list(self.errors().items())
         table = Table(title="Errors", box=None, pad_edge=False, show_header=True)
-        for column in ("module", "op", "pass", "in"):
+        for column in ("module", "op", "pass"):
             table.add_column(column)
-        for column in ("calls", "own", "own/eps", "arriving", "underflow", "headroom"):
+        for column in COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)
         for (module, op, direction), found in errors[:rows]:
-            table.add_row(*_cells(module, op, direction, found))
+            cells = (text(found) for text in COLUMNS.values())
+            table.add_row(module or "(no module)", short_op(op), direction, *cells)
         hidden = len(errors) - len(errors[:rows])
         notes = [f"{hidden} rows with smaller errors"] if hidden else []
         if not errors:
@@ -176,18 +176,3 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         [('aten::_to_copy.default', 1)]
     """
     return ShadowRun(model, dtype=dtype)
-
-
-def _cells(module: str, op: str, direction: str, errors: Errors) -> tuple[str, ...]:
-    return (
-        module or "(no module)",
-        op.removeprefix("aten::").removesuffix(".default"),
-        direction,
-        short_name(errors.narrow),
-        f"{errors.calls:,}",
-        f"{errors.own:.1e}",
-        f"{errors.own_in_eps:.2f}",
-        f"{errors.arriving:.1e}",
-        f"{errors.underflowed / errors.elements:.1%}",
-        f"{errors.headroom:.1f} bits",
-    )

@@ -115,6 +115,13 @@ def non_finite(tensor: Tensor, where: Tensor | None = None) -> NonFinite:
     )
 
 
+def norm(tensor: Tensor) -> float:
+    """Return the Euclidean norm, computed in fp64; 0 where the numbers cannot be read."""
+    with unwatched():
+        values = real_values(tensor)
+        return 0.0 if values is None else float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
     """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
     shape = () if tensor.is_nested else tuple(tensor.shape)

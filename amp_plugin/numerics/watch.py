@@ -65,49 +65,13 @@ class Origin:
 _ON_PURPOSE = Origin("constant")
 
 
-class ScaledGradients:
-    """Backward passes whose fp16 gradients overflowed, one after the other: a few find the loss scale."""
-
-    def __init__(self) -> None:
-        # the first overflow of them
-        # how many in a row overflowed, the last one included; 0 if that did not
-        self.passes, self.first = 0, _ON_PURPOSE
-        self._task, self._overflowed = -1, True
-
-    def enter(self, task: int) -> None:
-        """Start the backward pass of a number, if it is a new one."""
-        if task != self._task:
-            self.passes = self.passes if self._overflowed else 0
-            self._task, self._overflowed = task, False
-
-    def overflow(self, origin: Origin) -> bool:
-        """Record that an overflow reached a gradient; return whether the row is too long."""
-        if not self._overflowed:
-            self.first = self.first if self.passes else origin
-            self._overflowed, self.passes = True, self.passes + 1
-        return self.passes >= _PATIENCE
-
-    def end(self) -> None:
-        """Forget a row that the last pass has ended."""
-        self.enter(-2)
-
-
 class Watch(Observer):
-    """The observer of ``diagnose``.
+    """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
-    It calls ``found`` with each finding that matters, and ``amended`` with one and with what it has become.
-    """
-
-    def __init__(
-        self,
-        reporter: Reporter,
-        found: Callable[[Finding], None],
-        amended: Callable[[Finding, Finding], None],
-        *,
-        strict: bool,
-    ) -> None:
-        self._reporter, self._found, self._amended, self._strict = reporter, found, amended, strict
-        self._scaled = ScaledGradients()
+    def __init__(self, reporter: Reporter, found: Callable[[Finding], None], *, strict: bool) -> None:
+        self._reporter, self._found, self._strict = reporter, found, strict
+        # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
+        self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
@@ -120,9 +84,7 @@ class Watch(Observer):
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
         if call.is_backward:
-            task = torch._C._current_graph_task_id()
-            self._scaled.enter(task)
-            self._reporter.tracker.in_backward(task)
+            self._reporter.tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._origins_of(argument.tensor for argument in call.arguments):
             if (leaf := call.leaf) is not None:
                 self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
@@ -265,21 +227,12 @@ class Watch(Observer):
             return self._new("made", call, result, judged, call.recorded_site)
         site = call.forward_site
         first = self._first_at.get(id(site))
-        origin = self._new("made", call, result, judged, site)
-        if first is not None and first.is_reported:
-            origin.is_reported = True
-            self._add_consequence(first, origin)
+        if first is not None and first.is_reported:  # a derivative is no second origin
             return first
+        origin = self._new("made", call, result, judged, site)
         if site is not None:
             self._first_at.setdefault(id(site), origin)
         return origin
-
-    def _add_consequence(self, first: Origin, origin: Origin) -> None:
-        """Add a derivative at the point where the op itself was not finite to that finding."""
-        before, headline = first.finding, "" if origin.finding is None else origin.finding.headline
-        if before is not None and headline not in {before.headline, *before.consequences}:
-            first.finding = replace(before, consequences=(*before.consequences, headline))
-            self._amended(before, first.finding)
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers that came in."""
@@ -363,13 +316,15 @@ class Watch(Observer):
 
     def left_over(self, until: str) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
-        self._scaled.end()
-        if self._scaled.passes and not self._scaled.first.is_absorbed:
-            passes = f"{self._scaled.passes} backward passes" if self._scaled.passes > 1 else "backward pass"
-            self._report(self._scaled.first, f"gradients that are not finite, in the last {passes}")
+        passes = self._reporter.tracker.backward_passes
+        if passes in self._overflowed:
+            first, *others = self._overflowed.values()
+            in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
+            if not first.is_absorbed:
+                self._report(first, f"gradients that are not finite, in the last {in_passes}")
         for name, origin in self._in_buffers.items():
             self._report(origin, f"the buffer {name}, at the end of the region")
-        if self._reporter.tracker.backward_passes:
+        if passes:
             return
         alive = {id(origin) for origin in self._origins.alive()}
         left: dict[object, list[Origin]] = {}
@@ -390,31 +345,27 @@ class Watch(Observer):
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         if not origin.is_scaled_gradient or self._strict:
             self._report(origin, what)
-        elif self._scaled.overflow(origin):
-            passes = self._scaled.passes
-            self._report(self._scaled.first, f"gradients that are not finite, in {passes} backward passes")
+            return
+        passes = self._reporter.tracker.backward_passes
+        if not {passes, passes - 1} & self._overflowed.keys():
+            self._overflowed.clear()
+        self._overflowed.setdefault(passes, origin)
+        if len(self._overflowed) >= _PATIENCE:
+            first = next(iter(self._overflowed.values()))
+            self._report(first, f"gradients that are not finite, in {len(self._overflowed)} backward passes")
 
     def _report(self, origin: Origin, reached: str) -> None:
         if origin.is_reported or origin.finding is None:
             return
         origin.is_reported = True
+        if origin.site is not None:  # what the backward pass of the same op has made is part of this
+            self._first_at.get(id(origin.site), origin).is_reported = True
+            self._first_at[id(origin.site)] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
-        origin.finding = replace(origin.finding, reached=then, consequences=self._of_the_same_op(origin))
+        origin.finding = replace(origin.finding, reached=then)
         self._found(origin.finding)
         for other in origin.others:
             self._report(other, reached)
-
-    def _of_the_same_op(self, origin: Origin) -> tuple[str, ...]:
-        """Return what the backward pass of the same op has made before, which is part of this finding."""
-        if origin.site is None:
-            return ()
-        first = self._first_at.get(id(origin.site), origin)
-        self._first_at[id(origin.site)] = origin
-        if first.is_reported or first.finding is None or origin.finding is None:
-            return ()
-        first.is_reported = True
-        headline = first.finding.headline
-        return (headline,) if headline != origin.finding.headline else ()  # two gradients of one op
 
 
 def _is_another(result: Tensor, wide: Tensor) -> bool:

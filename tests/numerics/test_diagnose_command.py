@@ -52,7 +52,7 @@ def test_keep_going_runs_to_the_end(script: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.count("aten::log.default made -inf in forward") == 1
     assert "and 1 times more" in result.stdout
-    assert "made inf in the backward pass of aten::log.default" in result.stdout
+    assert "in the backward pass of" not in result.stdout  # it is part of the same finding
 
 
 def test_json_alone_is_on_standard_output(script: Path) -> None:
