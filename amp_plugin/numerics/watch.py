@@ -36,7 +36,8 @@ class Origin:
     """The origin of numbers that are not finite, shared by every tensor they were passed on to."""
 
     kind: Kind  # as in Finding
-    finding: Finding | None = None  # what to report; None if it was on purpose, which needs no report
+    # what to report; None if it was on purpose, and of memory and collectives not looked at yet
+    finding: Finding | None = None
     # of the op that made it, the same object for the op's backward pass; None if that is not known
     site: Site | None = None
     is_reported: bool = False  # what follows from it is not reported again
@@ -75,7 +76,6 @@ class Watch(Observer):
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
-        self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
 
@@ -85,7 +85,7 @@ class Watch(Observer):
         """Report what has reached a gradient, and read what the op is going to write."""
         if call.is_backward:
             self._reporter.tracker.in_backward(torch._C._current_graph_task_id())
-        for origin in self._origins_of(argument.tensor for argument in call.arguments):
+        for origin in self._read_by(call):
             if (leaf := call.leaf) is not None:
                 self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
@@ -94,7 +94,7 @@ class Watch(Observer):
 
     def failed(self, call: Call) -> None:
         """Report what was in the arguments of an op that raised an error."""
-        for origin in self._origins_of(argument.tensor for argument in call.arguments):
+        for origin in self._read_by(call):
             self._report(origin, f"an error of {call}")
 
     def after(self, call: Call, output: Any) -> None:
@@ -103,11 +103,13 @@ class Watch(Observer):
         if traits.is_view:
             return
         for position in traits.partly_unwritten:
-            self._origins.forget(output[position])
-            self._unjudged.set(output[position], call.site)
+            self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        if traits.is_unwritten or traits.is_collective:
-            self._take_unjudged(call, results)
+        if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
+            sent = next(self._read_by(call), None) if traits.is_collective else None
+            kind: Kind = "collective" if traits.is_collective else "unwritten"
+            for result in results:
+                self._origins.set(result.tensor, sent or Origin(kind, site=call.site))
             return
         are_finite = [is_finite(result.tensor) for result in results]
         self._follow_overflow(call, output, is_new=not all(are_finite))
@@ -115,14 +117,13 @@ class Watch(Observer):
         for result, all_finite in zip(results, are_finite, strict=True):
             if all_finite:
                 self._origins.forget(result.tensor)
-                self._unjudged.forget(result.tensor)
                 if self._in_buffers:
                     self._in_buffers.pop(self._reporter.weight(result.tensor), None)
             else:
                 given = given or self._given(call)
                 self._trace(call, result, given)
         if results and not given:
-            for origin in self._origins_of(argument.tensor for argument in call.arguments):
+            for origin in self._read_by(call):
                 origin.is_absorbed = True
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
@@ -149,16 +150,6 @@ class Watch(Observer):
             return self._wide.of(tensor)
         return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
 
-    def _take_unjudged(self, call: Call, results: Sequence[Argument]) -> None:
-        """Record memory that nobody wrote, or another rank; what this rank sent is its own."""
-        arguments = call.arguments if call.traits.is_collective else []
-        sent = next(self._origins_of(argument.tensor for argument in arguments), None)
-        for result in results:
-            self._origins.forget(result.tensor)
-            self._unjudged.set(result.tensor, call.site)
-            if sent is not None:
-                self._origins.set(result.tensor, sent)
-
     @staticmethod
     def _given(call: Call) -> list[GivenTensor]:
         """Return all arguments as they were before the op."""
@@ -179,7 +170,6 @@ class Watch(Observer):
             case _:
                 origin = self._passed_on(call, result, judged)
         self._origins.set(result.tensor, origin)
-        self._unjudged.forget(result.tensor)
         if origin.is_reported or not origin.explains:
             return
         owner = self._reporter.weight(result.tensor) if result.name and not call.is_backward else ""
@@ -198,27 +188,48 @@ class Watch(Observer):
     # -- origins -------------------------------------------------------------------------------------------
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of what tensors hold, but for what was put there on purpose."""
+        """Yield the origins of what tensors hold, but for what was put there on purpose or not looked at."""
         origins = (self._origins.get(tensor) for tensor in tensors)
-        return (origin for origin in origins if origin is not None and origin is not _ON_PURPOSE)
+        return (origin for origin in origins if origin is not None and origin.finding is not None)
+
+    def _read_by(self, call: Call) -> Iterator[Origin]:
+        return self._origins_of(argument.tensor for argument in call.arguments)
 
     def _new(
         self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
     ) -> Origin:
         finding = self._reporter.finding(call, kind, result.tensor, judged.values)
-        return self._keep(Origin(kind, finding, site))
+        self._seen.append(Origin(kind, finding, site))
+        return self._seen[-1]
 
-    def _keep(self, origin: Origin) -> Origin:
-        self._seen.append(origin)
+    def _origin_of(self, call: Call, result: Argument, given: GivenTensor) -> Origin:
+        """Return the origin of an argument's numbers; its finding shows the first op that computes."""
+        tensor = given.argument.tensor
+        origin = self._origins.get(tensor)
+        if origin is None:  # no watched op made them
+            kind: Kind = "function" if function_of(tensor) else "input"
+            origin = Origin("weight" if self._reporter.weight(tensor) else kind)
+            self._origins.set(tensor, origin)
+        if origin is _ON_PURPOSE:
+            return origin
+        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
+        reads = origin.kind in {"weight", "input"} and not (origin.is_read or call.traits.moves)
+        if origin.finding is None:
+            self._seen.append(origin)
+        if origin.finding is None or reads:
+            origin.is_read = reads
+            memory = origin.site if origin.kind in {"unwritten", "collective"} else None
+            origin.finding = self._reporter.finding(
+                call, origin.kind, result.tensor, given.held, given.argument, memory, source=origin.source
+            )
         return origin
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers an op made, which is an earlier one if that explains them."""
         if call.traits.base not in SOFTMAXES or any(given.held.posinf for given in judged.of):
             for given in judged.of:
-                origin = self._origins.get(given.argument.tensor) or self._came_in(call, result, given)
+                origin = self._origin_of(call, result, given)
                 if origin.explains:
-                    self._read(origin, call, result, given)
                     origin.became_nan = True
                     if origin.finding is not None and not origin.finding.reached:
                         origin.finding = replace(origin.finding, reached=f"{judged.values} in {call}")
@@ -236,47 +247,15 @@ class Watch(Observer):
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers that came in."""
-        origins = [(given, self._origins.get(given.argument.tensor)) for given in judged.of]
         faults = [
             (given, origin)
-            for given, origin in origins
-            if origin is not None and origin.explains and (origin.kind == "made" or given.held.nan)
+            for given in judged.of
+            for origin in self._origins_of(iter([given.argument.tensor]))
+            if origin.explains and (origin.kind == "made" or given.held.nan)
         ]
-        given, known = (faults or origins)[0]
-        origin = known or self._came_in(call, result, given)
+        origin = self._origin_of(call, result, faults[0][0] if faults else judged.of[0])
         origin.others |= {other: None for _, other in faults if other is not origin}
-        if known is None:
-            self._origins.set(given.argument.tensor, origin)
-        self._read(origin, call, result, given)
         return origin
-
-    def _read(self, origin: Origin, call: Call, result: Argument, given: GivenTensor) -> None:
-        """Let the finding of what came in show the first op that computes with it."""
-        tensor = given.argument.tensor
-        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
-        if origin.is_read or origin.kind not in {"weight", "input"} or call.traits.moves:
-            return
-        origin.is_read = True
-        origin.finding = self._reporter.finding(
-            call, origin.kind, result.tensor, given.held, given.argument, source=origin.source
-        )
-
-    def _came_in(self, call: Call, result: Argument, given: GivenTensor) -> Origin:
-        """Return the origin of numbers that no watched op made."""
-        tensor = given.argument.tensor
-        kind: Kind = "input"
-        made = self._unjudged.get(tensor)
-        if made is not None:
-            kind = "collective" if made.op.startswith(("c10d", "_c10d")) else "unwritten"
-        elif self._reporter.weight(tensor):
-            kind = "weight"
-        elif function_of(tensor):
-            kind = "function"
-        source = self._reporter.source(tensor)
-        found = self._reporter.finding(
-            call, kind, result.tensor, given.held, given.argument, made, source=source
-        )
-        return self._keep(Origin(kind, found))
 
     # -- where numbers arrive --------------------------------------------------------------------------------
 
@@ -293,12 +272,13 @@ class Watch(Observer):
     def function_ended(self, site: Site, inputs: object, outputs: object) -> None:
         """Take what a user's autograd function made outside of torch's ops."""
         for output in _tensors(outputs):
-            if self._origins.get(output) is not None or is_finite(output):
+            known = self._origins.get(output)
+            if known is _ON_PURPOSE or (known and known.finding) or is_finite(output):
                 continue
             origin = next((o for o in self._origins_of(_tensors(inputs)) if o.explains), None)
             if origin is None:
-                found = self._reporter.of_function(site, output, list(_tensors(inputs)))
-                origin = self._keep(Origin("function", found))
+                origin = Origin("function", self._reporter.of_function(site, output, list(_tensors(inputs))))
+                self._seen.append(origin)
             self._origins.set(output, origin)
 
     def loaded(self, tensor: Tensor) -> None:
