@@ -20,7 +20,7 @@ from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Observer, Region, listed
 from amp_plugin.numerics.places import Site
 from amp_plugin.numerics.report import Reporter, fold
-from amp_plugin.numerics.values import Storages, unwatched
+from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a
 class _Doors(Observer):
     """Watch the doors by which numbers enter and leave ops: loaders, autograd functions, the engine."""
 
-    def __init__(self, watch: Watch, tracker: Tracker, sources: Storages[str]) -> None:
-        self._watch, self._tracker, self._sources = watch, tracker, sources
+    def __init__(self, watch: Watch, tracker: Tracker) -> None:
+        self._watch, self._tracker = watch, tracker
         self._loaded: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
 
     def open(self, stack: ExitStack) -> None:
@@ -81,11 +81,9 @@ class _Doors(Observer):
             leaves, _ = tree_flatten_with_path(batch)
             for path, leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self._watch.loaded(leaf)
                     where = "".join(map(str, path))
-                    self._sources.set(
-                        leaf, f"batch {number} of the DataLoader" + (where and f", its {where}")
-                    )
+                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
+                    self._watch.loaded(leaf, where)
             return batch
 
         return next_batch
@@ -123,10 +121,10 @@ class Diagnosis(Region):
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._modules_of: dict[int, list[str]] = {}
-        tracker, sources = Tracker(model), Storages[str]()
-        self._watch = Watch(Reporter(tracker, sources), self._found, strict=strict)
+        tracker = Tracker(model)
+        self._watch = Watch(Reporter(tracker), self._found, strict=strict)
         self._learning = Learning(tracker, self._watch.state_written)
-        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker, sources))
+        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker))
 
     def ended(self, error: BaseException | None) -> None:
         """Look at what is left.

@@ -281,8 +281,9 @@ class Watch(Observer):
                 self._seen.append(origin)
             self._origins.set(output, origin)
 
-    def loaded(self, tensor: Tensor) -> None:
+    def loaded(self, tensor: Tensor, where: str) -> None:
         """Take what a loader brings as data, though a line of the program wrote it on purpose."""
+        self._reporter.loaded(tensor, where)
         origin = self._origins.get(tensor)
         if origin is not None and not origin.explains:
             self._origins.forget(tensor)
