@@ -31,8 +31,13 @@ if TYPE_CHECKING:
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
 _NO_STOPS = "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out"
+_NO_PLOT = "--plot draws the errors of --compare fp32, not of --compare eager"
+_NO_MORE = "--save records a run; leave --keep-going, --strict and --plot out"
 _MOST_RUNS = 8  # of a program with --keep-going
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+
+_PURPOSE = "Measure each op's error, or compare compiled code with eager code."
+Compare = Annotated[str | None, word_option((*_WIDE, "eager"), _PURPOSE, aliases=_NAMES)]
 
 
 def diagnose(
@@ -45,10 +50,7 @@ def diagnose(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
-    compare: Annotated[
-        str | None,
-        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
-    ] = None,
+    compare: Compare = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
@@ -61,11 +63,8 @@ def diagnose(
     program = program_of(script, as_module=as_module, command="diagnose")
     for given, others, why in (
         (compare, (keep_going, strict, save), _NO_STOPS),
-        (
-            save,
-            (keep_going, strict, plot),
-            "--save records a run; leave --keep-going, --strict and --plot out",
-        ),
+        (compare == "eager", (plot,), _NO_PLOT),
+        (save, (keep_going, strict, plot), _NO_MORE),
         (not compare, (plot,), "--plot draws the errors of --compare fp32; give both"),
     ):
         if given and any(others):
@@ -154,23 +153,27 @@ def _print_finding(finding: Finding) -> None:
 def _measure(
     program: Program,
     arguments: list[str],
-    dtype: str | None,
+    than: str | None,
     file: Path | None,
     plot: Path | None,
     steps: int,
     rows: int,
     as_json: bool,
 ) -> None:
-    """Run a program in a region that measures its errors in a dtype, or records it into a file."""
+    """Run a program in a region that records it into a file, or compares its ops or graphs with others."""
     import torch  # noqa: PLC0415 - takes seconds
 
+    from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
-    region = (
-        RunRecorder(file, steps=steps) if file else ShadowRun(dtype=getattr(torch, _WIDE[dtype or "fp32"]))
-    )
+    region: RunRecorder | CompiledComparison | ShadowRun
+    if file is not None:
+        region = RunRecorder(file, steps=steps)
+    else:
+        dtype = _WIDE.get(than or "")
+        region = ShadowRun(dtype=getattr(torch, dtype)) if dtype else CompiledComparison()
     with output_of_script(as_json=as_json):
         run = run_program(program, arguments, around=region)
     if plot is not None and isinstance(region, ShadowRun):
@@ -180,11 +183,12 @@ def _measure(
             fail(str(error), code=1)
     if as_json:
         print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
-    elif isinstance(region, RunRecorder):
-        print(region.report())
-    elif region.errors() or not run.failed:
-        show(region.table(rows))
-    raise typer.Exit(run.code)
+    elif not (run.failed and region.is_empty):
+        if isinstance(region, ShadowRun):
+            show(region.table(rows))
+        else:
+            print(region.report())
+    raise typer.Exit(1 if isinstance(region, CompiledComparison) and region.differences else run.code)
 
 
 def compare(

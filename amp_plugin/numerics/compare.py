@@ -193,7 +193,7 @@ def _judged(
 
 def _by_place(records: Sequence[OpRecord]) -> dict[tuple[object, ...], int]:
     counts: Counter[tuple[object, ...]] = Counter()
-    placed = {}
+    placed: dict[tuple[object, ...], int] = {}
     for number, record in enumerate(records):
         place = (record.step, record.direction, record.module, record.op)
         placed[(*place, counts[place], record.shape)] = number

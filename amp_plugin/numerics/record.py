@@ -159,6 +159,11 @@ class RunRecorder(WideRun):
         """Write the file, after an error of the program too."""
         torch.save(self.run, self._path)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether no op made a number."""
+        return not self.run.records
+
     def to_dict(self) -> dict[str, Any]:
         """Return file, number of results and steps, as JSON's values."""
         records = self.run.records
@@ -209,9 +214,9 @@ class RunRecorder(WideRun):
     def _reads(self, call: Call) -> Iterator[Fingerprint]:
         for tensor in (argument.tensor for argument in call.given):
             if _is_readable(tensor) and tensor.numel():
-                held, layout = self._made.get(tensor) or (None, None)
-                is_known = held is not None and layout == _layout(tensor)
-                yield held if is_known else self._print(tensor, -1 if held is None else held.made_by)
+                made = self._made.get(tensor)
+                is_known = made is not None and made[1] == _layout(tensor)
+                yield made[0] if made and is_known else self._print(tensor, made[0].made_by if made else -1)
 
     def _print(self, tensor: Tensor, made_by: int) -> Fingerprint:
         follows = self.shadows.follows(tensor)

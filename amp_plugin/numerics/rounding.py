@@ -86,10 +86,11 @@ class Errors:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values; the histogram without empty ends."""
         same = ("calls", "largest", "elements", "underflowed", "subnormal", "infinite")
-        told = {"own_error": self.own, "arriving_error": self.arriving, "headroom_bits": self.headroom}
+        told: dict[str, Any] = {name: getattr(self, name) for name in same}
+        told |= {"own_error": self.own, "arriving_error": self.arriving, "headroom_bits": self.headroom}
         told |= {"dtype": self.narrow, "first_exponent": self.span.start if self.span else None}
-        exponents = [self.exponents[exponent - LOWEST_EXPONENT] for exponent in self.span]
-        return as_json({**{name: getattr(self, name) for name in same}, **told, "exponents": exponents})
+        told["exponents"] = [self.exponents[exponent - LOWEST_EXPONENT] for exponent in self.span]
+        return {name: as_json(value) for name, value in told.items()}
 
 
 COLUMNS: dict[str, Callable[[Errors], str]] = {

@@ -156,7 +156,7 @@ class SavedBytes(saved_tensors_hooks):
         self.total = 0
         self._seen: Storages[bool] = Storages()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Self:  # type: ignore[override]
         super().__enter__()
         return self
 
