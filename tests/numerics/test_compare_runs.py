@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from amp_plugin import autocast
-from amp_plugin.cli import app
 from amp_plugin.numerics.compare import compare_runs
 from amp_plugin.numerics.record import Run, fingerprint, record_run
+from tests.commands import amp
 from tests.numerics.faults import Faults
 
 
@@ -128,10 +127,6 @@ def test_files_that_are_no_runs(tmp_path: Path) -> None:
     run = record(tmp_path / "d.pt")
     with pytest.raises(ValueError, match=r"have no result in common; record the same program twice"):
         compare_runs(tmp_path / "c.pt", run)
-
-
-def amp(*words: str):
-    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
 
 
 def test_the_commands(tmp_path: Path) -> None:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from amp_plugin.cli import app
+from tests.commands import diagnose as amp
 
 SCRIPT = """\
 import sys, torch
@@ -30,12 +29,6 @@ def script(tmp_path: Path) -> Path:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
     return path
-
-
-def amp(*words: str):
-    return CliRunner().invoke(
-        app, ["diagnose", *words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
-    )
 
 
 def test_a_script_stops_at_the_op(script: Path) -> None:
