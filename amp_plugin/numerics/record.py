@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_plugin.numerics.op import Call
-from amp_plugin.numerics.rounding import relative_error
+from amp_plugin.numerics.rounding import distance
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import PLAIN, Storages, norm, real_values
 
@@ -226,7 +226,7 @@ class RunRecorder(WideRun):
 
     def _rounding(self, tensor: Tensor) -> float:
         is_known = self.shadows.follows(tensor) and tensor.is_floating_point()
-        return relative_error(tensor, self.shadows.of(tensor)) if is_known else 0.0
+        return distance(tensor, self.shadows.of(tensor)) if is_known else 0.0
 
 
 def _is_readable(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.values import as_json, norm
+from amp_plugin.numerics.values import as_json
 from amp_plugin.precision import short_name
 
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # powers of two that fp32 holds; 0 is counted apart
@@ -55,7 +55,7 @@ class Errors:
         magnitudes, finite = values.abs(), values.isfinite()
         self.calls += 1
         self.own = max(self.own, _mean_relative_error(values, exact))
-        self.arriving = max(self.arriving, relative_error(values, arriving))
+        self.arriving = max(self.arriving, distance(values, arriving))
         self.narrow = min(self.narrow, result.dtype, key=lambda dtype: torch.finfo(dtype).max)
         self.largest = max(self.largest, float(torch.where(finite, magnitudes, 0.0).max()))
         self.elements += values.numel()
@@ -114,14 +114,14 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-def relative_error(values: Tensor, exact: Tensor) -> float:
-    """Return norm(values - exact) / norm(exact), where ``exact`` is finite; inf if ``values`` are not."""
-    finite = exact.isfinite()
-    exact = exact[finite].double()
-    difference, size = norm(values[finite].double() - exact), norm(exact)
-    if difference == 0:
-        return 0.0
-    return difference / size if size and not math.isnan(difference) else math.inf
+def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
+    """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
+    value, exact = value.detach().double(), exact.detach().double()
+    alike = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(alike, 0.0, value - exact)
+    size = torch.where(exact.isfinite(), exact, 0.0)
+    scale = torch.linalg.vector_norm(size, order).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(torch.linalg.vector_norm(difference, order).nan_to_num(torch.inf, posinf=torch.inf) / scale)
 
 
 # -- the picture ---------------------------------------------------------------------------------------------
