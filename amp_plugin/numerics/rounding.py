@@ -155,17 +155,18 @@ def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:
     """
     found, rows = list(errors.values()), range(len(errors))
     names = [
-        f"{module or '(no module)'}  {short_op(op)}, {direction}, {short_name(each.narrow)}"
-        for (module, op, direction), each in errors.items()
+        f"{module or '(no module)'}  {short_op(op)}, {direction}, {short_name(row.narrow)}"
+        for (module, op, direction), row in errors.items()
     ]
     figure = new_figure(12 + 0.065 * max(map(len, names), default=0), 2.2 + 0.3 * max(len(names), 2))
     left, right = figure.subplots(1, 2, sharey=True)
     for name, height, color in (("arriving", 0.8, "0.85"), ("own", 0.4, "tab:blue")):
-        sizes = [min(max(getattr(each, name), _SMALLEST), _LARGEST) for each in found]
+        sizes = [min(max(getattr(row, name), _SMALLEST), _LARGEST) for row in found]
         left.barh(rows, sizes, height, color=color, label=name)
-    once = [torch.finfo(each.narrow).eps / 4 for each in found]
+    once = [torch.finfo(row.narrow).eps / 4 for row in found]
     left.scatter(once, rows, marker="|", s=200, color="black", label="rounding once (eps / 4)")
-    left.set(xscale="log", xlim=(_SMALLEST, _LARGEST), xlabel="relative error")
+    largest = max([1.0, *(min(row.arriving, _LARGEST) for row in found)])
+    left.set(xscale="log", xlim=(_SMALLEST, 2 * largest), xlabel="relative error")
     left.set_yticks(rows, names, fontsize=8)
     left.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
     _draw_exponents(figure, right, found)
