@@ -150,7 +150,7 @@ class RunRecorder(WideRun):
     """
 
     def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
-        super().__init__(model, torch.float64)
+        super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
         self._path, self._most = Path(path), steps
         self._made: Storages[tuple[Fingerprint, object]] = Storages()  # and its layout and version
         self.run = Run(unmeasured=self.recorder.unmeasured)
