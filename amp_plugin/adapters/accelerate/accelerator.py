@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.accelerate import optimizer as optimizers
 from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Parameters, Stepping, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    AmpOptimizer,
+    Parameters,
+    Stepping,
+    Unprepared,
+    torch_optimizer,
+)
 from amp_plugin.adapters.accelerate.settings import (
     AmpKwargs,
     is_ours,
@@ -38,6 +44,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
+from amp_plugin.messages import warn_user
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
@@ -102,6 +109,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         given["cpu"] = given.get("cpu", False) or ranks_without_gpu(os.environ)
         self._stepping = Stepping()
         self._norms = StepNorms()
+        self._unprepared = Unprepared()
         self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
         self._engaged = False
         super().__init__(**given)
@@ -334,6 +342,15 @@ class AmpAccelerator(HasScaler, Accelerator):
         with block:
             yield
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss and run backward, as Accelerator does.
+
+        Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
+        """
+        trained = self._models if self._scaler.is_enabled() else []
+        with self._unprepared.watching(trained, self._scaler):
+            super().backward(loss, **kwargs)
+
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
@@ -494,8 +511,13 @@ class AmpAccelerator(HasScaler, Accelerator):
             optimizers.warn_of_lost_states(self.state.fsdp_plugin, self._optimizers, Path(folder))
 
     def end_training(self) -> None:
-        """End the run: models are float32, torch.autocast blocks in the process torch's again."""
+        """End the run: models are float32, torch.autocast blocks in the process torch's again.
+
+        Warns if all of its steps were skipped.
+        """
         super().end_training()
         if self._engaged:
+            self._unprepared.release()
+            self._scaler.step_log.end_run(self.on_main_process(warn_user))
             self._weights.restore()
             set_default_rules(None)
