@@ -44,6 +44,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
@@ -369,8 +370,14 @@ class AmpAccelerator(HasScaler, Accelerator):
 
         Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
         """
-        trained = self._models if self._scaler.is_enabled() else []
-        with self._unprepared.watching(trained, self._scaler):
+        if self._scaler.is_enabled() or self._under_deepspeed:
+            self._watched_backward(loss, **kwargs)
+        else:
+            super().backward(loss, **kwargs)
+
+    @outside_graphs
+    def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with self._unprepared.watching([] if self._under_deepspeed else self._models, self._scaler):
             super().backward(loss, **kwargs)
         if isinstance(self._scaler, deepspeed.EngineScaler):
             self._scaler.observe()
@@ -413,6 +420,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     # -- gradients -------------------------------------------------------------------------------
 
+    @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
         if not self._engaged:
@@ -423,6 +431,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         for prepared in given if isinstance(given, list | tuple) else [given]:
             self._scaler.ensure_unscaled(torch_optimizer(prepared))
 
+    @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the norm of unscaled gradients, at the end of an accumulation window only.
 
@@ -451,6 +460,7 @@ class AmpAccelerator(HasScaler, Accelerator):
                 self._scaler.measure(optimizer, norm)
         return norm
 
+    @outside_graphs
     def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each element of unscaled gradients, at the end of an accumulation window only.
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
@@ -79,6 +80,7 @@ class AmpOptimizer(AcceleratedOptimizer):
     def scaler(self, given: Any) -> None:
         """Change nothing: what steps is the accelerator's, for which programs assign both."""
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step or skip at the end of an accumulation window.
 
