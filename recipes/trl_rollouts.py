@@ -191,7 +191,8 @@ def draw(gaps: dict[str, list[float]], path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xticks(range(len(KINDS)), [kind.upper() for kind in KINDS])
     axes.set_ylabel("KL, rollout from training (nats per token)")
-    axes.legend(title="computed in")
+    axes.set_ylim(bottom=min(map(min, gaps.values())) / 4)  # a logarithm has no zero for bars to stand on
+    axes.figure.legend(title="computed in", loc="outside right upper")
     axes.figure.savefig(path, dpi=150)
 
 
