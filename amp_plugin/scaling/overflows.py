@@ -65,7 +65,7 @@ class OverflowReport:
         if self.elsewhere:
             yield "The report of the rank with the overflow names its parameters: look at that rank's batch."
         elif self.unattributed:
-            yield "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
+            yield "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
         elif self:
             yield self._place()
             if not self.named:

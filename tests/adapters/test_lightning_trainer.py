@@ -724,7 +724,7 @@ def test_schedulers_are_held_for_as_many_steps_as_the_log_says():
     never = sys.maxsize
     for skipped in (True, False, True):
         result = StepResult.unscaled() if not skipped else skipped_result()
-        log.add(optimizers[0], result, scaled_dynamically=False)
+        log.add(optimizers[0], result)
         held.after_step(optimizers[0], log)
         assert (config.frequency, other.frequency) == (never if skipped else 1, 1)
     held.take([], log)  # as at the end of a run

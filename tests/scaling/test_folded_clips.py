@@ -90,6 +90,7 @@ def test_what_the_gradients_are_at_the_step_is_clipped(pair):
     run.scaler.step(run.optimizer)
     moved = torch.cat([(a - b).flatten() for a, b in zip(before, run.values(), strict=True)])
     assert moved.norm().item() == pytest.approx(0.1 * 0.5, rel=1e-5)
+    run.scaler.update()
     run.backward()
     run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
     run.params[0].grad.data[0, 0] = math.nan

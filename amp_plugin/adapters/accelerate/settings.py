@@ -41,7 +41,6 @@ CONFIG = "AMP_PLUGIN_CONFIG"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 OPTIONS = option_names(AccelerateOptions)
 _LEFT = {
-    DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
@@ -243,6 +242,8 @@ def is_ours(
     Raises:
         ValueError: it is another's, and the program asked for options by AmpKwargs (``explicit``).
     """
+    if distributed == DistributedType.DEEPSPEED:  # whose engine is told, and observed
+        return False
     other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" and float8_recipe is None else None)
     if other is None:
         return True
