@@ -59,6 +59,12 @@ _SHARDED: Final = {
 }
 
 
+def own_precision(strategy: object) -> str:
+    """Return why a strategy or engine takes no plugin of ours, and what to do; empty if it takes one."""
+    names = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _OWN_PRECISION]
+    return _OWN_PRECISION[names[0]] if names else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSettings(AdapterSettings, LightningOptions):
     """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
@@ -199,11 +205,11 @@ class PrecisionCore(HasScaler):
 
     def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
         """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
+        advice = own_precision(strategy)
+        if advice:
+            msg = f"{type(self).__name__} does not work under {type(strategy).__name__}: {advice}"
+            raise TypeError(msg)
         for kind in type(strategy).__mro__:
-            if kind.__name__ in _OWN_PRECISION:
-                plugin, shown = type(self).__name__, type(strategy).__name__
-                msg = f"{plugin} does not work under {shown}: {_OWN_PRECISION[kind.__name__]}"
-                raise TypeError(msg)
             if kind.__name__ in _SHARDED:
                 refuse_sharded(weights, _SHARDED[kind.__name__])
 
