@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,18 @@ from amp_plugin.casting.bound_rules import replaced
 _BETWEEN: dict[tuple[type, type], type] = {}
 
 
+def as_given(_args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments by name as they are."""
+    return kwargs
+
+
 @contextmanager
 def standing_in(
     ours: type,
     theirs: type,
     *,
     may_take: Callable[[type], bool] = callable,
-    arguments: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]] = as_given,
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
     """Make each instance of ``theirs``, or of a subclass, one of ``ours`` too, while the block runs.
@@ -31,7 +36,7 @@ def standing_in(
         ours: a subclass of ``theirs``.
         theirs: the library's class.
         may_take: whether a class is to be taken; others stay the library's. Default: each is.
-        arguments: returns the keyword arguments that ours is made with, from those given.
+        arguments: returns the arguments by name that ours is made with, from those by position and by name.
         made: called with each instance.
     """
     original = theirs.__init__  # type: ignore[misc]
@@ -43,7 +48,7 @@ def standing_in(
             original(self, *args, **kwargs)
             return
         self.__class__ = class_between(ours, kind)
-        ours.__init__(self, *args, **arguments(kwargs))  # type: ignore[misc]
+        ours.__init__(self, *args, **arguments(args, kwargs))  # type: ignore[misc]
         made(self)
 
     init.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -87,7 +87,13 @@ class Takeover:
             self._autocast = BoundAutocast(self._rules, self._rules_name, dtype=dtype)
             undo.enter_context(self._autocast)
             undo.enter_context(
-                standing_in(GradScaler, torch.amp.GradScaler, may_take=self._may_take, made=self._made_scaler)
+                standing_in(
+                    GradScaler,
+                    torch.amp.GradScaler,
+                    may_take=self._may_take,
+                    arguments=_with_environment,
+                    made=self._made_scaler,
+                )
             )
             undo.enter_context(_when_imported(self._frameworks()))
             self._undo = undo.pop_all()
@@ -218,6 +224,19 @@ class Takeover:
                 "blocks in float16 ran without an enabled GradScaler: if this was training, small gradients "
                 "are lost; scale the loss by a torch.amp.GradScaler, or use bfloat16"
             )
+
+
+def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a scaler, with options of the environment where they are torch's defaults."""
+    from amp_plugin.adapters.option_sources import decided, outside_program, read_all  # noqa: PLC0415
+    from amp_plugin.options import GradScalerOptions, ScalingOptions, option_defaults, option_names  # noqa: PLC0415
+
+    defaults = option_defaults(GradScalerOptions)
+    by_position = dict(zip(defaults, args, strict=False))
+    stated = {name for name, value in {**by_position, **kwargs}.items() if value != defaults.get(name)}
+    outside, _ = decided(outside_program(os.environ))
+    left_open = {*option_names(ScalingOptions)} - stated - by_position.keys()
+    return {**kwargs, **read_all({name: value for name, value in outside.items() if name in left_open})}
 
 
 def _counted(made: Mapping[str, int]) -> list[str]:

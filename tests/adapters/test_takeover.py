@@ -358,3 +358,14 @@ def test_torchrun_takes_each_rank_over(tmp_path, installed):
     assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
     for rank in (0, 1):
         assert done.stderr.count(f"amp-plugin run [rank {rank} of 2]: train.py used") == 1
+
+
+def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "16")
+    monkeypatch.setenv("AMP_PLUGIN_HYSTERESIS", "3")
+    with pytest.warns(FutureWarning):
+        open_ = [torch.amp.GradScaler("cpu"), torch.cpu.amp.GradScaler()]
+    assert [scaler.get_scale() for scaler in open_] == [16.0, 16.0]
+    assert open_[0].loss_scale.options.hysteresis == 3
+    assert torch.amp.GradScaler("cpu", 8.0).get_scale() == 8.0
+    assert torch.amp.GradScaler("cpu", init_scale=8.0).get_scale() == 8.0

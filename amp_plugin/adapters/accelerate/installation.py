@@ -6,7 +6,7 @@ import functools
 import gc
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -45,7 +45,7 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
     uninstall()
     _warn_of_earlier_ones()
 
-    def arguments(given: dict[str, Any]) -> dict[str, Any]:
+    def arguments(_args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
         _set_weights_up_before_transformers_loads()
         return _with_options(given, options)
 
