@@ -71,7 +71,11 @@ class PrecisionCore(HasScaler):
 
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
-    advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
+    advice: ClassVar[str] = (
+        "which sets the precision itself: delete precision=... and keep this plugin. Where a library passes "
+        "precision=, hand it a Trainer of your own, fit(..., trainer=Trainer(plugins=[...])), or give no "
+        "plugin and run the program by amp-plugin run"
+    )
     """What to do where a framework complains of the plugin."""
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
@@ -99,8 +103,12 @@ class PrecisionCore(HasScaler):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Say what to do too: Lightning's errors, such as that of two precisions, hold ``f"{plugin}"``."""
-        return format(f"{self!r} ({self.advice})", spec)
+        """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
+        ours = self.package.__name__
+        other = "pytorch_lightning" if ours.startswith("lightning.") else "lightning"
+        classes = f"amp_plugin.adapters.lightning.classes_for({other!r})"
+        text = f"a program that uses {other} takes {type(self).__name__} from {classes}"
+        return format(f"{self!r} of {ours} ({self.advice}; {text})", spec)
 
     @property
     def scaler(self) -> Any:
