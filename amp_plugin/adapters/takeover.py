@@ -206,7 +206,10 @@ class Takeover:
 
     def _unused(self) -> str:
         text = f"{self._program} used none of them and ran as without amp-plugin"
-        if self._precision is not None:
+        if self._autocast.off:
+            devices = " and ".join(sorted(self._autocast.off))
+            text += f"; its autocast blocks were all off (on {devices})"
+        elif self._precision is not None:
             text += "; in a plain loop, open torch.autocast(device) around the forward pass"
         return text
 
