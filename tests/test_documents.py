@@ -41,6 +41,26 @@ def test_the_python_of_a_page_runs(page: Path, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name_of_page", ["README.md", "docs/index.md", "docs/scaling.md"])
+def test_first_loops_skip_no_step(name_of_page: str, tmp_path: Path) -> None:
+    """Whoever copies a loop sees it train from its first step: no loss of theirs overflows in fp16."""
+    watch = (
+        "from amp_plugin.scaling.grad_scaler import GradScaler\n"
+        "_step, _skips = GradScaler.step, []\n"
+        "def _watched(self, optimizer, *args, **kwargs):\n"
+        "    result = _step(self, optimizer, *args, **kwargs)\n"
+        "    _skips.append(self.last_step(optimizer).skipped)\n"
+        "    return result\n"
+        "GradScaler.step = _watched\n"
+    )
+    program = tmp_path / "page.py"
+    page = "\n".join(blocks(ROOT / name_of_page, "python"))
+    program.write_text(f"{watch}{page}\nassert _skips and not any(_skips), _skips\n")
+    answer = run_program(program, {"PYTHONPATH": str(ROOT)}, tmp_path, frameworks=True)
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_the_links_of_a_page_resolve(page: Path) -> None:
     prose = FENCE.sub("", page.read_text())

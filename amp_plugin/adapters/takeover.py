@@ -95,7 +95,7 @@ class Takeover:
                     made=self._made_scaler,
                 )
             )
-            undo.enter_context(_when_imported(self._frameworks()))
+            undo.enter_context(when_imported(self._frameworks()))
             self._undo = undo.pop_all()
         self._say(self._beginning())
         return self
@@ -261,10 +261,10 @@ def _set(given: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _when_imported(
+def when_imported(
     actions: Mapping[str, Callable[[ModuleType], AbstractContextManager[object]]],
 ) -> Iterator[None]:
-    """Enter what is to stand around each of some modules once it is imported, or now if it is."""
+    """Enter what is to stand around modules as each is imported, or now if it is; leave all at the end."""
     with ExitStack() as undo:
 
         def act(module: ModuleType) -> None:
@@ -290,12 +290,13 @@ class _Finder(MetaPathFinder):
             return None
         self._names.discard(name)  # Python's own finders look now
         spec = importlib.util.find_spec(name)
+        self._names.add(name)  # whoever looks may not import it
         if spec is None or spec.loader is None:
-            self._names.add(name)
             return spec
         run: Callable[[ModuleType], None] = spec.loader.exec_module
 
         def run_and_act(module: ModuleType) -> None:
+            self._names.discard(name)
             run(module)
             self._act(module)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import pickle
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from amp_plugin import GradScaler, autocast
-from amp_plugin.adapters.takeover import Takeover
+from amp_plugin.adapters.takeover import Takeover, when_imported
 from amp_plugin.cli import app
 from tests.adapters.accelerate_pair import reset
 
@@ -293,6 +295,28 @@ class TestLightning:
         result, said = run(text)
         assert result.stdout == "FabricAmpPrecision('fp16')\n"
         assert said[-1].endswith("used Fabric(precision='16-mixed')")
+
+
+def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
+    """transformers looks whether accelerate is installed, and imports it later."""
+    (tmp_path / "found_then_imported.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+
+    @contextmanager
+    def around(module):
+        seen.append(module.value)
+        yield
+        seen.append("over")
+
+    with when_imported({"found_then_imported": around}):
+        assert importlib.util.find_spec("found_then_imported") is not None
+        assert seen == []
+        module = importlib.import_module("found_then_imported")
+        assert seen == [1]
+        importlib.reload(module)
+        assert seen == [1]
+    assert seen == [1, "over"]
 
 
 @pytest.fixture
