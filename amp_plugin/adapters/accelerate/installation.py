@@ -65,7 +65,7 @@ def _warn_of_earlier_ones() -> None:
     """Warn where the process has an Accelerator that is not ours: it trains without amp_plugin."""
     if not AcceleratorState._shared_state:  # none was made
         return
-    kinds = {type(thing) for thing in gc.get_objects()}
+    kinds = {type(instance) for instance in gc.get_objects()}
     stock = [kind for kind in kinds if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator)]
     if stock:
         warn_user(
