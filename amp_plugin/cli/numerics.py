@@ -33,6 +33,9 @@ _WIDE = {"fp32": "float32", "fp64": "float64"}
 _MOST_RUNS = 8  # of a program with --keep-going
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
 
+_PURPOSE = "Measure each op's error, or compare compiled code with eager code."
+Compare = Annotated[str | None, word_option((*_WIDE, "eager"), _PURPOSE, aliases=_NAMES)]
+
 
 def diagnose(
     script: Script,
@@ -44,10 +47,7 @@ def diagnose(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
-    compare: Annotated[
-        str | None,
-        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
-    ] = None,
+    compare: Compare = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
@@ -64,6 +64,8 @@ def diagnose(
                 "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
                 code=2,
             )
+        if compare == "eager":
+            _compare_compiled(program, arguments or [], plot, as_json)
         _compare_precision(program, arguments or [], compare, plot, rows, as_json)
     if save is not None:
         if keep_going or strict or plot:
@@ -170,6 +172,22 @@ def _compare_precision(
     elif errors.errors() or not run.failed:
         show(errors.table(rows))
     raise typer.Exit(run.code)
+
+
+def _compare_compiled(program: Program, arguments: list[str], plot: Path | None, as_json: bool) -> None:
+    if plot is not None:
+        fail("--plot draws the errors of --compare fp32, not of --compare eager", code=2)
+    from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+
+    comparison = CompiledComparison()
+    with output_of_script(as_json=as_json):
+        run = run_program(program, arguments, around=comparison)
+    if as_json:
+        print(json.dumps({"script": program.name, "exit_code": run.code, **comparison.to_dict()}))
+    elif comparison.graphs or not run.failed:
+        print(comparison.report())
+    raise typer.Exit(1 if comparison.differences else run.code)
 
 
 def _record(program: Program, arguments: list[str], path: Path, steps: int, as_json: bool) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.data import dataloader
 
+from amp_plugin.numerics.compiled import has_compiled
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
@@ -162,6 +163,11 @@ class Diagnosis(Region):
             lines.append(f"not seen: what happens inside {listed(unseen)}; their results were")
         if unmeasured := self.recorder.unmeasured:
             lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
+        if has_compiled():
+            lines.append(
+                "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "
+                "compares their compiled code"
+            )
         return "\n".join(lines)
 
     def _amended(self, before: Finding, after: Finding) -> None:

@@ -111,8 +111,9 @@ def test_compare_lists_errors_and_draws_them(script: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64'; did you mean 'fp32'?"),
+        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64', 'eager'; did you mean 'fp32'?"),
         (["--plot", "error.png"], "--plot draws the errors of --compare fp32; give both"),
+        (["--compare", "eager", "--plot", "error.png"], "--plot draws the errors of --compare fp32, not of"),
         (["--compare", "fp32", "--strict"], "leave --keep-going, --strict and --save out"),
     ],
 )
