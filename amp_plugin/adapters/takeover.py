@@ -67,6 +67,7 @@ class Takeover:
         self._program, self._precision = program, precision
         self._rules, self._rules_name = rules, rules_name
         self._environment = self._variables()
+        self._rank = _rank(os.environ)
         self._asked: Counter[str] = Counter()  # what the program made, in the precision it chose
         self._set: Counter[str] = Counter()  # what got the precision of ours
         self._left: set[str] = set()  # classes of scalers that stayed torch's
@@ -171,9 +172,7 @@ class Takeover:
     def _say(self, text: str) -> None:
         if multiprocessing.parent_process() is not None:  # a worker of a loader, for instance
             return
-        ranks = int(os.environ.get("WORLD_SIZE", "1"))
-        rank = f" [rank {os.environ.get('RANK', '0')} of {ranks}]" if ranks > 1 else ""
-        print(f"amp-plugin run{rank}: {text}", file=sys.stderr, flush=True)
+        print(f"amp-plugin run{self._rank}: {text}", file=sys.stderr, flush=True)
 
     def _beginning(self) -> str:
         parts = [f"{_NAMES} are amp_plugin's while {self._program} runs"]
@@ -240,6 +239,13 @@ def _with_environment(args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, 
     outside, _ = decided(outside_program(os.environ))
     left_open = {*option_names(ScalingOptions)} - stated - by_position.keys()
     return {**kwargs, **read_all({name: value for name, value in outside.items() if name in left_open})}
+
+
+def _rank(environment: Mapping[str, str]) -> str:
+    """Return which rank this is, as its launcher says when it starts; Lightning says the local one only."""
+    ranks = int(environment.get("WORLD_SIZE", "1"))
+    rank = environment.get("RANK", environment.get("LOCAL_RANK", "0"))
+    return f" [rank {rank} of {ranks}]" if ranks > 1 else ""
 
 
 def _counted(made: Mapping[str, int]) -> list[str]:

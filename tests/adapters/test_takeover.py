@@ -393,3 +393,63 @@ def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):
     assert open_[0].loss_scale.options.hysteresis == 3
     assert torch.amp.GradScaler("cpu", 8.0).get_scale() == 8.0
     assert torch.amp.GradScaler("cpu", init_scale=8.0).get_scale() == 8.0
+
+
+RANKS = """\
+import sys, warnings
+warnings.simplefilter("ignore")
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, precision="bf16-mixed", **quiet)
+trainer.fit(BoringModel())
+print(f"\\nrank {trainer.global_rank} {trainer.precision_plugin}", flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_that_lightning_starts_itself_are_taken_over(tmp_path, installed):
+    """Lightning starts each other rank by the script's own path, without the launcher."""
+    pytest.importorskip("lightning")
+    (tmp_path / "train.py").write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines[0].startswith("rank 0 AmpPrecision('bf16')"), done.stderr
+    assert lines[1].startswith("rank 1 AmpPrecision('bf16')"), done.stderr
+    assert "amp-plugin run [rank 1 of 2]: train.py used Trainer(precision='bf16-mixed')" in done.stderr
+
+
+SPAWNING = """\
+import torch
+
+def work(rank):
+    print(type(torch.amp.GradScaler("cpu")).__module__, flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_spawned_children_are_taken_over(tmp_path, installed):
+    (tmp_path / "train.py").write_text(SPAWNING)
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler"] * 2, done.stderr
