@@ -47,6 +47,7 @@ class BoundAutocast:
         self._rules, self._name, self._dtype = rules, name, dtype
         self.blocks: Counter[tuple[str, torch.dtype]] = Counter()
         self.off: set[str] = set()
+        self._is_read = False
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -77,9 +78,15 @@ class BoundAutocast:
         self._undo.close()
         self.warn_if_unread()
 
+    def mark_read(self) -> None:
+        """Record that regions of ours follow the rules, which are not counted."""
+        self._is_read = True
+
     def warn_if_unread(self) -> None:
         """Print a warning if no autocast block has followed the rules."""
-        if self._rules is None or any(device == self._rules.device_type for device, _ in self.blocks):
+        if self._rules is None or self._is_read:
+            return
+        if any(device == self._rules.device_type for device, _ in self.blocks):
             return
         device = self._rules.device_type
         print(

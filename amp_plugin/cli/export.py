@@ -42,7 +42,8 @@ def export(
     if as_json:
         print(json.dumps({"file": str(target), "dtype": dtype, **asdict(done)}))
         return
-    print(f"{target}: {done.tensors} tensors, {done.elements:,} numbers in {dtype}, {done.size / 1e6:.1f} MB")
+    size = f"{done.size / 1e6:.1f} MB" if done.size >= 1e5 else f"{done.size:,} bytes"
+    print(f"{target}: {done.tensors} tensors, {done.elements:,} numbers in {dtype}, {size}")
     if done.restored:
         print(f"{done.restored} weights that 0.2 stored in 16 bits are exact: their low halves were found")
     if done.left_out:

@@ -284,6 +284,28 @@ class TestLightning:
         assert result.stdout.splitlines()[0].startswith("AmpPrecision('fp16')")
         assert result.stdout.splitlines()[1] == "64.0"
 
+    @pytest.mark.native
+    def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
+        pytest.importorskip(package)
+        (tmp_path / "rules.yaml").write_text("device_type: cpu\nrules: {aten::linear: fp32}\n")
+        demo = "lightning.pytorch" if package == "lightning.pytorch" else package
+        more = (
+            f"from {demo}.demos.boring_classes import BoringModel\ndtypes = set()\n"
+            "class Model(BoringModel):\n"
+            "    def forward(self, x):\n"
+            "        out = super().forward(x)\n"
+            "        dtypes.add(out.dtype)\n"
+            "        return out\n"
+        )
+        text = LIGHTNING.format(
+            package=package, more=more, chosen='precision="bf16-mixed", limit_val_batches=0'
+        )
+        fit = "trainer.fit(Model())\nprint(*dtypes)"
+        assert run(text + fit)[0].stdout.splitlines()[-1] == "torch.bfloat16"
+        result, _ = run(text + fit, "--rules", str(tmp_path / "rules.yaml"))
+        assert result.stdout.splitlines()[-1] == "torch.float32"
+        assert "nothing has read the rules" not in result.stderr
+
     def test_fabric_takes_our_plugin(self, run, package):
         pytest.importorskip(package)
         fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
