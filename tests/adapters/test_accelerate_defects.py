@@ -328,7 +328,7 @@ class TestSkips:
         optimizer = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1.0))
         accelerator.backward(other(OVERFLOW))
         optimizer.step()
-        assert accelerator.last_step(optimizer).overflow_report().inf == ("group 0[0]",)
+        assert accelerator.last_step(optimizer).overflow_report().inf == ("param_groups[0]['params'][0]",)
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
     def test_any_precision_tells_of_its_steps(self, precision):

@@ -71,7 +71,7 @@ def test_what_is_not_finite_changes_nothing_and_is_named(pair, value, trusted):
     result = run.scaler.last_step(run.optimizer)
     assert (result.skipped, result.one_pass) == (True, True)
     report = result.overflow_report()
-    assert (report.nan or report.inf) == ("group 0[1]",)
+    assert (report.nan or report.inf) == ("param_groups[0]['params'][1]",)
     assert all(map(torch.equal, run.values(), before))
     assert str(run.optimizer.state_dict()) == str(state)
     left = run.gradients()

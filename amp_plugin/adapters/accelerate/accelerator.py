@@ -29,7 +29,6 @@ from amp_plugin.adapters.accelerate.optimizer import (
 from amp_plugin.adapters.accelerate.settings import (
     AmpKwargs,
     is_ours,
-    naming,
     precision_for_accelerate,
     ranks_without_gpu,
     refuse_misplaced,
@@ -37,6 +36,7 @@ from amp_plugin.adapters.accelerate.settings import (
     warn_of_missing_processes,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
+from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import HasScaler, StepNorms, endless_skips, register, scaler_for
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
