@@ -51,7 +51,7 @@ class Reporter:
             inputs=inputs,
             numbers=tuple(call.numbers.items()),
             rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=source + row,
+            source=source + row if source else row.removeprefix(", "),
         )
         growth, grown = self.tracker.growth() if self.tracker.steps else (1.0, "")
         is_division = bool(call.arguments) and not forward_op

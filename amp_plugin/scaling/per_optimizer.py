@@ -300,6 +300,7 @@ class PerOptimizerState:
         seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
         return StepResult(
             norm=(norm if self.norm is None else self.norm) if seen else None,
+            clipped=partial(_clipped, norm, self.clip) if seen else lambda: None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
@@ -316,3 +317,8 @@ class PerOptimizerState:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
         return result
+
+
+def _clipped(norm: Tensor, clip: FoldedClip | None) -> Tensor:
+    """Return the norm of what a step used: as measured there, times a clip that was left to it."""
+    return norm if clip is None else norm * clip.factor()

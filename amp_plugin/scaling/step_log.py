@@ -106,6 +106,7 @@ class StepResult:
         self,
         *,
         norm: Tensor | None,
+        clipped: Callable[[], Tensor | None] = lambda: None,
         found_inf: Tensor,
         scale_before: Tensor | None,
         report: Callable[[], OverflowReport],
@@ -114,6 +115,7 @@ class StepResult:
         obstacle: str = _NOTHING_TO_DO,
     ) -> None:
         self.norm = norm
+        self._clipped = clipped
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
@@ -169,6 +171,12 @@ class StepResult:
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
         return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
+
+    @property
+    def clipped_norm(self) -> Tensor | None:
+        """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
+        clipped = self._clipped()
+        return self.norm if clipped is None else clipped
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""
@@ -252,14 +260,19 @@ class StepLog:
         skipped_before: As given.
         exact: Whether each step waits for the device, so that every skip is known at once.
         replaying: Whether a step is being run again at the moment.
+        hear_loss: Called with each loss that a backward pass begins from, before it is scaled; None: nobody.
+        keeps_window: Whether the calls of a window are kept while no step is skipped too.
         has_steps: Whether a step was taken or skipped.
-        calls: The forward and backward passes of the present window; empty unless steps are being skipped.
+        calls: The forward and backward passes of the present window; empty unless steps are being skipped,
+            or ``keeps_window``.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before
         self.exact = False
         self.replaying = False
+        self.hear_loss: Callable[[Any], None] | None = None
+        self.keeps_window = False
         self.has_steps = False
         self._records: dict[int, _Record] = {}
         self._late: deque[_Late] = deque()
@@ -307,6 +320,11 @@ class StepLog:
             on_its_way = HostFlag(flag)
             self._late.append((on_its_way.known, on_its_way.wait, then))
 
+    def note_loss(self, loss: Any) -> None:
+        """Hand a loss that a backward pass begins from to who listens."""
+        if self.hear_loss is not None and not self.replaying:
+            self.hear_loss(loss)
+
     def note_update(self) -> None:
         """Record that an update was requested."""
         for record in self._records.values():
@@ -333,9 +351,9 @@ class StepLog:
         """Return how many results the host does not know yet."""
         return len(self._late)
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with each step, in order, once the host knows it."""
-        self._subscribers.append(subscriber)
+    def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
+        """Call ``subscriber`` with each step, in order, once the host knows it; ``first`` before the others."""
+        self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` no more."""
@@ -384,12 +402,12 @@ class StepLog:
         return record
 
     def remember(self, call: Callable[[], Any]) -> None:
-        """Remember a call that is about to run forward and backward passes, while steps are being skipped."""
+        """Remember a call that is about to run forward and backward passes, where calls are kept."""
         if self.replaying:
             return
         if self._window_is_over:
             self.calls.clear()
-            self._window_is_over, self._keeps_calls = False, self.is_skipping()
+            self._window_is_over, self._keeps_calls = False, self.keeps_window or self.is_skipping()
         if self._keeps_calls:
             self.calls.append(RecordedCall(call, random_state()))
 

@@ -1,0 +1,216 @@
+"""The page itself: what is known of a run, put into one HTML text that needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from amp_plugin.numerics.finding import Finding
+from amp_plugin.run_page.charts import curve_charts, map_charts
+from amp_plugin.run_page.dtypes import Branch
+from amp_plugin.run_page.headroom import Headroom
+from amp_plugin.run_page.history import History, Skip, located
+
+_MOST_LISTED: Final = 50  # skips in the table
+_NEAREST: Final = 3
+_OFTEN: Final = 0.05  # share of skipped steps that is worth a change
+
+_FONT = "system-ui, sans-serif"
+THEMES: Final = {
+    name: {
+        "background": "transparent",
+        "font": _FONT,
+        "view": {"stroke": None},
+        "axis": {
+            "labelColor": muted,
+            "titleColor": muted,
+            "gridColor": grid,
+            "domainColor": grid,
+            "tickColor": grid,
+            "titleFontWeight": "normal",
+        },
+        "legend": {"labelColor": muted, "titleColor": muted, "titleFontWeight": "normal"},
+    }
+    for name, muted, grid in (("light", "#59636e", "#e4e8ec"), ("dark", "#9198a1", "#2d333b"))
+}
+"""What Vega draws with, by the colour scheme of the reader."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that a page shows.
+
+    Attributes:
+        title: Name of the page.
+        state: ``"running"``, ``"finished"``, or what ended the run.
+        began, written: When, as text.
+        history, headroom: What was measured.
+        limits: Largest number of the dtype that each module's gradients are made in.
+        dtypes: That dtype.
+        tree: The modules.
+        rules: For each device, ops whose rule is unlike torch's: torch's and the one in force.
+        findings: What was wrong, in order.
+        how: How it was found, for each look.
+        surroundings: Versions, device, seed and options.
+        command: What runs it again.
+    """
+
+    title: str
+    state: str
+    began: str
+    written: str
+    history: History
+    headroom: Headroom
+    limits: Mapping[str, float]
+    dtypes: Mapping[str, str]
+    tree: Branch
+    rules: Mapping[str, Mapping[str, tuple[str, str]]]
+    findings: Sequence[Finding]
+    how: Sequence[str]
+    surroundings: Mapping[str, str]
+    command: str
+
+
+def require_libraries() -> None:
+    """Raise if the packages that draw the page are missing.
+
+    Raises:
+        ImportError: One of them is.
+    """
+    try:
+        import altair  # noqa: F401, PLC0415, ICN001 - optional
+        import jinja2  # noqa: F401, PLC0415 - optional
+        import vl_convert  # noqa: F401, PLC0415 - optional
+    except ImportError as error:
+        msg = f"a report needs {error.name}, which is not installed; run: pip install 'amp-plugin[report]'"
+        raise ImportError(msg) from error
+
+
+@cache
+def _runtime() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script."""
+    import vl_convert  # noqa: PLC0415 - of the extra
+
+    return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")
+
+
+@cache
+def _template() -> Any:
+    import jinja2  # noqa: PLC0415 - of the extra
+
+    here = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        loader=here, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    return environment.get_template("page.html.jinja")
+
+
+def render(facts: Facts) -> str:
+    """Return the page."""
+    history, cells = facts.history, facts.headroom.cells(facts.limits)
+    curves = history.curves()
+    charts = curve_charts(
+        has_scale=history.has_scale,
+        has_loss=any(loss is not None for loss in curves["loss"]),
+        has_skips=bool(history.skips),
+        several=history.optimizers > 1,
+    )
+    maps = map_charts(len(cells["modules"])) if cells["first"] else {}
+    text: str = _template().render(
+        facts=facts,
+        short=list(in_short(facts)),
+        nearest=nearest(facts),
+        skips=history.skips[-_MOST_LISTED:],
+        charts=charts if history.steps else {},
+        maps=maps,
+        data={"curves": curves, "skips": history.marks(), "cells": cells},
+        specs={**charts, **maps} if history.steps else {},
+        themes=THEMES,
+        runtime=_runtime(),
+        located=located,
+    )
+    return text
+
+
+# -- in words ------------------------------------------------------------------------------------
+
+
+def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
+    """Yield question and answer: when did it skip, why, which layer is near overflow, what to change."""
+    history = facts.history
+    if not history.steps:
+        yield "steps", "no optimizer step yet"
+        return
+    when = f"{history.skipped} of {history.steps} steps"
+    if history.skips:
+        numbers = _ranges([skip.step for skip in history.skips])
+        when += f": {numbers}"
+    yield "skipped", when if history.skipped else f"none of {history.steps} steps"
+    if history.skipped:
+        yield "why", "; ".join(dict.fromkeys(_reason(skip) for skip in _with_reasons(history.skips)))
+    near = nearest(facts)
+    if near:
+        name, dtype, bits, step = near[0]
+        yield "nearest to overflow", (
+            f"{name}: at step {step} its largest gradient in {dtype} had {bits:.1f} bits left, "
+            f"it could have been {2.0**bits:,.0f} times as large"
+            if bits < 40  # noqa: PLR2004
+            else f"no module: all have more than {int(bits)} bits left in {dtype}"
+        )
+    yield "change", _change(facts)
+
+
+def _with_reasons(skips: Sequence[Skip]) -> list[Skip]:
+    """Return the skips that were explained, and the first of those that were not, if all were not."""
+    explained = [skip for skip in skips if skip.findings]
+    return explained or list(skips[:1])
+
+
+def _reason(skip: Skip) -> str:
+    if skip.findings:
+        return f"{skip.findings[0].headline} ({skip.place})"
+    return f"{skip.parameters}. {skip.meaning}"
+
+
+def _change(facts: Facts) -> str:
+    if facts.findings:
+        return facts.findings[0].advice
+    history = facts.history
+    if not history.skipped:
+        return "nothing"
+    if history.skipped <= _OFTEN * history.steps + 10 and history.has_scale:
+        lowest = min(skip.scale for skip in history.skips if skip.scale is not None)
+        return f"nothing: few steps were skipped. init_scale={lowest / 2:g} would save those at the beginning"
+    return "look at the modules that overflow, below; compute them in fp32 or use bf16"
+
+
+def nearest(facts: Facts) -> list[tuple[str, str, float, int]]:
+    """Return module, dtype, bits left and step of those nearest to overflow, skipped steps left out."""
+    bits = facts.headroom.bits(facts.limits)
+    taken = [i for i in range(bits.shape[1]) if not bool((bits[:, i] < 0).any())]
+    if not taken:
+        return []
+    found = []
+    for row, name in enumerate(facts.headroom.modules):
+        known = [(value, i) for i in taken if (value := float(bits[row, i])) < float("inf")]
+        if known:
+            least, column = min(known)
+            found.append((name or "(model)", facts.dtypes[name], least, facts.headroom.columns[column].first))
+    return sorted(found, key=lambda entry: entry[2])[:_NEAREST]
+
+
+def _ranges(numbers: Sequence[int], most: int = 12) -> str:
+    """Return numbers in words: ``steps 1 to 3, 57``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    texts = [str(first) if first == last else f"{first} to {last}" for first, last in runs]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return f"step{'s' * (len(numbers) > 1)} {', '.join(texts[:most])}{more}"
