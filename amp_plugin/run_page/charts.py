@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 _SKIP: Final = "#d1242f"
-_BEFORE, _AFTER = "#bf8700", "#0969da"
+_BEFORE, _AFTER = "#bf8700", "#2f81f7"
 _HEIGHT: Final = 190
 _LEAST_ROW, _MOST_ROW, _MAP_HEIGHT = 4, 18, 620
 
@@ -44,7 +44,7 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     found = found.transform_filter("isValid(datum.value) && datum.value > 0" if base else "isValid(datum.value)")
     label = " : ".join(f"datum.kind == '{name}' ? '{text}'" for name, text in columns.items()) + " : ''"
     found = found.transform_calculate(what=label)
-    legend = alt.Legend(title=None, orient="top-right") if len(names) > 1 else None
+    legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(names) > 1 else None
     colour = alt.Color("what:N", scale=alt.Scale(range=[_BEFORE, _AFTER][-len(names) :]), legend=legend)
     if len(names) > 1:
         colour.sort = list(columns.values())
@@ -53,7 +53,7 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     tips += [alt.Tooltip("optimizer:N")] if several else []
     curve = {"interpolate": "step-after"} if base == 2 else {}
     encoded = found.mark_line(strokeWidth=1.6, point={"size": 45, "opacity": 0.01}, clip=True, **curve).encode(
-        x=alt.X("step:Q", title="optimizer step", axis=alt.Axis(tickMinStep=1, format="~d")),
+        x=alt.X("step:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, format="~d")),
         y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
         color=colour,
         tooltip=tips,
@@ -87,10 +87,11 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
             range=["#82071e", "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#1f6feb"],
             clamp=True,
             type="linear",
+            interpolate="rgb",
         ),
     )
     zeros = alt.Color(
-        "zeros:Q", title="% zeros", scale=alt.Scale(domain=[0, 25, 60, 100], range=["#1f6feb", "#d4a72c", "#e16f24", "#d1242f"])
+        "zeros:Q", title="% zeros", scale=alt.Scale(domain=[0, 25, 60, 100], range=["#1f6feb", "#d4a72c", "#e16f24", "#d1242f"], interpolate="rgb")
     )
     tips = [
         alt.Tooltip("module:N"),
@@ -110,7 +111,7 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
             .transform_filter(f"isValid(datum.{name})")
             .mark_rect(clip=True)
             .encode(
-                x=alt.X("from:Q", title="optimizer step", axis=alt.Axis(tickMinStep=1, format="~d")),
+                x=alt.X("from:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, format="~d")),
                 x2="to:Q",
                 y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
                 color=colour,

@@ -66,6 +66,7 @@ class Survey:
         self._calls: Counter[str] = Counter()
         self._casts: Counter[str] = Counter()
         self._computes: dict[str, torch.dtype] = {}
+        self._gradients: dict[int, tuple[torch.dtype, int]] = {}
         self.is_over = False
 
     def open(self) -> None:
@@ -95,6 +96,9 @@ class Survey:
             return
         self.is_over = True
         self._open.close()
+        for param in self._model.parameters():
+            if param.grad is not None:
+                self._gradients[id(param)] = param.grad.dtype, _bytes([param.grad])
         for row in self._rows:
             name = clean_name(row.module)
             self._calls[name] += 1
@@ -134,7 +138,7 @@ class Survey:
 
     def _branch(self, name: str, path: str, module: nn.Module, state: dict[int, dict[str, object]]) -> Branch:
         params = list(module.parameters(recurse=False))
-        grads = [param.grad for param in params if param.grad is not None]
+        grads = [self._gradients[id(param)] for param in params if id(param) in self._gradients]
         kept = [tensor for param in params for tensor in _tensors(state.get(id(param)))]
         computes = self._computes.get(clean_name(path))
         inside = [
@@ -146,12 +150,12 @@ class Survey:
             name=name or "(model)",
             path=path,
             kind=type(module).__name__,
-            weights=_named(params),
+            weights=_named(param.dtype for param in params),
             computes="" if computes is None else short_name(computes),
-            gradients=_named(grads),
-            state=_named(tensor for tensor in kept if tensor.dim()),
+            gradients=_named(dtype for dtype, _ in grads),
+            state=_named(tensor.dtype for tensor in kept if tensor.dim()),
             parameters=sum(local_of(param).numel() for param in params) + sum(b.parameters for b in inside),
-            held=_bytes([*params, *grads, *kept]) + sum(branch.held for branch in inside),
+            held=_bytes([*params, *kept]) + sum(size for _, size in grads) + sum(branch.held for branch in inside),
             casts=casts + sum(branch.casts or 0 for branch in inside) if self.sees_casts else None,
             inside=inside,
         )
@@ -169,8 +173,8 @@ def _tensors(entry: dict[str, object] | None) -> Iterator[Tensor]:
     yield from (value for value in (entry or {}).values() if isinstance(value, Tensor))
 
 
-def _named(tensors: Iterable[Tensor]) -> str:
-    return " ".join(dict.fromkeys(short_name(tensor.dtype) for tensor in tensors))
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    return " ".join(dict.fromkeys(map(short_name, dtypes)))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -64,6 +64,13 @@ class Headroom:
     def is_due(self) -> bool:
         """Whether another read is within the budget; a first one always is."""
         return self.seconds <= BUDGET * (time.perf_counter() - self._began)
+
+    def note_overflow(self, step: int, names: Iterable[str]) -> None:
+        """Add a skipped step by the names of the parameters that overflowed; nothing is read."""
+        owners = {clean_name(name).rpartition(".")[0] for name in names}
+        largest = torch.tensor([math.inf if name in owners else math.nan for name in self.modules])
+        if largest.isinf().any():
+            self._add(Column(step, step, largest, torch.full_like(largest, math.nan)))
 
     def read(self, step: int, result: StepResult) -> None:
         """Read the gradients that a step has left."""

@@ -40,7 +40,7 @@ class Skip:
         in_a_row: How many were skipped one after the other, this one included.
         parameters: Those whose gradients were not finite, in one line.
         meaning: What that says.
-        findings: What a second run of the step has found.
+        findings: What a second run of it, or of the next one skipped after it, has found.
     """
 
     step: int
@@ -63,6 +63,14 @@ def located(finding: Finding) -> str:
     op = finding.op.removeprefix("aten::").removesuffix(".default")
     module = f" in {finding.module}" if finding.module else ""
     return f"{op}{module}" + (f", {line}" if line else "")
+
+
+class Look(NamedTuple):
+    """What was found in a skipped step."""
+
+    step: int
+    how: str  # it was looked at
+    findings: tuple[Finding, ...]
 
 
 class History:
@@ -122,10 +130,12 @@ class History:
         counts[1] += 1
         return counts[1]
 
-    def explain(self, findings: Iterable[Finding]) -> None:
-        """Add what was found to the last skip."""
-        if self.skips:
-            self.skips[-1] = replace(self.skips[-1], findings=tuple(findings))
+    def explain(self, findings: Iterable[Finding], how: str) -> Look:
+        """Add what was found to the skips of the last run of them, and return it."""
+        look = Look(step=self.skips[-1].step, how=how, findings=tuple(findings))
+        for place in range(max(0, len(self.skips) - self.skips[-1].in_a_row), len(self.skips)):
+            self.skips[place] = replace(self.skips[place], findings=look.findings)
+        return look
 
     @property
     def has_scale(self) -> bool:

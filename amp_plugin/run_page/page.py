@@ -12,10 +12,11 @@ from amp_plugin.numerics.finding import Finding
 from amp_plugin.run_page.charts import curve_charts, map_charts
 from amp_plugin.run_page.dtypes import Branch
 from amp_plugin.run_page.headroom import Headroom
-from amp_plugin.run_page.history import History, Skip, located
+from amp_plugin.run_page.history import History, Look, Skip, located
 
 _MOST_LISTED: Final = 50  # skips in the table
 _NEAREST: Final = 3
+_FAR: Final = 40.0  # bits: no fp16
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
 _FONT = "system-ui, sans-serif"
@@ -44,7 +45,8 @@ class Facts:
     """All that a page shows.
 
     Attributes:
-        title: Name of the page.
+        title: The program.
+        name: Of the page.
         state: ``"running"``, ``"finished"``, or what ended the run.
         began, written: When, as text.
         history, headroom: What was measured.
@@ -52,13 +54,13 @@ class Facts:
         dtypes: That dtype.
         tree: The modules.
         rules: For each device, ops whose rule is unlike torch's: torch's and the one in force.
-        findings: What was wrong, in order.
-        how: How it was found, for each look.
+        looks: What was found in skipped steps, in order.
         surroundings: Versions, device, seed and options.
         command: What runs it again.
     """
 
     title: str
+    name: str
     state: str
     began: str
     written: str
@@ -68,8 +70,7 @@ class Facts:
     dtypes: Mapping[str, str]
     tree: Branch
     rules: Mapping[str, Mapping[str, tuple[str, str]]]
-    findings: Sequence[Finding]
-    how: Sequence[str]
+    looks: Sequence[Look]
     surroundings: Mapping[str, str]
     command: str
 
@@ -127,11 +128,11 @@ def render(facts: Facts) -> str:
         skips=history.skips[-_MOST_LISTED:],
         charts=charts if history.steps else {},
         maps=maps,
-        data={"curves": curves, "skips": history.marks(), "cells": cells},
+        data={"curves": curves, "skips": history.marks(), "cells": cells, "steps": history.steps},
         specs={**charts, **maps} if history.steps else {},
         themes=THEMES,
         runtime=_runtime(),
-        located=located,
+        looks=new_findings(facts.looks),
     )
     return text
 
@@ -151,41 +152,57 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
         when += f": {numbers}"
     yield "skipped", when if history.skipped else f"none of {history.steps} steps"
     if history.skipped:
-        yield "why", "; ".join(dict.fromkeys(_reason(skip) for skip in _with_reasons(history.skips)))
+        yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history.skips)))
     near = nearest(facts)
     if near:
         name, dtype, bits, step = near[0]
         yield "nearest to overflow", (
-            f"{name}: at step {step} its largest gradient in {dtype} had {bits:.1f} bits left, "
-            f"it could have been {2.0**bits:,.0f} times as large"
-            if bits < 40  # noqa: PLR2004
-            else f"no module: all have more than {int(bits)} bits left in {dtype}"
+            f"{name}: at step {step} its largest gradient had {bits:.1f} bits left in {dtype}; "
+            f"{2.0**bits:.3g} times as large, it would have overflowed"
+            if bits < _FAR
+            else f"no module: all have {int(bits)} bits left in {dtype}, or more"
         )
-    yield "change", _change(facts)
+    yield from (("" if place else "change", change) for place, change in enumerate(_changes(facts)))
 
 
-def _with_reasons(skips: Sequence[Skip]) -> list[Skip]:
-    """Return the skips that were explained, and the first of those that were not, if all were not."""
-    explained = [skip for skip in skips if skip.findings]
-    return explained or list(skips[:1])
+def _reasons(skips: Sequence[Skip]) -> list[str]:
+    """Return why steps were skipped, once for those with one reason, with their numbers."""
+    steps: dict[str, list[int]] = {}
+    for skip in skips:
+        steps.setdefault(_reason(skip), []).append(skip.step)
+    return [f"{_ranges(numbers, most=6)}: {reason}" for reason, numbers in steps.items()]
 
 
 def _reason(skip: Skip) -> str:
     if skip.findings:
         return f"{skip.findings[0].headline} ({skip.place})"
+    if skip.scale is not None and "nan" not in skip.parameters:
+        return "the loss scale was too high for the gradients and was lowered, which is how it is found"
     return f"{skip.parameters}. {skip.meaning}"
 
 
-def _change(facts: Facts) -> str:
-    if facts.findings:
-        return facts.findings[0].advice
-    history = facts.history
+def _changes(facts: Facts) -> list[str]:
+    history, found = facts.history, [finding for look in facts.looks for finding in look.findings]
+    if found:
+        return list(dict.fromkeys(finding.advice for finding in found))[:_NEAREST]
     if not history.skipped:
-        return "nothing"
+        return ["nothing"]
     if history.skipped <= _OFTEN * history.steps + 10 and history.has_scale:
         lowest = min(skip.scale for skip in history.skips if skip.scale is not None)
-        return f"nothing: few steps were skipped. init_scale={lowest / 2:g} would save those at the beginning"
-    return "look at the modules that overflow, below; compute them in fp32 or use bf16"
+        return [f"nothing: few were skipped. init_scale={lowest / 2:g} would save those at the beginning"]
+    return ["look at the modules that overflow, below; compute them in fp32 or use bf16"]
+
+
+def new_findings(looks: Iterable[Look]) -> list[tuple[Look, list[Finding]]]:
+    """Return each look with those of its findings that none before it had."""
+    known: set[tuple[object, ...]] = set()
+    kept = []
+    for look in looks:
+        new = [finding for finding in look.findings if (finding.headline, finding.place) not in known]
+        known |= {(finding.headline, finding.place) for finding in new}
+        if new or not look.findings:
+            kept.append((look, new))
+    return kept
 
 
 def nearest(facts: Facts) -> list[tuple[str, str, float, int]]:

@@ -6,9 +6,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, is_dataclass
+from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +25,7 @@ from amp_plugin.numerics.finding import Finding, rank_of_process
 from amp_plugin.run_page.dtypes import Survey
 from amp_plugin.run_page.flight import FlightRecorder
 from amp_plugin.run_page.headroom import BUDGET, Headroom
-from amp_plugin.run_page.history import History
+from amp_plugin.run_page.history import History, Look
 from amp_plugin.run_page.page import Facts, render, require_libraries
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
@@ -46,21 +46,24 @@ class HasStepLog(Protocol):
 class RunReport:
     """A page that follows a run while the block is open; see ``report``.
 
+    Args:
+        scaler, model, path: As for ``report``.
+        options: A dataclass of what the run was asked to do, for the page; or None.
+
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
-        findings: What was found in skipped steps, in order.
+        looks: What was found in skipped steps, in order.
         history: The steps.
     """
 
     def __init__(
-        self, scaler: HasStepLog, model: nn.Module, path: str | Path, *, options: Mapping[str, Any]
+        self, scaler: HasStepLog, model: nn.Module, path: str | Path, *, options: object
     ) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
         self.path = Path(path)
-        self._options = dict(options)
-        self.findings: list[Finding] = []
-        self._how: list[str] = []
+        self._options = options
+        self.looks: list[Look] = []
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
         self._flight = FlightRecorder(self._log, model, self._take_findings)
@@ -96,8 +99,9 @@ class RunReport:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Stop, and write the last page; it says what ended the run."""
-        self._log.read(wait=True)
         with self._open:
+            if error is None:
+                self._log.read(wait=True)
             self._flight.close()
             self._survey.close()
             first_line = str(error).partition("\n")[0]
@@ -113,7 +117,10 @@ class RunReport:
             self._meet(optimizer)
         self._survey.close()
         self.history.add(step)
-        if self._headroom.is_due() or step.result.skipped:
+        if step.result.skipped:
+            overflowed = step.result.overflow_report()
+            self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
+        elif self._headroom.is_due():
             self._headroom.read(self.history.steps, step.result)
         self._flight.look(step)
         waited = time.perf_counter() - self._written
@@ -129,10 +136,7 @@ class RunReport:
             self._scaler.register(optimizer, names=names)
 
     def _take_findings(self, findings: Sequence[Finding], how: str) -> None:
-        self.history.explain(findings)
-        known = {(finding.headline, finding.place) for finding in self.findings}
-        self.findings += [finding for finding in findings if (finding.headline, finding.place) not in known]
-        self._how += [how]
+        self.looks.append(self.history.explain(findings, how))
         self._written = 0.0  # worth a page
 
     def _try_to_write(self) -> None:
@@ -159,7 +163,8 @@ class RunReport:
         modules = self._headroom.modules
         limits = {name: torch.finfo(self._survey.dtype_of(name)).max for name in modules}
         return Facts(
-            title=self.path.name,
+            title=Path(sys.argv[0]).name or "python",
+            name=self.path.name,
             state=self._state,
             began=self._began,
             written=_now(),
@@ -169,8 +174,7 @@ class RunReport:
             dtypes={name: str(self._survey.dtype_of(name)).removeprefix("torch.") for name in modules},
             tree=self._survey.tree(self._optimizers.values()),
             rules=self._survey.rules_unlike_torchs(),
-            findings=self.findings,
-            how=self._how,
+            looks=self.looks,
             surroundings=self._surroundings(),
             command=shlex.join(sys.orig_argv),
         )
@@ -184,7 +188,8 @@ class RunReport:
         found |= {package: sys.modules[package].__version__ for package in loaded}
         ranks = os.environ.get("WORLD_SIZE", "1")
         found |= {"device": name, "ranks": ranks, "seed": str(torch.initial_seed()), "folder": str(Path.cwd())}
-        return found | {name: str(value) for name, value in self._options.items()}
+        options = fields(self._options) if is_dataclass(self._options) else ()
+        return found | {option.name: str(getattr(self._options, option.name)) for option in options}
 
 
 def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:
@@ -226,14 +231,10 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
         ...     page.history.steps
         3
     """
-    return RunReport(scaler, model, path, options=_options_of(scaler))
-
-
-def _options_of(scaler: Any) -> dict[str, Any]:
-    """Return the options of a scaler, a plugin or an accelerator."""
-    found = scaler.loss_scale.options if isinstance(scaler, GradScaler) else getattr(scaler, "settings", None)
-    enabled = {"enabled": scaler.is_enabled()} if isinstance(scaler, GradScaler) else {}
-    return {**enabled, **(asdict(found) if is_dataclass(found) and not isinstance(found, type) else {})}
+    if isinstance(scaler, GradScaler):
+        enabled = scaler.is_enabled()
+        return RunReport(scaler, model, path, options=scaler.loss_scale.options if enabled else None)
+    return RunReport(scaler, model, path, options=getattr(scaler, "settings", None))
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
