@@ -267,7 +267,7 @@ class AccelerateOptions(PrecisionOptions):
     ] = 50
     report: Annotated[
         str | Path | None,
-        Doc("A page of the run, rewritten while it goes on: see ``amp_plugin.report``. It waits for each step."),
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
     ] = None
     fp32_outputs: Annotated[
         bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")

@@ -258,7 +258,7 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
 
 
 def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:
-    """Return what :func:`diagnose` finds in a call, and the error that ended it, in words; empty if none did."""
+    """Return what :func:`diagnose` finds in a call, and the error that ended it as text, else ``""``."""
     failed = ""
     with diagnose(model, keep_going=True) as diagnosis:
         try:

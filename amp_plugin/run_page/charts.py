@@ -10,7 +10,9 @@ _HEIGHT: Final = 190
 _LEAST_ROW, _MOST_ROW, _MAP_HEIGHT = 4, 18, 620
 
 
-def curve_charts(*, has_scale: bool, has_loss: bool, has_skips: bool, several: bool) -> dict[str, dict[str, Any]]:
+def curve_charts(
+    *, has_scale: bool, has_loss: bool, has_skips: bool, several: bool
+) -> dict[str, dict[str, Any]]:
     """Return id -> chart of what is drawn over optimizer steps.
 
     Args:
@@ -24,7 +26,7 @@ def curve_charts(*, has_scale: bool, has_loss: bool, has_skips: bool, several: b
     def marked(curves: Any, title: str) -> dict[str, Any]:
         layers = [curves, _skips(alt)] if has_skips else [curves]
         chart = alt.layer(*layers).properties(width="container", height=_HEIGHT, description=title)
-        return chart.interactive(bind_y=False).to_dict()  # type: ignore[no-any-return]
+        return chart.interactive(bind_y=False).to_dict()
 
     charts = {}
     if has_scale:
@@ -41,7 +43,9 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
     axis = alt.Axis(format="~g" if base == 2 else "~e" if base else "~r", tickCount=5)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(names, as_=["kind", "value"])
-    found = found.transform_filter("isValid(datum.value) && datum.value > 0" if base else "isValid(datum.value)")
+    found = found.transform_filter(
+        "isValid(datum.value) && datum.value > 0" if base else "isValid(datum.value)"
+    )
     label = " : ".join(f"datum.kind == '{name}' ? '{text}'" for name, text in columns.items()) + " : ''"
     found = found.transform_calculate(what=label)
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(names) > 1 else None
@@ -52,8 +56,15 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     tips += [alt.Tooltip(f"{name}:Q", title=text, format=".5~g") for name, text in columns.items()]
     tips += [alt.Tooltip("optimizer:N")] if several else []
     curve = {"interpolate": "step-after"} if base == 2 else {}
-    encoded = found.mark_line(strokeWidth=1.6, point={"size": 45, "opacity": 0.01}, clip=True, **curve).encode(
-        x=alt.X("step:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, format="~d")),
+    encoded = found.mark_line(
+        strokeWidth=1.6, point={"size": 45, "opacity": 0.01}, clip=True, **curve
+    ).encode(
+        x=alt.X(
+            "step:Q",
+            title="optimizer step",
+            scale=alt.Scale(nice=False),
+            axis=alt.Axis(tickMinStep=1, format="~d"),
+        ),
         y=alt.Y("value:Q", title=None, scale=scale, axis=axis),
         color=colour,
         tooltip=tips,
@@ -91,7 +102,11 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
         ),
     )
     zeros = alt.Color(
-        "zeros:Q", title="% zeros", scale=alt.Scale(domain=[0, 25, 60, 100], range=["#1f6feb", "#d4a72c", "#e16f24", "#d1242f"], interpolate="rgb")
+        "zeros:Q",
+        title="% zeros",
+        scale=alt.Scale(
+            domain=[0, 25, 60, 100], range=["#1f6feb", "#d4a72c", "#e16f24", "#d1242f"], interpolate="rgb"
+        ),
     )
     tips = [
         alt.Tooltip("module:N"),
@@ -111,7 +126,12 @@ def map_charts(rows: int) -> dict[str, dict[str, Any]]:
             .transform_filter(f"isValid(datum.{name})")
             .mark_rect(clip=True)
             .encode(
-                x=alt.X("from:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=alt.Axis(tickMinStep=1, format="~d")),
+                x=alt.X(
+                    "from:Q",
+                    title="optimizer step",
+                    scale=alt.Scale(nice=False),
+                    axis=alt.Axis(tickMinStep=1, format="~d"),
+                ),
                 x2="to:Q",
                 y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
                 color=colour,

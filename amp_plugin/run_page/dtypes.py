@@ -155,7 +155,9 @@ class Survey:
             gradients=_named(dtype for dtype, _ in grads),
             state=_named(tensor.dtype for tensor in kept if tensor.dim()),
             parameters=sum(local_of(param).numel() for param in params) + sum(b.parameters for b in inside),
-            held=_bytes([*params, *kept]) + sum(size for _, size in grads) + sum(branch.held for branch in inside),
+            held=_bytes([*params, *kept])
+            + sum(size for _, size in grads)
+            + sum(branch.held for branch in inside),
             casts=casts + sum(branch.casts or 0 for branch in inside) if self.sees_casts else None,
             inside=inside,
         )

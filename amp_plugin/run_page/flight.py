@@ -1,4 +1,4 @@
-"""The flight recorder: keeps the last window's batches, and runs a step that was skipped again under diagnose.
+"""The flight recorder: keeps the last window's batches, and runs a skipped step again under diagnose.
 
 ::
 
@@ -6,8 +6,8 @@
     a loop that records nothing                      the model's calls run again, with the gradients of their
                                                      results; and the step that follows is watched as it runs
 
-A first skip is looked at where nothing is scaled, the third in a row under a loss scale, which overflows while it is
-found; and a nan there, which no loss scale makes.
+A first skip is looked at where nothing is scaled, the third in a row under a loss scale, which overflows
+while it is found; and there the first of a row with a nan, which a loss scale seldom makes.
 """
 
 from __future__ import annotations
@@ -60,12 +60,14 @@ class ModelCall:
             result.register_hook(partial(self.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
 
     def __call__(self) -> None:
-        """Run it again; its backward pass too, unless what came in there was not finite: the loss has made that."""
+        """Run it again; its backward pass too, if the loss has sent finite gradients into it."""
         with ExitStack() as stack:
             for state in self.regions:
                 stack.enter_context(state.region())
             output = self.model(*self.args, **self.kwargs)
-        results = [(result, self.gradients[i]) for i, result in _differentiable(output) if i in self.gradients]
+        results = [
+            (result, self.gradients[i]) for i, result in _differentiable(output) if i in self.gradients
+        ]
         with unwatched():
             are_finite = all(bool(torch.isfinite(given).all()) for _, given in results)
         if results and are_finite:

@@ -1,8 +1,8 @@
 """How near each module's gradients come to the ends of what its dtype can hold.
 
-Read after a step, where gradients are unscaled and clipped, and taken back to what the backward pass made: times
-loss scale, divided by the clip. The largest number is exact; the share of zeros is that of at most 4096 elements
-per parameter. A read waits until all reads together have taken at most 1 % of the time.
+Read after a step, where gradients are unscaled and clipped, and taken back to what the backward pass made:
+times loss scale, divided by the clip. The largest number is exact; the share of zeros is that of at most 4096
+elements per parameter. A read waits until all reads together have taken at most 1 % of the time.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Headroom:
             self.columns = [*(_joined(*pair) for pair in pairs), *odd]
 
     def bits(self, limits: Mapping[str, float]) -> Tensor:
-        """Return, modules x columns, how often the largest gradient could double: 0 has none left, -1 overflowed.
+        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed.
 
         Args:
             limits: The largest number that each module's dtype can hold.

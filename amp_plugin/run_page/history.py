@@ -100,14 +100,14 @@ class History:
         """Add a step that the host knows."""
         result = step.result
         number = self._number_of(step)
-        name = step.kind if len(self._counts) == 1 else f"{self._counts[id(step.optimizer())][0]}: {step.kind}"
+        name = (
+            step.kind if len(self._counts) == 1 else f"{self._counts[id(step.optimizer())][0]}: {step.kind}"
+        )
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
         self.steps += 1
-        point = Point(
-            number, name, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss)
-        )
+        point = Point(number, name, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss))
         self._points.append(point)
         if len(self._points) > _MOST_STEPS:
             self._points, self.per_point = _halved(self._points), self.per_point * 2

@@ -12,7 +12,7 @@ from amp_plugin.numerics.finding import Finding
 from amp_plugin.run_page.charts import curve_charts, map_charts
 from amp_plugin.run_page.dtypes import Branch
 from amp_plugin.run_page.headroom import Headroom
-from amp_plugin.run_page.history import History, Look, Skip, located
+from amp_plugin.run_page.history import History, Look, Skip
 
 _MOST_LISTED: Final = 50  # skips in the table
 _NEAREST: Final = 3
@@ -95,7 +95,9 @@ def _runtime() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script."""
     import vl_convert  # noqa: PLC0415 - of the extra
 
-    return str(vl_convert.javascript_bundle()).replace("</script", "<\\/script")
+    return str(vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")).replace(
+        "</script", "<\\/script"
+    )
 
 
 @cache
@@ -156,11 +158,14 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
     near = nearest(facts)
     if near:
         name, dtype, bits, step = near[0]
-        yield "nearest to overflow", (
-            f"{name}: at step {step} its largest gradient had {bits:.1f} bits left in {dtype}; "
-            f"{2.0**bits:.3g} times as large, it would have overflowed"
-            if bits < _FAR
-            else f"no module: all have {int(bits)} bits left in {dtype}, or more"
+        yield (
+            "nearest to overflow",
+            (
+                f"{name}: at step {step} its largest gradient had {bits:.1f} bits left in {dtype}; "
+                f"{2.0**bits:.3g} times as large, it would have overflowed"
+                if bits < _FAR
+                else f"no module: all have {int(bits)} bits left in {dtype}, or more"
+            ),
         )
     yield from (("" if place else "change", change) for place, change in enumerate(_changes(facts)))
 

@@ -12,7 +12,7 @@ from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 import torch
 from filelock import FileLock, Timeout
@@ -56,9 +56,7 @@ class RunReport:
         history: The steps.
     """
 
-    def __init__(
-        self, scaler: HasStepLog, model: nn.Module, path: str | Path, *, options: object
-    ) -> None:
+    def __init__(self, scaler: HasStepLog, model: nn.Module, path: str | Path, *, options: object) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
         self.path = Path(path)
@@ -187,7 +185,12 @@ class RunReport:
         loaded = [package for package in _PACKAGES if package in sys.modules]
         found |= {package: sys.modules[package].__version__ for package in loaded}
         ranks = os.environ.get("WORLD_SIZE", "1")
-        found |= {"device": name, "ranks": ranks, "seed": str(torch.initial_seed()), "folder": str(Path.cwd())}
+        found |= {
+            "device": name,
+            "ranks": ranks,
+            "seed": str(torch.initial_seed()),
+            "folder": str(Path.cwd()),
+        }
         options = fields(self._options) if is_dataclass(self._options) else ()
         return found | {option.name: str(getattr(self._options, option.name)) for option in options}
 
@@ -195,13 +198,13 @@ class RunReport:
 def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:
     """Write what precision does to a run into one HTML page, rewritten while the block is open.
 
-    The page shows loss scale, skipped steps, norms and loss; how near each module's gradients come to the ends
-    of their dtype; the dtypes of the model; and what was wrong with a skipped step: the last window's batches
-    are kept, so a step that was skipped is run again under :func:`diagnose` at once. It opens from disk without
-    a network.
+    The page shows loss scale, skipped steps, norms and loss; how near each module's gradients come to the
+    ends of their dtype; the dtypes of the model; and what was wrong with a skipped step: the last window's
+    batches are kept, so a skipped step is run again under :func:`diagnose` at once. It opens from disk
+    without a network.
 
-    The host waits for the device after each step. Gradients are read in at most 1 % of the time. The weights are
-    those of a run without a page.
+    The host waits for the device after each step. Gradients are read in at most 1 % of the time. The weights
+    are those of a run without a page.
 
     Args:
         scaler: What steps: a GradScaler (disabled in bf16 and fp32), a Fabric or Trainer plugin, or an
@@ -238,7 +241,7 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
 
 
 def _claimed(path: Path, stack: ExitStack) -> Path:
-    """Return the path, or the next free one where another process writes that; locked until the stack ends."""
+    """Return the path, or the next one that no other run writes, locked until the stack ends."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for number in range(1, _MOST_NAMES):
         chosen = path if number == 1 else path.with_name(f"{path.stem}-{number}{path.suffix}")

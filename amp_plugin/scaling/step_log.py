@@ -352,7 +352,7 @@ class StepLog:
         return len(self._late)
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
-        """Call ``subscriber`` with each step, in order, once the host knows it; ``first`` before the others."""
+        """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
         self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:

@@ -234,7 +234,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         return prepared
 
     def _begin_page(self) -> None:
-        """Draw the run from its first prepared model on; it ends with ``end_training`` or with the process."""
+        """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
         if self._settings.report is None or self._page is not None or not self._models:
             return
         from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
@@ -373,7 +373,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             self._scaler.end_iteration()
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward pass as Accelerator does; where nothing is scaled, the log of steps hears of the loss."""
+        """Run a backward pass as Accelerator does; the log of steps hears of an unscaled loss."""
         if self._engaged and not self._scaler.is_enabled():
             self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
         super().backward(loss, **kwargs)

@@ -38,7 +38,7 @@ class MonitorOptions:
 
     report: Annotated[
         str | Path | None,
-        Doc("A page of the run, rewritten while it goes on: see ``amp_plugin.report``. It waits for each step."),
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
     ] = None
 
     def __post_init__(self) -> None:
