@@ -6,8 +6,10 @@
     a loop that records nothing                      the model's calls run again, with the gradients of their
                                                      results; and the step that follows is watched as it runs
 
-A first skip is looked at where nothing is scaled, the third in a row under a loss scale, which overflows
-while it is found; and there the first of a row with a nan, which a loss scale seldom makes.
+The first of a row of skips is looked at where nothing is scaled, and the third under a loss scale, which
+overflows while it is found; the first at once if its gradients hold a nan, which a loss scale seldom makes.
+So is the first of a row of losses that are not finite, also if the step was taken: it ran with weights
+that are one update older then.
 """
 
 from __future__ import annotations
@@ -90,6 +92,7 @@ class FlightRecorder:
         self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
         self._looks = 0
+        self._had_bad_loss = False
 
     def open(self) -> None:
         """Keep windows from now on."""
@@ -123,10 +126,17 @@ class FlightRecorder:
         if call is not None:
             call.follow(output)
 
-    def look(self, step: LoggedStep) -> None:
-        """Look at a step: run it again if it was skipped and the loss scale alone does not explain that."""
+    def look(self, step: LoggedStep, *, has_bad_loss: bool) -> None:
+        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that.
+
+        Args:
+            step: What has just been.
+            has_bad_loss: Whether its loss was not finite; its gradients may be.
+        """
         self._end_watch()
-        if self._looks == _MOST_LOOKS or not self._is_worth_it(step) or self._log.replaying:
+        begins, self._had_bad_loss = has_bad_loss and not self._had_bad_loss, has_bad_loss
+        is_worth_it = begins or self._is_worth_it(step)
+        if self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
             return
         self._looks += 1
         with _buffers_kept(self._model):

@@ -66,7 +66,7 @@ def located(finding: Finding) -> str:
 
 
 class Look(NamedTuple):
-    """What was found in a skipped step."""
+    """What was found in a step that was skipped, or whose loss was not finite."""
 
     step: int
     how: str  # it was looked at
@@ -79,12 +79,16 @@ class History:
     Attributes:
         steps: How many there were, of all optimizers.
         skipped: How many of them were skipped.
+        has_bad_loss: Whether the loss of the last one was not finite.
+        bad_losses: The steps of which that is true.
         skips: The first of those, with their parameters.
         per_point: Steps that a point of the curves stands for.
     """
 
     def __init__(self) -> None:
         self.steps = self.skipped = 0
+        self.has_bad_loss = False
+        self.bad_losses: list[int] = []
         self.skips: list[Skip] = []
         self.per_point = 1
         self._points: list[Point] = []
@@ -106,6 +110,8 @@ class History:
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
+        self.has_bad_loss = loss is not None and not math.isfinite(loss)
+        self.bad_losses += [number] if self.has_bad_loss else []
         self.steps += 1
         point = Point(number, name, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss))
         self._points.append(point)
@@ -131,9 +137,11 @@ class History:
         return counts[1]
 
     def explain(self, findings: Iterable[Finding], how: str) -> Look:
-        """Add what was found to the skips of the last run of them, and return it."""
-        look = Look(step=self.skips[-1].step, how=how, findings=tuple(findings))
-        for place in range(max(0, len(self.skips) - self.skips[-1].in_a_row), len(self.skips)):
+        """Add what was found to the skips that have just been, in a row, and return it."""
+        last = self.last()
+        look = Look(step=last.step if last else 0, how=how, findings=tuple(findings))
+        row = self.skips[-1].in_a_row if self.skips and self.skips[-1].step >= look.step - 1 else 0
+        for place in range(max(0, len(self.skips) - row), len(self.skips)):
             self.skips[place] = replace(self.skips[place], findings=look.findings)
         return look
 

@@ -54,7 +54,7 @@ class Facts:
         dtypes: That dtype.
         tree: The modules.
         rules: For each device, ops whose rule is unlike torch's: torch's and the one in force.
-        looks: What was found in skipped steps, in order.
+        looks: What was found in steps that went wrong, in order.
         surroundings: Versions, device, seed and options.
         command: What runs it again.
     """
@@ -155,6 +155,8 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "skipped", when if history.skipped else f"none of {history.steps} steps"
     if history.skipped:
         yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history.skips)))
+    if history.bad_losses:
+        yield "loss not finite", _ranges(history.bad_losses)
     near = nearest(facts)
     if near:
         name, dtype, bits, step = near[0]
@@ -190,7 +192,7 @@ def _changes(facts: Facts) -> list[str]:
     history, found = facts.history, [finding for look in facts.looks for finding in look.findings]
     if found:
         return list(dict.fromkeys(finding.advice for finding in found))[:_NEAREST]
-    if not history.skipped:
+    if not history.skipped and not history.bad_losses:
         return ["nothing"]
     if history.skipped <= _OFTEN * history.steps + 10 and history.has_scale:
         lowest = min(skip.scale for skip in history.skips if skip.scale is not None)

@@ -52,7 +52,7 @@ class RunReport:
 
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
-        looks: What was found in skipped steps, in order.
+        looks: What was found in steps that went wrong, in order.
         history: The steps.
     """
 
@@ -120,7 +120,7 @@ class RunReport:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():
             self._headroom.read(self.history.steps, step.result)
-        self._flight.look(step)
+        self._flight.look(step, has_bad_loss=self.history.has_bad_loss)
         waited = time.perf_counter() - self._written
         if self._writes and waited > max(_SECONDS, self._cost / BUDGET):
             self._try_to_write()
