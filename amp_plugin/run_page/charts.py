@@ -53,7 +53,10 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     if len(names) > 1:
         colour.sort = list(columns.values())
     tips = [alt.Tooltip("step:Q", title="step")]
-    tips += [alt.Tooltip(f"{name}:Q", title=text, format=".5~g") for name, text in columns.items()]
+    tips += [
+        alt.Tooltip(f"{name}:Q", title=text, format=".8~g" if base == 2 else ".5~g")
+        for name, text in columns.items()
+    ]
     tips += [alt.Tooltip("optimizer:N")] if several else []
     curve = {"interpolate": "step-after"} if base == 2 else {}
     encoded = found.mark_line(
@@ -76,7 +79,7 @@ def _skips(alt: Any) -> Any:
     """Return a mark at each skipped step."""
     tips = [
         alt.Tooltip("step:Q", title="skipped step"),
-        alt.Tooltip("scale:Q", title="loss scale", format=".5~g"),
+        alt.Tooltip("scale:Q", title="loss scale", format=".8~g"),
         alt.Tooltip("parameters:N", title="not finite"),
         alt.Tooltip("found:N", title="found"),
     ]

@@ -92,7 +92,7 @@ class FlightRecorder:
         self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
         self._looks = 0
-        self._had_bad_loss = False
+        self._had_bad_loss = self._is_explained = False
 
     def open(self) -> None:
         """Keep windows from now on."""
@@ -134,16 +134,18 @@ class FlightRecorder:
             has_bad_loss: Whether its loss was not finite; its gradients may be.
         """
         self._end_watch()
-        begins, self._had_bad_loss = has_bad_loss and not self._had_bad_loss, has_bad_loss
-        is_worth_it = begins or self._is_worth_it(step)
-        if self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
+        is_worth_it = (has_bad_loss and not self._had_bad_loss) or self._is_worth_it(step)
+        self._had_bad_loss = has_bad_loss
+        if not (has_bad_loss or step.result.skipped):
+            self._is_explained = False
+        if self._is_explained or self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
             return
         self._looks += 1
         with _buffers_kept(self._model):
             explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
         findings, how = explained or ((), "")
         if findings or any(not isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
-            self._found(findings, how)
+            self._tell(findings, how)
             return
         self._watching = Diagnosis(self._model, keep_going=True)
         self._watching.__enter__()
@@ -166,7 +168,11 @@ class FlightRecorder:
             watching.__exit__(None, None, None)
             findings = watching.findings
             nothing = "Nothing like it was found: record the step with scaler.recorded(call, batch)."
-            self._found(findings, "The step after it was watched." + (f" {nothing}" if not findings else ""))
+            self._tell(findings, "The step after it was watched." + (f" {nothing}" if not findings else ""))
+
+    def _tell(self, findings: Sequence[Finding], how: str) -> None:
+        self._is_explained = self._is_explained or bool(findings)
+        self._found(findings, how)
 
 
 def _differentiable(output: Any) -> list[tuple[int, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     """One optimizer step, or several in a row of a long run."""
 
     step: int  # counted from 1 for each optimizer
-    optimizer: str
+    optimizer: int  # its place among those that have stepped
     scale: float | None
     before: float | None  # norm of the unscaled gradients before clipping
     after: float | None  # the same after clipping
@@ -35,16 +35,14 @@ class Skip:
 
     Attributes:
         step: Its number, counted from 1 for its optimizer.
-        optimizer: Its optimizer's type, with a number where there are several.
         scale: Loss scale of its gradients; None if nothing is scaled.
         in_a_row: How many were skipped one after the other, this one included.
         parameters: Those whose gradients were not finite, in one line.
         meaning: What that says.
-        findings: What a second run of it, or of the next one skipped after it, has found.
+        findings: What was found in it, or in another one skipped in a row with it.
     """
 
     step: int
-    optimizer: str
     scale: float | None
     in_a_row: int
     parameters: str
@@ -92,7 +90,8 @@ class History:
         self.skips: list[Skip] = []
         self.per_point = 1
         self._points: list[Point] = []
-        self._counts: dict[int, list[int]] = {}  # of each optimizer: its number, its steps
+        self._counts: dict[int, tuple[int, int]] = {}  # of each optimizer: its place, its steps
+        self._kinds: list[str] = []
         self._losses: list[Tensor] = []
 
     def hear_loss(self, loss: Any) -> None:
@@ -103,17 +102,16 @@ class History:
     def add(self, step: LoggedStep) -> None:
         """Add a step that the host knows."""
         result = step.result
-        number = self._number_of(step)
-        name = (
-            step.kind if len(self._counts) == 1 else f"{self._counts[id(step.optimizer())][0]}: {step.kind}"
-        )
+        optimizer, number = self._count(step)
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
         self.has_bad_loss = loss is not None and not math.isfinite(loss)
         self.bad_losses += [number] if self.has_bad_loss else []
         self.steps += 1
-        point = Point(number, name, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss))
+        point = Point(
+            number, optimizer, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss)
+        )
         self._points.append(point)
         if len(self._points) > _MOST_STEPS:
             self._points, self.per_point = _halved(self._points), self.per_point * 2
@@ -122,26 +120,28 @@ class History:
             report = result.overflow_report()
             skip = Skip(
                 step=number,
-                optimizer=name,
                 scale=scale,
                 in_a_row=step.in_a_row,
                 parameters=report.summary(),
                 meaning=report.meaning(),
+                findings=self.skips[-1].findings if step.in_a_row > 1 and self.skips else (),
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
 
-    def _number_of(self, step: LoggedStep) -> int:
-        """Return the number of a step among those of its optimizer."""
-        counts = self._counts.setdefault(id(step.optimizer()), [len(self._counts), 0])
-        counts[1] += 1
-        return counts[1]
+    def _count(self, step: LoggedStep) -> tuple[int, int]:
+        """Return the place of a step's optimizer, and the step's number among its steps."""
+        place, steps = self._counts.get(id(step.optimizer()), (len(self._counts), 0))
+        self._counts[id(step.optimizer())] = place, steps + 1
+        if place == len(self._kinds):
+            self._kinds.append(step.kind)
+        return place, steps + 1
 
-    def explain(self, findings: Iterable[Finding], how: str) -> Look:
+    def explain(self, findings: Sequence[Finding], how: str) -> Look:
         """Add what was found to the skips that have just been, in a row, and return it."""
         last = self.last()
         look = Look(step=last.step if last else 0, how=how, findings=tuple(findings))
         row = self.skips[-1].in_a_row if self.skips and self.skips[-1].step >= look.step - 1 else 0
-        for place in range(max(0, len(self.skips) - row), len(self.skips)):
+        for place in range(max(0, len(self.skips) - row), len(self.skips)) if findings else ():
             self.skips[place] = replace(self.skips[place], findings=look.findings)
         return look
 
@@ -161,7 +161,8 @@ class History:
 
     def curves(self) -> Columns:
         """Return a column for each number of the points."""
-        return {name: [getattr(point, name) for point in self._points] for name in Point._fields}
+        columns = {name: [getattr(point, name) for point in self._points] for name in Point._fields}
+        return columns | {"optimizer": [f"{i}: {self._kinds[i]}" for i in columns["optimizer"]]}
 
     def marks(self) -> Columns:
         """Return a column for each thing to know of the skips."""

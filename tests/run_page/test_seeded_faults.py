@@ -52,7 +52,9 @@ def missed(fault: Fault, folder: Path) -> str:
     text = page_of(fault, folder)
     names_op = re.search(rf"(::_?|\b)({fault.op})\b", text.partition("line")[0])
     names_line = re.search(rf"seeded_faults\.py:{fault.line}\b", text)
-    return "" if names_op and names_line else f"{fault.name} (line {fault.line}): {' '.join(text.split())[:500]}"
+    return (
+        "" if names_op and names_line else f"{fault.name} (line {fault.line}): {' '.join(text.split())[:500]}"
+    )
 
 
 @pytest.mark.native
