@@ -83,16 +83,17 @@ class FlightRecorder:
         log: The steps; it waits for the device after each, so that the batch at hand is that of the step.
         model: What is trained.
         found: Called with the findings of a skipped step, and how they were found.
+        watches: Whether the step after it may be watched: its weights are sound if the bad one was skipped.
     """
 
-    def __init__(self, log: StepLog, model: nn.Module, found: Found) -> None:
-        self._log, self._model, self._found = log, model, found
+    def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
+        self._log, self._model, self._found, self._watches = log, model, found, watches
         self._was_exact = log.exact
         self._hooks: list[RemovableHandle] = []
         self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
         self._looks = 0
-        self._had_bad_loss = self._is_explained = False
+        self._was_wrong = self._is_explained = False
 
     def open(self) -> None:
         """Keep windows from now on."""
@@ -126,17 +127,17 @@ class FlightRecorder:
         if call is not None:
             call.follow(output)
 
-    def look(self, step: LoggedStep, *, has_bad_loss: bool) -> None:
+    def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
         """Look at a step: run it again if it went wrong and the loss scale alone does not explain that.
 
         Args:
             step: What has just been.
-            has_bad_loss: Whether its loss was not finite; its gradients may be.
+            is_wrong: Whether its loss was not finite, or its gradients though it was taken.
         """
         self._end_watch()
-        is_worth_it = (has_bad_loss and not self._had_bad_loss) or self._is_worth_it(step)
-        self._had_bad_loss = has_bad_loss
-        if not (has_bad_loss or step.result.skipped):
+        is_worth_it = (is_wrong and not self._was_wrong) or self._is_worth_it(step)
+        self._was_wrong = is_wrong
+        if not (is_wrong or step.result.skipped):
             self._is_explained = False
         if self._is_explained or self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
             return
@@ -146,6 +147,12 @@ class FlightRecorder:
         findings, how = explained or ((), "")
         if findings or any(not isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
             self._tell(findings, how)
+            return
+        if not self._watches:
+            self._is_explained = True  # the weights are lost from now on
+            self._found(
+                (), "The model's calls were run again and were finite: amp-plugin diagnose watches all."
+            )
             return
         self._watching = Diagnosis(self._model, keep_going=True)
         self._watching.__enter__()

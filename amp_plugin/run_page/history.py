@@ -77,16 +77,16 @@ class History:
     Attributes:
         steps: How many there were, of all optimizers.
         skipped: How many of them were skipped.
-        has_bad_loss: Whether the loss of the last one was not finite.
-        bad_losses: The steps of which that is true.
+        is_wrong: Whether the loss of the last one was not finite, or its gradients though it was taken.
+        wrong_steps: The steps of which that is true.
         skips: The first of those, with their parameters.
         per_point: Steps that a point of the curves stands for.
     """
 
     def __init__(self) -> None:
         self.steps = self.skipped = 0
-        self.has_bad_loss = False
-        self.bad_losses: list[int] = []
+        self.is_wrong = False
+        self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []
         self.per_point = 1
         self._points: list[Point] = []
@@ -106,8 +106,10 @@ class History:
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
-        self.has_bad_loss = loss is not None and not math.isfinite(loss)
-        self.bad_losses += [number] if self.has_bad_loss else []
+        taken = None if result.skipped else result.norm
+        told = [value for value in (loss, taken) if value is not None]
+        self.is_wrong = not all(math.isfinite(float(value)) for value in told)
+        self.wrong_steps += [number] if self.is_wrong else []
         self.steps += 1
         point = Point(
             number, optimizer, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss)

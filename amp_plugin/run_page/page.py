@@ -155,8 +155,8 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "skipped", when if history.skipped else f"none of {history.steps} steps"
     if history.skipped:
         yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history.skips)))
-    if history.bad_losses:
-        yield "loss not finite", _ranges(history.bad_losses)
+    if history.wrong_steps:
+        yield "loss not finite", _ranges(history.wrong_steps)
     near = nearest(facts)
     if near:
         name, dtype, bits, step = near[0]
@@ -192,7 +192,7 @@ def _changes(facts: Facts) -> list[str]:
     history, found = facts.history, [finding for look in facts.looks for finding in look.findings]
     if found:
         return list(dict.fromkeys(finding.advice for finding in found))[:_NEAREST]
-    if not history.skipped and not history.bad_losses:
+    if not history.skipped and not history.wrong_steps:
         return ["nothing"]
     if history.skipped <= _OFTEN * history.steps + 10 and history.has_scale:
         lowest = min(skip.scale for skip in history.skips if skip.scale is not None)

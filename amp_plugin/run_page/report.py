@@ -49,6 +49,7 @@ class RunReport:
     Args:
         scaler, model, path: As for ``report``.
         options: A dataclass of what the run was asked to do, for the page; or None.
+        skips: Whether steps that are not finite are skipped.
 
     Attributes:
         path: Where the page lies; of rank 0, which writes it.
@@ -56,7 +57,15 @@ class RunReport:
         history: The steps.
     """
 
-    def __init__(self, scaler: HasStepLog, model: nn.Module, path: str | Path, *, options: object) -> None:
+    def __init__(
+        self,
+        scaler: HasStepLog,
+        model: nn.Module,
+        path: str | Path,
+        *,
+        options: object,
+        skips: bool = True,
+    ) -> None:
         require_libraries()
         self._scaler, self._log, self._model = scaler, scaler.step_log, model
         self.path = Path(path)
@@ -64,7 +73,7 @@ class RunReport:
         self.looks: list[Look] = []
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
-        self._flight = FlightRecorder(self._log, model, self._take_findings)
+        self._flight = FlightRecorder(self._log, model, self._take_findings, watches=skips)
         self._optimizers: dict[int, Optimizer] = {}
         self._open = ExitStack()
         self._writes = (rank_of_process() or 0) == 0
@@ -120,7 +129,7 @@ class RunReport:
             self._headroom.note_overflow(self.history.steps, (*overflowed.inf, *overflowed.nan))
         elif self._headroom.is_due():
             self._headroom.read(self.history.steps, step.result)
-        self._flight.look(step, has_bad_loss=self.history.has_bad_loss)
+        self._flight.look(step, is_wrong=self.history.is_wrong)
         waited = time.perf_counter() - self._written
         if self._writes and waited > max(_SECONDS, self._cost / BUDGET):
             self._try_to_write()

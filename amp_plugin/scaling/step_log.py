@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -250,6 +251,19 @@ _Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], No
 # What the host learns later: the flag if it is known, the flag waited for, and what is done then.
 
 
+_followers: list[Callable[[StepLog], None]] = []
+
+
+@contextmanager
+def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
+    """Call ``follower`` with each log that is made while the block is open: of programs nobody edits."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
 class StepLog:
     """The steps of a scaler's optimizers.
 
@@ -281,6 +295,8 @@ class StepLog:
         self.calls: list[RecordedCall] = []
         self._window_is_over = True
         self._keeps_calls = False
+        for follower in _followers:
+            follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult, *, scaled_dynamically: bool) -> None:
         """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.

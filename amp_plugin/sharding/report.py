@@ -241,6 +241,8 @@ def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
         rows.append(None)
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
+        if not any(entered is module for entered, _, _ in open_calls):
+            return  # it was entered before the block
         entered, place, taken = open_calls.pop()
         while entered is not module:  # an error has ended its calls
             entered, place, taken = open_calls.pop()
