@@ -23,7 +23,7 @@ BUDGET: Final = 0.01
 """The share of a run's time that reads may take."""
 
 _MOST_ELEMENTS = 4096
-_MOST_COLUMNS = 240  # of the map; beyond, two neighbours become one
+_MOST_COLUMNS = 360  # of the map; beyond, two neighbours become one
 _MOST_ROWS = 250
 
 

@@ -17,6 +17,7 @@ from amp_plugin.run_page.history import History, Look, Skip
 _MOST_LISTED: Final = 50  # skips in the table
 _NEAREST: Final = 3
 _FAR: Final = 40.0  # bits: no fp16
+_EARLY: Final = 20  # steps in which a loss scale is found
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
 _FONT = "system-ui, sans-serif"
@@ -55,7 +56,8 @@ class Facts:
         tree: The modules.
         rules: For each device, ops whose rule is unlike torch's: torch's and the one in force.
         looks: What was found in steps that went wrong, in order.
-        surroundings: Versions, device, seed and options.
+        surroundings: Versions, device and seed.
+        options: What the run was asked to do.
         command: What runs it again.
     """
 
@@ -72,6 +74,7 @@ class Facts:
     rules: Mapping[str, Mapping[str, tuple[str, str]]]
     looks: Sequence[Look]
     surroundings: Mapping[str, str]
+    options: Mapping[str, str]
     command: str
 
 
@@ -194,9 +197,11 @@ def _changes(facts: Facts) -> list[str]:
         return list(dict.fromkeys(finding.advice for finding in found))[:_NEAREST]
     if not history.skipped and not history.wrong_steps:
         return ["nothing"]
-    if history.skipped <= _OFTEN * history.steps + 10 and history.has_scale:
-        lowest = min(skip.scale for skip in history.skips if skip.scale is not None)
-        return [f"nothing: few were skipped. init_scale={lowest / 2:g} would save those at the beginning"]
+    early = [skip.scale for skip in history.skips if skip.step <= _EARLY and skip.scale is not None]
+    if early and len(early) == history.skipped:
+        return [f"nothing; init_scale={min(early) / 2:g} would save these steps"]
+    if history.has_scale and history.skipped - len(early) <= _OFTEN * history.steps:
+        return ["nothing: a few skips keep the loss scale as high as the gradients allow"]
     return ["look at the modules that overflow, below; compute them in fp32 or use bf16"]
 
 

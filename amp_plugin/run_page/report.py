@@ -168,6 +168,7 @@ class RunReport:
 
     def _facts(self) -> Facts:
         modules = self._headroom.modules
+        options = fields(self._options) if is_dataclass(self._options) else ()
         limits = {name: torch.finfo(self._survey.dtype_of(name)).max for name in modules}
         return Facts(
             title=Path(sys.argv[0]).name or "python",
@@ -183,6 +184,7 @@ class RunReport:
             rules=self._survey.rules_unlike_torchs(),
             looks=self.looks,
             surroundings=self._surroundings(),
+            options={option.name: str(getattr(self._options, option.name)) for option in options},
             command=shlex.join(sys.orig_argv),
         )
 
@@ -200,8 +202,7 @@ class RunReport:
             "seed": str(torch.initial_seed()),
             "folder": str(Path.cwd()),
         }
-        options = fields(self._options) if is_dataclass(self._options) else ()
-        return found | {option.name: str(getattr(self._options, option.name)) for option in options}
+        return found
 
 
 def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") -> RunReport:

@@ -300,7 +300,7 @@ class PerOptimizerState:
         seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
         return StepResult(
             norm=(norm if self.norm is None else self.norm) if seen else None,
-            clipped=partial(_clipped, norm, self.clip) if seen else lambda: None,
+            clipped=partial(_clipped, norm, self.clip) if seen else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,

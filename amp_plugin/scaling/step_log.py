@@ -107,7 +107,7 @@ class StepResult:
         self,
         *,
         norm: Tensor | None,
-        clipped: Callable[[], Tensor | None] = lambda: None,
+        clipped: Callable[[], Tensor] | None = None,
         found_inf: Tensor,
         scale_before: Tensor | None,
         report: Callable[[], OverflowReport],
@@ -176,8 +176,7 @@ class StepResult:
     @property
     def clipped_norm(self) -> Tensor | None:
         """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
-        clipped = self._clipped()
-        return self.norm if clipped is None else clipped
+        return self.norm if self._clipped is None else self._clipped()
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""
