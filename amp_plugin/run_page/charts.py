@@ -89,59 +89,43 @@ def _skips(alt: Any) -> Any:
     return alt.layer(rules, heads.encode(y=alt.value(4)))
 
 
+_RED, _ORANGE, _YELLOW, _GREEN, _BLUE = "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#1f6feb"
+_MAPS: Final = {  # figure -> legend, description, domain and colours
+    "bits": (
+        "bits left",
+        "Bits of headroom of each module's largest gradient, by step",
+        [-1, 0, 2, 5, 9, 14],
+        ["#82071e", _RED, _ORANGE, _YELLOW, _GREEN, _BLUE],
+    ),
+    "zeros": (
+        "% zeros",
+        "Share of each module's gradients that is zero, by step",
+        [0, 25, 60, 100],
+        [_BLUE, _YELLOW, _ORANGE, _RED],
+    ),
+}
+
+
 def map_charts(rows: int) -> dict[str, dict[str, Any]]:
     """Return id -> map of modules x steps: bits of headroom, and the share of zeros."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
-    bits = alt.Color(
-        "bits:Q",
-        title="bits left",
-        scale=alt.Scale(
-            domain=[-1, 0, 2, 5, 9, 14],
-            range=["#82071e", "#d1242f", "#e16f24", "#d4a72c", "#57ab5a", "#1f6feb"],
-            clamp=True,
-            type="linear",
-            interpolate="rgb",
-        ),
-    )
-    zeros = alt.Color(
-        "zeros:Q",
-        title="% zeros",
-        scale=alt.Scale(
-            domain=[0, 25, 60, 100], range=["#1f6feb", "#d4a72c", "#e16f24", "#d1242f"], interpolate="rgb"
-        ),
-    )
-    tips = [
-        alt.Tooltip("module:N"),
-        alt.Tooltip("first:Q", title="step"),
-        alt.Tooltip("last:Q", title="to step"),
-        alt.Tooltip("bits:Q", title="bits left (-1: overflow)"),
-        alt.Tooltip("zeros:Q", title="% zeros"),
-    ]
+    titles = {"first": "step", "last": "to step", "bits": "bits left (-1: overflow)", "zeros": "% zeros"}
+    tips = [alt.Tooltip("module:N"), *(alt.Tooltip(f"{name}:Q", title=text) for name, text in titles.items())]
     height = max(60, min(_MAP_HEIGHT, _MOST_ROW * rows, max(_LEAST_ROW * rows, 12 * min(rows, 30))))
     charts = {}
-    for name, colour, title in (
-        ("bits", bits, "Bits of headroom of each module's largest gradient, by step"),
-        ("zeros", zeros, "Share of each module's gradients that is zero, by step"),
-    ):
-        chart = (
-            alt.Chart(alt.NamedData("cells"), description=title)
-            .transform_filter(f"isValid(datum.{name})")
-            .mark_rect(clip=True)
-            .encode(
-                x=alt.X(
-                    "from:Q",
-                    title="optimizer step",
-                    scale=alt.Scale(nice=False),
-                    axis=alt.Axis(tickMinStep=1, format="~d"),
-                ),
-                x2="to:Q",
-                y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
-                color=colour,
-                tooltip=tips,
-            )
-            .properties(width="container", height=height)
-            .interactive(bind_y=False)
+    for name, (legend, description, domain, colours) in _MAPS.items():
+        scale = alt.Scale(domain=domain, range=colours, clamp=True, type="linear", interpolate="rgb")
+        steps = alt.Axis(tickMinStep=1, format="~d")
+        chart = alt.Chart(alt.NamedData("cells"), description=description)
+        cells = chart.transform_filter(f"isValid(datum.{name})").mark_rect(clip=True)
+        encoded = cells.encode(
+            x=alt.X("from:Q", title="optimizer step", scale=alt.Scale(nice=False), axis=steps),
+            x2="to:Q",
+            y=alt.Y("module:N", sort=None, title=None, axis=alt.Axis(labelLimit=170, labelOverlap=True)),
+            color=alt.Color(f"{name}:Q", title=legend, scale=scale),
+            tooltip=tips,
         )
-        charts[name] = chart.to_dict()
+        sized = encoded.properties(width="container", height=height)
+        charts[name] = sized.interactive(bind_y=False).to_dict()
     return charts
