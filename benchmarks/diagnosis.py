@@ -115,7 +115,7 @@ def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: s
                 ),
             },
             rounds=setting.rounds(15),
-            gates=(Gate(limit=1.02, against=NOT_DRAWN),) if setting.device == "cpu" else (),
+            gates=(Gate(limit=1.05, against=NOT_DRAWN),) if setting.device == "cpu" else (),
         )
 
 
