@@ -265,6 +265,10 @@ class AccelerateOptions(PrecisionOptions):
             "the parameters; 0 goes on for ever."
         ),
     ] = 50
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
     fp32_outputs: Annotated[
         bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")
     ] = True

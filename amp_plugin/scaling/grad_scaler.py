@@ -147,6 +147,8 @@ class GradScaler(TorchNames):
             FloatingPointError: As :meth:`update`.
             ValueError: ``outputs`` is something else, or ``name`` unknown.
         """
+        if not torch.compiler.is_compiling():
+            self.step_log.note_loss(outputs)
         if not self._enabled:
             return outputs
         watched = bool(name or self._scales.named or self._units.requested)

@@ -326,6 +326,7 @@ class PerOptimizerState:
         seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
         return StepResult(
             norm=(norm if self.norm is None else self.norm) if seen else None,
+            clipped=partial(_clipped, norm, self.clip) if seen else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
@@ -361,3 +362,8 @@ class StepPastScaler:
         state = self._state()
         if state is not None:
             state.refuse_step_past_scaler()
+
+
+def _clipped(norm: Tensor, clip: FoldedClip | None) -> Tensor:
+    """Return the norm of what a step used: as measured there, times a clip that was left to it."""
+    return norm if clip is None else norm * clip.factor()

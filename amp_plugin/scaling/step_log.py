@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -104,6 +105,7 @@ class StepResult:
         self,
         *,
         norm: Tensor | None,
+        clipped: Callable[[], Tensor] | None = None,
         found_inf: Tensor,
         scale_before: Tensor | None,
         report: Callable[[], OverflowReport],
@@ -112,6 +114,7 @@ class StepResult:
         obstacle: str = _NOTHING_TO_DO,
     ) -> None:
         self.norm = norm
+        self._clipped = clipped
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
@@ -167,6 +170,11 @@ class StepResult:
     def scale_after(self) -> float:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
         return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
+
+    @property
+    def clipped_norm(self) -> Tensor | None:
+        """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
+        return self.norm if self._clipped is None else self._clipped()
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""
@@ -239,6 +247,19 @@ _Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], No
 # What the host learns later: the flag if it is known, the flag waited for, and what is done then.
 
 
+_followers: list[Callable[[StepLog], None]] = []
+
+
+@contextmanager
+def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
+    """Call ``follower`` with each log that is made while the block is open: of programs nobody edits."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
 class StepLog:
     """The steps of a scaler's optimizers.
 
@@ -249,14 +270,19 @@ class StepLog:
         skipped_before: As given.
         exact: Whether each step waits for the device, so that every skip is known at once.
         replaying: Whether a step is being run again at the moment.
+        hear_loss: Called with each loss that a backward pass begins from, before it is scaled; None: nobody.
+        keeps_window: Whether the calls of a window are kept while no step is skipped too.
         has_steps: Whether a step was taken or skipped.
-        calls: The forward and backward passes of the present window; empty unless steps are being skipped.
+        calls: The forward and backward passes of the present window; empty unless steps are being skipped,
+            or ``keeps_window``.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before
         self.exact = False
         self.replaying = False
+        self.hear_loss: Callable[[Any], None] | None = None
+        self.keeps_window = False
         self.has_steps = False
         self._records: dict[int, _Record] = {}
         self._late: deque[_Late] = deque()
@@ -267,6 +293,8 @@ class StepLog:
         self._keeps_calls = False
         self._has_taken = False  # a step since the last run
         self._last_skip: LoggedStep | None = None  # of a run that has taken none
+        for follower in _followers:
+            follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
         """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.
@@ -298,6 +326,11 @@ class StepLog:
             on_its_way = HostFlag(flag)
             self._late.append((on_its_way.known, on_its_way.wait, then))
 
+    def note_loss(self, loss: Any) -> None:
+        """Hand a loss that a backward pass begins from to who listens."""
+        if self.hear_loss is not None and not self.replaying:
+            self.hear_loss(loss)
+
     def begin_anew(self, skipped_before: int) -> None:
         """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
         self.skipped_before = skipped_before
@@ -326,9 +359,9 @@ class StepLog:
         if last is not None:
             warn(f"the run has ended and no optimizer step was taken: {_skipped_text(last)}")
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with each step, in order, once the host knows it."""
-        self._subscribers.append(subscriber)
+    def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
+        """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
+        self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` no more."""
@@ -379,12 +412,12 @@ class StepLog:
         return record
 
     def remember(self, call: Callable[[], Any]) -> None:
-        """Remember a call that is about to run forward and backward passes, while steps are being skipped."""
+        """Remember a call that is about to run forward and backward passes, where calls are kept."""
         if self.replaying:
             return
         if self._window_is_over:
             self.calls.clear()
-            self._window_is_over, self._keeps_calls = False, self.is_skipping()
+            self._window_is_over, self._keeps_calls = False, self.keeps_window or self.is_skipping()
         if self._keeps_calls:
             self.calls.append(RecordedCall(call, random_state()))
 

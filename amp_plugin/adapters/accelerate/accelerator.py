@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -54,6 +56,9 @@ from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
+
+if TYPE_CHECKING:
+    from amp_plugin.run_page.report import RunReport
 
 T = TypeVar("T")
 _REDUCE_UNDER_DDP = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
@@ -113,6 +118,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._unprepared = Unprepared()
         self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
         self._engaged = self._under_deepspeed = False
+        self._page: RunReport | None = None
         super().__init__(**given)
         self._engaged = is_ours(
             self.distributed_type,
@@ -174,6 +180,10 @@ class AmpAccelerator(HasScaler, Accelerator):
     def _follow_log(self) -> None:
         self._scaler.step_log.exact = self._settings.exact_schedulers
         self._scaler.step_log.subscribe(self._look)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the page, which belongs to this run."""
+        return {**vars(self), "_page": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Look at the steps of the copied scaler, whose log is empty."""
@@ -237,6 +247,7 @@ class AmpAccelerator(HasScaler, Accelerator):
                     self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
         self._register_names()
         self._weights.add(self._models, map(torch_optimizer, self._optimizers))
+        self._begin_page()
         return prepared
 
     def _join_engine(self) -> None:
@@ -252,6 +263,25 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
         self._stepping.shown = self._scaler if self._scaler.is_enabled() else None
         register(self._scaler, engine.optimizer, [engine.module])
+
+    def _begin_page(self) -> None:
+        """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
+        if self._settings.report is None or self._page is not None or not self._models:
+            return
+        from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
+
+        models = [self.unwrap_model(model) for model in self._models]
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._page = RunReport(self, model, self._settings.report, options=self._settings)
+        self._page.__enter__()
+        atexit.register(self._end_page)
+
+    def _end_page(self) -> None:
+        page, self._page = self._page, None
+        if page is not None:
+            atexit.unregister(self._end_page)
+            error: BaseException | None = getattr(sys, "last_value", None)
+            page.__exit__(None if error is None else type(error), error, None)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights of models and put ``fp32_modules`` under fp32, before they are wrapped or moved.
@@ -373,6 +403,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         if self._scaler.is_enabled() or self._under_deepspeed:
             self._watched_backward(loss, **kwargs)
         else:
+            if self._engaged:
+                self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
             super().backward(loss, **kwargs)
 
     @outside_graphs
@@ -555,6 +587,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         Warns if all of its steps were skipped.
         """
         super().end_training()
+        self._end_page()
         if self._knows_steps:
             self._unprepared.release()
             self._scaler.step_log.end_run(self.on_main_process(warn_user))

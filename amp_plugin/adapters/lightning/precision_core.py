@@ -28,7 +28,6 @@ from amp_plugin.precision import (
     warn_of_slow_fp16,
 )
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
@@ -287,11 +286,6 @@ class PrecisionCore(HasScaler):
             return False
         scheduler.step(*args)
         return True
-
-    @property
-    def step_log(self) -> StepLog:
-        """The log of the scaler's steps."""
-        return self._scaler.step_log
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count a step; only once it is over, since a closure may raise."""
