@@ -30,6 +30,7 @@ from typing_extensions import Self
 
 from amp_plugin.numerics.op import listed
 from amp_plugin.numerics.places import Place, place_in_trace
+from amp_plugin.numerics.rounding import distance
 from amp_plugin.numerics.values import as_json
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.replay import restore_random_state
@@ -148,6 +149,11 @@ class CompiledComparison:
 
         return call
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was compiled."""
+        return not self.graphs
+
     def report(self) -> str:
         """Return what differs, and what could not be compared, as text."""
         lines = [str(difference) for difference in self.differences]
@@ -259,11 +265,11 @@ class _Call:
             return None
         exact, eps = eager if wide is None else wide, torch.finfo(value.dtype).eps
         for order, times in ((2.0, 1.0), (torch.inf, _PEAK)):
-            error, own = _distance(value, exact, order), _distance(eager, exact, order)
+            error, own = distance(value, exact, order), distance(eager, exact, order)
             if error <= times * (_TIMES * own + _EPS * eps):
                 continue
             others = [other for other in map(reading.of, self.nudged()) if other is not None]
-            own = max([own, *(_distance(other, exact, order) for other in others)])
+            own = max([own, *(distance(other, exact, order) for other in others)])
             if error > times * (_TIMES * own + _EPS * eps):
                 return error, own
         return None
@@ -449,16 +455,6 @@ def _copied(value: Any, *, wide: bool = False) -> Any:
 def _differs(before: Any, now: Any) -> bool:
     """Return whether a graph has written one of its inputs; norms on the CPU do so without a new version."""
     return isinstance(now, Tensor) and not torch.equal(before.detach(), now.detach())
-
-
-def _distance(value: Tensor, exact: Tensor, order: float) -> float:
-    """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
-    value, exact = value.detach().double(), exact.detach().double()
-    alike = (value == exact) | (value.isnan() & exact.isnan())
-    difference = torch.where(alike, 0.0, value - exact)
-    size = torch.where(exact.isfinite(), exact, 0.0)
-    scale = torch.linalg.vector_norm(size, order).clamp_min(torch.finfo(torch.float32).tiny)
-    return float(torch.linalg.vector_norm(difference, order).nan_to_num(torch.inf) / scale)
 
 
 def _before(node: fx.Node) -> set[fx.Node]:

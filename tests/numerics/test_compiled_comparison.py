@@ -11,11 +11,10 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
-from typer.testing import CliRunner
 
 from amp_plugin import diagnose
-from amp_plugin.cli import app
 from amp_plugin.numerics.compiled import CompiledComparison
+from tests.commands import diagnose as amp
 
 BLOCKS = 6
 
@@ -248,12 +247,6 @@ def scores(x):
 
 print(scores(torch.randn(4, 4)).shape)
 """
-
-
-def amp(*words: str) -> Any:
-    return CliRunner().invoke(
-        app, ["diagnose", *words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
-    )
 
 
 @pytest.mark.parametrize(("factor", "code"), [("1.5", 1), ("1.0", 0)])
