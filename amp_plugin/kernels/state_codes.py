@@ -21,8 +21,10 @@ from torch import Tensor
 BLOCK: Final = 128
 BLOCK_BYTES: Final = BLOCK + 4
 _WORD: Final = 0xFFFFFFFF
+_STRIDE: Final = 0x9E3779B1
 _LEAST_UNIT: Final = 2.0**-120
 _MOST_ROOT: Final = 2.0**63
+_FIXED: Final = 2.0**16 * (1 - 2.0**-22)  # 16 bits behind the point, and the largest code below 256
 _MOST_SIGNED: Final = 127
 _MOST_UNSIGNED: Final = 255
 
@@ -35,6 +37,8 @@ def coded_bytes(numel: int) -> int:
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
     """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
 
+    Of a block of elements only the start is random; from there they are spread evenly.
+
     Args:
         numel: Elements of the parameter.
         step: The number of the step, one element; the low 32 bits count.
@@ -42,10 +46,11 @@ def draws(numel: int, step: Tensor | float, state: int, device: torch.device) ->
         device: Where they are to be.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
-    seed = ((number & _WORD) * 0x85EBCA77) & _WORD
-    bits = (torch.arange(numel, device=device) * 0x9E3779B1 + seed) & _WORD
-    bits = ((bits ^ (bits >> 15)) * 0x2C1B3C6D) & _WORD
-    bits = bits ^ (bits >> 12)
+    places = torch.arange(numel, device=device)
+    start = (places // BLOCK * _STRIDE + (number & _WORD) * 0x85EBCA77) & _WORD
+    start = ((start ^ (start >> 15)) * 0x2C1B3C6D) & _WORD
+    start = ((start ^ (start >> 12)) * 0x297A2D39) & _WORD
+    bits = ((start ^ (start >> 15)) + places % BLOCK * _STRIDE) & _WORD
     return bits >> 16 if state == 1 else bits & 0xFFFF
 
 
@@ -79,11 +84,11 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None) -> Tensor
         root = ((kept.abs() * inverse).sqrt() + 0.5).clamp_max(_MOST_SIGNED)
         codes = root.copysign(kept).to(torch.int8).view(torch.uint8)
     else:
-        share = flat.new_full((blocks * BLOCK,), 0.5, dtype=torch.float64)
+        share = torch.full((blocks * BLOCK,), 0x8000, device=flat.device)
         if drawn is not None:
-            share[: flat.numel()] = drawn * 2.0**-16
-        code = (kept.double() * inverse.double() + share.view_as(kept)).float()  # one rounding
-        codes = torch.where(kept == 0, 0.0, code.clamp(1, _MOST_UNSIGNED)).to(torch.uint8)
+            share[: flat.numel()] = drawn
+        code = ((kept * (inverse * _FIXED)).to(torch.int64) + share.view_as(kept)) >> 16
+        codes = torch.where(kept == 0, 0, code.clamp_min(1)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
 
 

@@ -26,20 +26,35 @@ namespace amp_plugin {
   return __builtin_convertvector(reinterpret_cast<Lanes>(words), Words);
 }
 
-// 32 random bits for each of the elements from `index` on: a hash of the index and of a step's `seed`.
-[[gnu::always_inline]] inline Words drawn(int64_t index, uint32_t seed) {
-  Words bits = (counted() + static_cast<uint32_t>(index)) * 0x9E3779B1U + seed;
-  bits = (bits ^ (bits >> 15)) * 0x2C1B3C6DU;
-  return bits ^ (bits >> 12);
-}
+// 16 random bits for each of the elements from `index` on: the upper half for exp_avg_sq, the lower for its
+// maximum. Of a block of elements only the start is random; from there they are spread evenly.
+class Draws {
+ public:
+  [[gnu::always_inline]] Draws(int64_t index, uint32_t seed)
+      : start_(start_of(static_cast<uint32_t>(index / kCodeBlock), seed) +
+               static_cast<uint32_t>(index % kCodeBlock) * kStride) {}
 
-// Of them, 16 for each second moment: the upper half for exp_avg_sq, the lower for its maximum.
-[[gnu::always_inline]] inline Words drawn_for(size_t state, int64_t index, uint32_t seed) {
-  const Words bits = drawn(index, seed);
-  return state == 1 ? bits >> 16 : bits & 0xFFFFU;
-}
+  [[gnu::always_inline]] Words of(size_t state, int64_t place) const {
+    const Words bits = counted() * kStride + (start_ + static_cast<uint32_t>(place) * kStride);
+    return state == 1 ? bits >> 16 : bits & 0xFFFFU;
+  }
 
-inline uint32_t seed_of(double step) { return static_cast<uint32_t>(static_cast<uint64_t>(step)) * 0x85EBCA77U; }
+ private:
+  static constexpr uint32_t kStride = 0x9E3779B1U;
+
+  [[gnu::always_inline]] static uint32_t start_of(uint32_t block, uint32_t seed) {
+    uint32_t bits = block * kStride + seed;
+    bits = (bits ^ (bits >> 15)) * 0x2C1B3C6DU;
+    bits = (bits ^ (bits >> 12)) * 0x297A2D39U;
+    return bits ^ (bits >> 15);
+  }
+
+  uint32_t start_;
+};
+
+inline uint32_t seed_of(double step) {
+  return static_cast<uint32_t>(static_cast<uint64_t>(step)) * 0x85EBCA77U;
+}
 
 [[gnu::always_inline]] inline Words bits_of(const Floats& floats) {
   Words words;
@@ -119,7 +134,7 @@ class Bf16States {
   static constexpr int64_t kUnit = Block::kSize;
 
   [[gnu::always_inline]] Bf16States(const Row& row, int64_t at, uint32_t seed)
-      : row_(row), at_(at), seed_(seed) {}
+      : row_(row), at_(at), draws_(row.offset + at, seed) {}
   [[gnu::always_inline]] Block load(size_t i, int64_t) const { return load_block(data(i)); }
 
   [[gnu::always_inline]] void store(size_t i, int64_t, const Block& block) {
@@ -134,13 +149,13 @@ class Bf16States {
     return static_cast<at::BFloat16*>(row_.states[i]) + at_;
   }
   [[gnu::always_inline]] void round_at_random(size_t i, const Floats& values, int64_t from) {
-    const Words bits = (bits_of(values) + drawn_for(i, row_.offset + at_ + from, seed_)) >> 16;
+    const Words bits = (bits_of(values) + draws_.of(i, from)) >> 16;
     store_lowest(reinterpret_cast<SignedWords>(bits), reinterpret_cast<uint16_t*>(data(i) + from));
   }
 
   const Row& row_;
   int64_t at_;
-  uint32_t seed_;
+  Draws draws_;
 };
 
 template <size_t kStates>
@@ -149,7 +164,7 @@ class CodedStates {
   static constexpr int64_t kUnit = kCodeBlock;
 
   [[gnu::always_inline]] CodedStates(const Row& row, int64_t at, uint32_t seed)
-      : index_(row.offset + at), seed_(seed) {
+      : draws_(row.offset + at, seed) {
     for (size_t i = 0; i < kStates; ++i) {
       codes_[i] = static_cast<uint8_t*>(row.states[i]) + at / kCodeBlock * kCodeBlockBytes;
       std::memcpy(&units_[i], codes_[i] + kCodeBlock, sizeof(float));
@@ -180,6 +195,7 @@ class CodedStates {
  private:
   static constexpr float kMostSigned = 127, kMostUnsigned = 255;
   static constexpr float kLeastUnit = 0x1p-120F;  // below, all are 0: its inverse might be infinite
+  static constexpr float kFixed = 0x1p16F * (1 - 0x1p-22F);
   static constexpr float kMostRoot = 0x1p63F;  // of a second moment: an infinite unit times 0 would be nan
 
   [[gnu::always_inline]] Floats decoded(size_t i, int64_t place) const {
@@ -211,20 +227,18 @@ class CodedStates {
       const Floats code = at::vec::clamp_max(root, Floats(kMostSigned)) ^ (kept & Floats(-0.0F));
       return store_lowest(truncated(code), reinterpret_cast<int8_t*>(codes_[i]) + place);
     }
-    const Words draws = drawn_for(i, index_ + place, seed_);
-    const Floats share = floats_of(reinterpret_cast<SignedWords>(draws)) * Floats(0x1p-16F);
-    const Floats code = at::vec::fmadd(kept, Floats(inverse), share);
-    const Floats least = at::vec::clamp(code, Floats(1), Floats(kMostUnsigned));
-    const SignedWords kept_at_0 = reinterpret_cast<SignedWords>(bits_of(kept)) != 0;
-    store_lowest(truncated(least) & kept_at_0, codes_[i] + place);
+    // With 16 bits behind the point; the factor keeps the largest below 256.
+    const Words fixed = reinterpret_cast<Words>(truncated(kept * Floats(inverse * kFixed))) + draws_.of(i, place);
+    const SignedWords code = reinterpret_cast<SignedWords>(fixed >> 16);
+    const SignedWords least = (reinterpret_cast<SignedWords>(bits_of(kept)) != 0) & 1;  // true is -1
+    store_lowest(code > least ? code : least, codes_[i] + place);
   }
 
   std::array<uint8_t*, kStates + 1> codes_;
   std::array<float, kStates + 1> units_;
   std::array<Floats, kStates + 1> largest_ = filled();
   alignas(64) float kept_[kStates + 1][kCodeBlock];
-  int64_t index_;
-  uint32_t seed_;
+  Draws draws_;
 
   [[gnu::always_inline]] static std::array<Floats, kStates + 1> filled() {
     std::array<Floats, kStates + 1> zeros;
