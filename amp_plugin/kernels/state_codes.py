@@ -24,7 +24,7 @@ _WORD: Final = 0xFFFFFFFF
 _STRIDE: Final = 0x9E3779B1
 _LEAST_UNIT: Final = 2.0**-120
 _MOST_ROOT: Final = 2.0**63
-_FIXED: Final = 2.0**16 * (1 - 2.0**-22)  # 16 bits behind the point, and the largest code below 256
+_FIXED: Final = 2.0**16 * (1 - 2.0**-21)  # 16 bits behind the point, and the largest code below 256
 _MOST_SIGNED: Final = 127
 _MOST_UNSIGNED: Final = 255
 
@@ -77,8 +77,7 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None) -> Tensor
     kept = flat.new_zeros(blocks * BLOCK)
     kept[: flat.numel()] = flat if signed else flat.sqrt().clamp_max(_MOST_ROOT)
     kept = kept.view(blocks, BLOCK)
-    most = _MOST_SIGNED**2 if signed else _MOST_UNSIGNED
-    unit = kept.abs().amax(1, keepdim=True) / flat.new_tensor(most)
+    unit = kept.abs().amax(1, keepdim=True) * (1 / _MOST_SIGNED**2 if signed else 1 / _MOST_UNSIGNED)
     inverse = torch.where(unit > _LEAST_UNIT, unit.reciprocal(), 0.0)
     if signed:
         root = ((kept.abs() * inverse).sqrt() + 0.5).clamp_max(_MOST_SIGNED)

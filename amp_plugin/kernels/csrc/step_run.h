@@ -44,12 +44,14 @@ template <typename Rule, typename Grad, typename WeightType, typename States, bo
 // theirs, so that they stay in registers.
 template <typename Rule, typename Grad, typename WeightType, typename States, bool divided>
 void step_range(const Row row, int64_t begin, int64_t end, const Divisor divisor, const Rule rule) {
+  States states(row, rule.seed);
   for (int64_t at = begin; at < end; at += States::kUnit) {
-    States states(row, at, rule.seed);
+    states.begin(at);
     for (int64_t place = 0; place < States::kUnit; place += Block::kSize)
       step_block<Rule, Grad, WeightType, States, divided>(row, divisor, rule, states, at + place, place);
-    states.finish();
+    states.end();
   }
+  if (begin < end) states.flush();
 }
 
 template <typename Rule>

@@ -30,9 +30,10 @@ namespace amp_plugin {
 // maximum. Of a block of elements only the start is random; from there they are spread evenly.
 class Draws {
  public:
+  Draws() = default;
   [[gnu::always_inline]] Draws(int64_t index, uint32_t seed)
-      : start_(start_of(static_cast<uint32_t>(index / kCodeBlock), seed) +
-               static_cast<uint32_t>(index % kCodeBlock) * kStride) {}
+      : start_(start_of(static_cast<uint32_t>(static_cast<uint64_t>(index) / kCodeBlock), seed) +
+               static_cast<uint32_t>(static_cast<uint64_t>(index) % kCodeBlock) * kStride) {}
 
   [[gnu::always_inline]] Words of(size_t state, int64_t place) const {
     const Words bits = counted() * kStride + (start_ + static_cast<uint32_t>(place) * kStride);
@@ -49,7 +50,7 @@ class Draws {
     return bits ^ (bits >> 15);
   }
 
-  uint32_t start_;
+  uint32_t start_ = 0;
 };
 
 inline uint32_t seed_of(double step) {
@@ -110,22 +111,25 @@ template <typename Narrow>
 #endif
 }
 
-// The states of kUnit elements of a row from `at` on; store() is called for each block, finish() at the end.
+// The states of a row. A unit of kUnit elements begins at `at`; then each of its blocks, at a `place` in it, is
+// loaded and stored; then it ends. flush() comes behind the last unit.
 template <size_t kStates>
 class Fp32States {
  public:
   static constexpr int64_t kUnit = Block::kSize;
 
-  [[gnu::always_inline]] Fp32States(const Row& row, int64_t at, uint32_t) : row_(row), at_(at) {}
+  [[gnu::always_inline]] Fp32States(const Row& row, uint32_t) : row_(row) {}
+  [[gnu::always_inline]] void begin(int64_t at) { at_ = at; }
   [[gnu::always_inline]] Block load(size_t i, int64_t) const { return load_block(data(i)); }
   [[gnu::always_inline]] void store(size_t i, int64_t, const Block& block) { store_block(data(i), block); }
-  [[gnu::always_inline]] void finish() const {}
+  [[gnu::always_inline]] void end() const {}
+  [[gnu::always_inline]] void flush() const {}
 
  private:
   [[gnu::always_inline]] float* data(size_t i) const { return static_cast<float*>(row_.states[i]) + at_; }
 
   const Row& row_;
-  int64_t at_;
+  int64_t at_ = 0;
 };
 
 template <size_t kStates>
@@ -133,16 +137,19 @@ class Bf16States {
  public:
   static constexpr int64_t kUnit = Block::kSize;
 
-  [[gnu::always_inline]] Bf16States(const Row& row, int64_t at, uint32_t seed)
-      : row_(row), at_(at), draws_(row.offset + at, seed) {}
+  [[gnu::always_inline]] Bf16States(const Row& row, uint32_t seed) : row_(row), seed_(seed) {}
+  [[gnu::always_inline]] void begin(int64_t at) {
+    at_ = at;
+    draws_ = Draws(row_.offset + at, seed_);
+  }
   [[gnu::always_inline]] Block load(size_t i, int64_t) const { return load_block(data(i)); }
-
   [[gnu::always_inline]] void store(size_t i, int64_t, const Block& block) {
     if (i == 0) return store_block(data(i), block);
     round_at_random(i, block.low, 0);
     round_at_random(i, block.high, Block::kHalf);
   }
-  [[gnu::always_inline]] void finish() const {}
+  [[gnu::always_inline]] void end() const {}
+  [[gnu::always_inline]] void flush() const {}
 
  private:
   [[gnu::always_inline]] at::BFloat16* data(size_t i) const {
@@ -154,61 +161,84 @@ class Bf16States {
   }
 
   const Row& row_;
-  int64_t at_;
+  int64_t at_ = 0;
+  uint32_t seed_;
   Draws draws_;
 };
 
+// A unit is encoded while the next one is computed: else the processor would wait for its largest element
+// (a fifth of a step).
 template <size_t kStates>
 class CodedStates {
  public:
   static constexpr int64_t kUnit = kCodeBlock;
 
-  [[gnu::always_inline]] CodedStates(const Row& row, int64_t at, uint32_t seed)
-      : draws_(row.offset + at, seed) {
+  [[gnu::always_inline]] CodedStates(const Row& row, uint32_t seed) : row_(row), seed_(seed) {
+    for (size_t i = 0; i < kStates; ++i) codes_[i] = nothing_;
+  }
+
+  [[gnu::always_inline]] void begin(int64_t at) {
+    last_draws_ = draws_;
+    draws_ = Draws(row_.offset + at, seed_);
     for (size_t i = 0; i < kStates; ++i) {
-      codes_[i] = static_cast<uint8_t*>(row.states[i]) + at / kCodeBlock * kCodeBlockBytes;
-      std::memcpy(&units_[i], codes_[i] + kCodeBlock, sizeof(float));
+      last_[i] = codes_[i];
+      codes_[i] = static_cast<uint8_t*>(row_.states[i]) + at / kCodeBlock * kCodeBlockBytes;
+      float unit;
+      std::memcpy(&unit, codes_[i] + kCodeBlock, sizeof(float));
+      units_[i] = Floats(unit);
+      largest_[i] = Floats(0);
       for (int64_t ahead = 0; ahead < kCodeBlockBytes; ahead += 64)
         __builtin_prefetch(codes_[i] + 4 * kCodeBlockBytes + ahead);
     }
   }
 
-  // `place`: of the block within the unit.
   [[gnu::always_inline]] Block load(size_t i, int64_t place) const {
     return {decoded(i, place), decoded(i, place + Block::kHalf)};
   }
 
   [[gnu::always_inline]] void store(size_t i, int64_t place, const Block& block) {
+    encode(i, place);
+    encode(i, place + Block::kHalf);
     keep(i, place, block.low);
     keep(i, place + Block::kHalf, block.high);
   }
 
-  [[gnu::always_inline]] void finish() {
+  [[gnu::always_inline]] void end() {
     for (size_t i = 0; i < kStates; ++i) {
-      const float unit = largest(largest_[i]) / (i == 0 ? kMostSigned * kMostSigned : kMostUnsigned);
+      const float unit = largest(largest_[i]) * (i == 0 ? kSignedUnit : kUnsignedUnit);
       const float inverse = unit > kLeastUnit ? 1 / unit : 0;
-      for (int64_t place = 0; place < kCodeBlock; place += Block::kHalf) encode(i, place, inverse);
+      inverses_[i] = Floats(i == 0 ? inverse : inverse * kFixed);
       std::memcpy(codes_[i] + kCodeBlock, &unit, sizeof(float));
     }
   }
 
+  [[gnu::always_inline]] void flush() {
+    last_draws_ = draws_;
+    for (size_t i = 0; i < kStates; ++i) {
+      last_[i] = codes_[i];
+      for (int64_t place = 0; place < kCodeBlock; place += Block::kHalf) encode(i, place);
+    }
+  }
+
  private:
-  static constexpr float kMostSigned = 127, kMostUnsigned = 255;
+  static constexpr float kMostSigned = 127;
+  static constexpr float kSignedUnit = static_cast<float>(1.0 / (127 * 127));
+  static constexpr float kUnsignedUnit = static_cast<float>(1.0 / 255);
   static constexpr float kLeastUnit = 0x1p-120F;  // below, all are 0: its inverse might be infinite
-  static constexpr float kFixed = 0x1p16F * (1 - 0x1p-22F);
   static constexpr float kMostRoot = 0x1p63F;  // of a second moment: an infinite unit times 0 would be nan
+  // 16 bits behind the point; less than 2^16, so that the largest code and what is drawn stay below 256.
+  static constexpr float kFixed = 0x1p16F * (1 - 0x1p-21F);
 
   [[gnu::always_inline]] Floats decoded(size_t i, int64_t place) const {
-    const Floats unit(units_[i]);
     if (i == 0) {
       const Floats code = load_bytes(reinterpret_cast<const int8_t*>(codes_[i]) + place);
-      return code * code.abs() * unit;
+      return code * code.abs() * units_[i];
     }
-    const Floats root = load_bytes(codes_[i] + place) * unit;
+    const Floats root = load_bytes(codes_[i] + place) * units_[i];
     return root * root;
   }
 
-  // Until the block's largest is known: the first state, or the root of a second moment.
+  // Until the unit's largest is known: the first state, or the root of a second moment.
   [[gnu::always_inline]] void keep(size_t i, int64_t place, const Floats& value) {
     const Floats kept = i == 0 ? value : at::vec::clamp_max(value.sqrt(), Floats(kMostRoot));
     kept.store(&kept_[i][place]);
@@ -220,31 +250,28 @@ class CodedStates {
         [](Floats& a, Floats& b) { return at::vec::clamp_min(a, b); }, lanes);
   }
 
-  [[gnu::always_inline]] void encode(size_t i, int64_t place, float inverse) {
+  // What keep() has left there.
+  [[gnu::always_inline]] void encode(size_t i, int64_t place) {
     const Floats kept = Floats::loadu(&kept_[i][place]);
     if (i == 0) {
-      const Floats root = (kept.abs() * Floats(inverse)).sqrt() + Floats(0.5F);
+      const Floats root = (kept.abs() * inverses_[i]).sqrt() + Floats(0.5F);
       const Floats code = at::vec::clamp_max(root, Floats(kMostSigned)) ^ (kept & Floats(-0.0F));
-      return store_lowest(truncated(code), reinterpret_cast<int8_t*>(codes_[i]) + place);
+      return store_lowest(truncated(code), reinterpret_cast<int8_t*>(last_[i]) + place);
     }
-    // With 16 bits behind the point; the factor keeps the largest below 256.
-    const Words fixed = reinterpret_cast<Words>(truncated(kept * Floats(inverse * kFixed))) + draws_.of(i, place);
+    const Words fixed =
+        reinterpret_cast<Words>(truncated(kept * inverses_[i])) + last_draws_.of(i, place);
     const SignedWords code = reinterpret_cast<SignedWords>(fixed >> 16);
     const SignedWords least = (reinterpret_cast<SignedWords>(bits_of(kept)) != 0) & 1;  // true is -1
-    store_lowest(code > least ? code : least, codes_[i] + place);
+    store_lowest(code > least ? code : least, last_[i] + place);
   }
 
-  std::array<uint8_t*, kStates + 1> codes_;
-  std::array<float, kStates + 1> units_;
-  std::array<Floats, kStates + 1> largest_ = filled();
-  alignas(64) float kept_[kStates + 1][kCodeBlock];
-  Draws draws_;
-
-  [[gnu::always_inline]] static std::array<Floats, kStates + 1> filled() {
-    std::array<Floats, kStates + 1> zeros;
-    zeros.fill(Floats(0));
-    return zeros;
-  }
+  const Row& row_;
+  uint32_t seed_;
+  Draws draws_, last_draws_;
+  uint8_t *codes_[kStates], *last_[kStates];
+  Floats units_[kStates], inverses_[kStates], largest_[kStates];
+  alignas(64) float kept_[kStates][kCodeBlock] = {};
+  alignas(64) uint8_t nothing_[kCodeBlock];  // in the place of the codes before the first unit
 };
 
 }  // namespace amp_plugin
