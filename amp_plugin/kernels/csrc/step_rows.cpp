@@ -81,9 +81,10 @@ void StepRows::check_codes(size_t i) const {
     if (states.empty()) continue;
     TORCH_CHECK_VALUE(
         states[i].device() == device_ && states[i].scalar_type() == at::kByte && states[i].is_contiguous() &&
-            states[i].numel() == bytes,
-        op_, ": state ", i, " is of dtype ", states[i].scalar_type(), " and shape ", states[i].sizes(), " on ",
-        states[i].device(), "; with others in codes it must be ", bytes, " contiguous bytes on ", device_, ".");
+            states[i].numel() == bytes && reinterpret_cast<uintptr_t>(states[i].const_data_ptr()) % 4 == 0,
+        op_, ": state ", i, " is of dtype ", states[i].scalar_type(), " and shape ", states[i].sizes(),
+        " on ", states[i].device(), "; with others in codes it must be ", bytes, " contiguous bytes on ",
+        device_, ", at a multiple of 4.");
   }
 }
 
@@ -94,8 +95,8 @@ State StepRows::state_of(size_t i) const {
     if (states.empty()) continue;
     const at::ScalarType type = states[i].scalar_type();
     TORCH_CHECK_TYPE(
-        type == first.value_or(type), op_, ": the states of param ", i, " are of dtypes ", *first, " and ", type,
-        "; all of a parameter must be of one.");
+        type == first.value_or(type), op_, ": the states of param ", i, " are of dtypes ", *first, " and ",
+        type, "; all of a parameter must be of one.");
     first = type;
   }
   if (first == at::kByte) return State::codes;
@@ -129,8 +130,8 @@ Row StepRows::row_of(size_t i) {
   const Weight weight = remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
   const at::Tensor grad = readable_grad(i, weight);
   const State state = state_of(i);
-  bool as_it_is = param.is_non_overlapping_and_dense() &&
-      (remainder == nullptr || same_memory_order(param, *remainder));
+  bool as_it_is =
+      param.is_non_overlapping_and_dense() && (remainder == nullptr || same_memory_order(param, *remainder));
   for (const at::TensorList& states : tensors_.states) {
     as_it_is = as_it_is && (states.empty() || state == State::codes || same_memory_order(param, states[i]));
   }

@@ -32,8 +32,9 @@ class Draws {
  public:
   Draws() = default;
   [[gnu::always_inline]] Draws(int64_t index, uint32_t seed)
-      : start_(start_of(static_cast<uint32_t>(static_cast<uint64_t>(index) / kCodeBlock), seed) +
-               static_cast<uint32_t>(static_cast<uint64_t>(index) % kCodeBlock) * kStride) {}
+      : start_(
+            start_of(static_cast<uint32_t>(static_cast<uint64_t>(index) / kCodeBlock), seed) +
+            static_cast<uint32_t>(static_cast<uint64_t>(index) % kCodeBlock) * kStride) {}
 
   [[gnu::always_inline]] Words of(size_t state, int64_t place) const {
     const Words bits = counted() * kStride + (start_ + static_cast<uint32_t>(place) * kStride);
@@ -111,8 +112,8 @@ template <typename Narrow>
 #endif
 }
 
-// The states of a row. A unit of kUnit elements begins at `at`; then each of its blocks, at a `place` in it, is
-// loaded and stored; then it ends. flush() comes behind the last unit.
+// The states of a row. A unit of kUnit elements begins at `at`; then each of its blocks, at a `place` in it,
+// is loaded and stored; then it ends. flush() comes behind the last unit.
 template <size_t kStates>
 class Fp32States {
  public:
@@ -258,8 +259,7 @@ class CodedStates {
       const Floats code = at::vec::clamp_max(root, Floats(kMostSigned)) ^ (kept & Floats(-0.0F));
       return store_lowest(truncated(code), reinterpret_cast<int8_t*>(last_[i]) + place);
     }
-    const Words fixed =
-        reinterpret_cast<Words>(truncated(kept * inverses_[i])) + last_draws_.of(i, place);
+    const Words fixed = reinterpret_cast<Words>(truncated(kept * inverses_[i])) + last_draws_.of(i, place);
     const SignedWords code = reinterpret_cast<SignedWords>(fixed >> 16);
     const SignedWords least = (reinterpret_cast<SignedWords>(bits_of(kept)) != 0) & 1;  // true is -1
     store_lowest(code > least ? code : least, last_[i] + place);

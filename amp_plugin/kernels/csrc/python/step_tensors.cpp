@@ -170,7 +170,8 @@ class StepTensors {
     for (size_t i = 0; i < names.size(); ++i) {
       const at::Tensor& tensor = kept_by(tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i)), param);
       const at::ScalarType type = tensor.scalar_type();
-      const bool is_fit = type == at::kByte || ((type == at::kFloat || type == at::kBFloat16) && fits(tensor, param));
+      const bool is_fit =
+          type == at::kByte || ((type == at::kFloat || type == at::kBFloat16) && fits(tensor, param));
       refuse_if(!is_fit, "has a state that ", tensor);
       if (i > 0 && states_[0].back().scalar_type() != type) throw Obstacle{"has states in several formats"};
       states_.at(i).push_back(tensor);
