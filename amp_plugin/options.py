@@ -211,7 +211,7 @@ class PrecisionOptions(ScalingOptions):
     state: Annotated[
         StateName,
         Doc(
-            "How optimizers' moments are kept between steps, of weights in float32 too: ``\"fp32\"``; "
+            'How optimizers\' moments are kept between steps, of weights in float32 too: ``"fp32"``; '
             '``"bf16"``: in 2 bytes, second moments rounded at random; ``"8bit"``: in codes of 1 byte, with '
             "a unit for each 128 elements."
         ),

@@ -29,7 +29,7 @@ from amp_plugin.weights.store import (
 
 
 class ModelWeights:
-    """Store the weights of models as asked, when they are set up, and tell their optimizers, which keep ``state``.
+    """Store the weights of models as asked, when they are set up, and tell optimizers how to keep state.
 
     Only where forwards run under autocast (``casts``) may weights become float32 unasked.
     """

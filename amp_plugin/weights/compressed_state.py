@@ -18,6 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import Self
 
 from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, to_bf16
 from amp_plugin.messages import warn_user
@@ -45,9 +46,9 @@ class CompressedState(Tensor):
     signed: bool
 
     @staticmethod
-    def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> CompressedState:
+    def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
         """Make one of the shape and strides of another tensor."""
-        made: CompressedState = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Self = Tensor._make_wrapper_subclass(
             cls, like.size(), strides=like.stride(), dtype=torch.float32, device=kept.device
         )
         made.kept, made.signed = kept, signed
@@ -81,20 +82,22 @@ class CompressedState(Tensor):
         in_memory_order(value).copy_(decode(self.kept, value.numel(), signed=self.signed))
         return value
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Return its values, and how they are kept."""
         return f"CompressedState({self.decoded()!r}, kept as {self.form!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Return a float32 tensor."""
-        return memo.setdefault(id(self), self.decoded())
+        return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle a float32 tensor, which loads without this package."""
-        return self.decoded().__reduce_ex__(protocol)
+        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Compute with float32 copies, and compress those that were written."""
         kwargs = kwargs or {}
         in_place = kwargs.get("memory_format") in {None, torch.preserve_format}
@@ -114,16 +117,18 @@ class CompressedState(Tensor):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 for written in tree_leaves({**given, **kwargs}.get(argument.name)):
                     if isinstance(written, cls):
-                        written._set(decoded[id(written)])
+                        written.rewrite_(decoded[id(written)])
         same = {id(decoded[id(v)]): v for v in tree_leaves((args, kwargs)) if id(v) in decoded}
         return tree_map(lambda value: same.get(id(value), value), result)
 
-    def _set(self, value: Tensor) -> None:
+    def rewrite_(self, value: Tensor) -> None:
+        """Keep other values, rounded to nearest."""
         name = _SIGNED[0] if self.signed else _SQUARES[0]
         self.kept.copy_(CompressedState.of(value, self.form, name).kept)
 
 
-_KEEPING: Final = {torch.ops.aten.detach.default, torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+_ATEN: Final = torch.ops.aten
+_KEEPING: Final = {_ATEN.detach.default, _ATEN.clone.default, _ATEN._to_copy.default}
 
 
 # -- which parameters ---------------------------------------------------------------------------------
@@ -170,7 +175,7 @@ def compress(state: Mapping[Any, Any]) -> list[str]:
             decompress({param: entry})
             continue
         for name, value in list(entry.items()):
-            if not isinstance(value, Tensor) or value.dtype is not torch.float32 or value.shape != param.shape:
+            if getattr(value, "dtype", None) is not torch.float32 or value.shape != param.shape:
                 continue
             local = _local(value)
             if isinstance(local, CompressedState):
@@ -178,7 +183,9 @@ def compress(state: Mapping[Any, Any]) -> list[str]:
                     continue
                 local = local.decoded()
             if name in MOMENTS:
-                entry[name] = _with_local(value, CompressedState.of(local, str(form), name, entry.get("step")))
+                entry[name] = _with_local(
+                    value, CompressedState.of(local, str(form), name, entry.get("step"))
+                )
             elif value.dim() > 0:
                 left[name] = None
     return list(left)
@@ -223,7 +230,7 @@ def _packed(value: Any) -> Any:
 
 
 def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of a state dict as an optimizer holds it; bfloat16 is left to torch, which widens it."""
+    """Return the state of a state dict as an optimizer holds it; torch itself widens bfloat16."""
     return {
         key: {name: _unpacked(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in state.items()

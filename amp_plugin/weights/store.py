@@ -103,7 +103,8 @@ def store_weights(
         The store: ``add(optimizer)``, ``in_fp32()``.
 
     Raises:
-        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has state in 16 bits.
+        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has
+            state in 16 bits.
         TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
             backward, or was made without ``Optimizer.__init__``.
         RuntimeError: Something has converted a stored weight.

@@ -115,7 +115,9 @@ def test_second_moments_are_rounded_without_bias(form):
 # -- steps --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"])))
+@pytest.mark.parametrize(
+    ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
+)
 def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
     make = OPTIMIZERS[name]
     model, optimizer = trained(make, form, weights)
@@ -191,7 +193,9 @@ def test_channels_last_and_gradients_of_another_layout(form):
         return nn.Sequential(nn.Conv2d(5, 7, 3)).to(memory_format=torch.channels_last)
 
     model, optimizer = trained(OPTIMIZERS["AdamW"], form, network=convolution)
-    plain, other = trained(OPTIMIZERS["AdamW"], form, network=lambda: convolution().to(memory_format=torch.contiguous_format))
+    plain, _ = trained(
+        OPTIMIZERS["AdamW"], form, network=lambda: convolution().to(memory_format=torch.contiguous_format)
+    )
     assert states(optimizer)[0].stride() == model[0].weight.stride()
     torch.testing.assert_close(exact(model), exact(plain), rtol=0, atol=2e-3)
 
@@ -248,23 +252,30 @@ def test_checkpoints_load_into_runs_of_another_format(saves, loads):
     after = states(other)
     assert {getattr(state, "form", "fp32") for state in after} == {loads}
     for old, new in zip(before, after, strict=True):
-        torch.testing.assert_close(new.sqrt() if (old >= 0).all() else new, old.sqrt() if (old >= 0).all() else old, rtol=0.05, atol=0.02)
+        torch.testing.assert_close(
+            new.sqrt() if (old >= 0).all() else new,
+            old.sqrt() if (old >= 0).all() else old,
+            rtol=0.05,
+            atol=0.02,
+        )
     take_steps(model, other, [1])
 
 
 def test_torch_s_own_layout_loads_without_this_package():
-    model, optimizer = trained(OPTIMIZERS["AdamW"], "8bit")
+    _, optimizer = trained(OPTIMIZERS["AdamW"], "8bit")
     plain = network()
     other = OPTIMIZERS["AdamW"](plain.parameters())
     other.load_state_dict(fp32_state_dict(optimizer))
     assert {type(state) for state in states(other)} == {torch.Tensor}
-    assert all(torch.equal(one, two.decoded()) for one, two in zip(states(other), states(optimizer), strict=True))
+    assert all(
+        torch.equal(one, two.decoded()) for one, two in zip(states(other), states(optimizer), strict=True)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_copies_and_pickles_are_float32(form):
     _, optimizer = trained(OPTIMIZERS["AdamW"], form)
-    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):  # noqa: S301 -- our own
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         assert {type(state) for state in states(other)} == {torch.Tensor}
 
 
@@ -295,5 +306,7 @@ def test_bytes():
 
 
 def test_unknown_formats_are_refused():
-    with pytest.raises(ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"):
+    with pytest.raises(
+        ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
+    ):
         store_weights(network(), state="8bits")
