@@ -62,22 +62,20 @@ def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
     return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
-def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None) -> Tensor:
+def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
     """Return the codes of float32 numbers.
 
     Args:
         flat: float32 ``[numel]``; not negative unless ``signed``.
         signed: Which of the two codes.
         drawn: Of :func:`draws`, int64 ``[numel]``, for second moments; None rounds them to nearest.
+        units: float32 ``[blocks, 1]``; None: what each block's largest number asks for.
 
     Returns:
         uint8 ``[coded_bytes(numel)]``.
     """
-    blocks = (flat.numel() + BLOCK - 1) // BLOCK
-    kept = flat.new_zeros(blocks * BLOCK)
-    kept[: flat.numel()] = flat if signed else flat.sqrt().clamp_max(_MOST_ROOT)
-    kept = kept.view(blocks, BLOCK)
-    unit = kept.abs().amax(1, keepdim=True) * (1 / _MOST_SIGNED**2 if signed else 1 / _MOST_UNSIGNED)
+    kept = _kept(flat, signed=signed)
+    blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units
     inverse = torch.where(unit > _LEAST_UNIT, unit.reciprocal(), 0.0)
     if signed:
         root = ((kept.abs() * inverse).sqrt() + 0.5).clamp_max(_MOST_SIGNED)
@@ -89,6 +87,37 @@ def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None) -> Tensor
         code = ((kept * (inverse * _FIXED)).to(torch.int64) + share.view_as(kept)) >> 16
         codes = torch.where(kept == 0, 0, code.clamp_min(1)).to(torch.uint8)
     return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
+
+
+def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
+    """Return codes that stand for numbers which were decoded to the bit; of others the nearest.
+
+    A block's unit is found again among the neighbours of what its largest number asks for, whose code may
+    have been rounded down by one.
+    """
+    kept = _kept(flat, signed=signed)
+    asked_for = _units(kept, signed=signed)
+    found = encode(flat, signed=signed).view(-1, BLOCK_BYTES)
+    whole = torch.zeros_like(kept)
+    whole.flatten()[: flat.numel()] = flat
+    for less in (1.0,) if signed else (1.0, _MOST_UNSIGNED / (_MOST_UNSIGNED - 1)):
+        for ulps in range(-3, 4):
+            units = ((asked_for * less).view(torch.int32) + ulps).clamp_min(0).view(torch.float32)
+            codes = encode(flat, signed=signed, units=units)
+            same = (decode(codes, kept.numel(), signed=signed).view_as(kept) == whole).all(1, keepdim=True)
+            found = torch.where(same, codes.view_as(found), found)
+    return found.flatten()
+
+
+def _kept(flat: Tensor, *, signed: bool) -> Tensor:
+    """Return what is multiples of the units, in blocks: the numbers, or their roots."""
+    kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
+    kept[: flat.numel()] = flat if signed else flat.sqrt().clamp_max(_MOST_ROOT)
+    return kept.view(-1, BLOCK)
+
+
+def _units(kept: Tensor, *, signed: bool) -> Tensor:
+    return kept.abs().amax(1, keepdim=True) * (1 / _MOST_SIGNED**2 if signed else 1 / _MOST_UNSIGNED)
 
 
 def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
 
-from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, to_bf16
+from amp_plugin.kernels.state_codes import (
+    decode,
+    draws,
+    encode,
+    encode_exactly,
+    in_memory_order,
+    to_bf16,
+)
 from amp_plugin.messages import warn_user
 
 _ATTRIBUTE: Final = "_amp_plugin_state"
@@ -55,14 +62,24 @@ class CompressedState(Tensor):
         return made
 
     @staticmethod
-    def of(value: Tensor, form: str, name: str, step: Tensor | float | None = None) -> CompressedState:
-        """Compress a float32 tensor; ``step`` draws how second moments are rounded, None to nearest."""
-        dense = torch.empty_like(value).copy_(value)  # of a layout without gaps
-        signed = name in _SIGNED
-        drawn = None
+    def of(
+        value: Tensor, form: str, name: str, *, step: Tensor | float | None = None, loaded: bool = False
+    ) -> CompressedState:
+        """Compress a float32 tensor.
+
+        Args:
+            value: Of a layout with gaps or without.
+            form: ``"bf16"`` or ``"8bit"``.
+            name: The optimizer's for it.
+            step: Draws how second moments are rounded; None: to nearest.
+            loaded: It may have been decoded; it gets the same codes again then, to the bit.
+        """
+        dense = torch.empty_like(value).copy_(value)
+        flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
         if step is not None and not signed:
             drawn = draws(dense.numel(), step, _NUMBERS[name], dense.device)
-        flat = in_memory_order(dense)
+        if form == _KEY and loaded:
+            return CompressedState(encode_exactly(flat, signed=signed), dense, signed=signed)
         if form == _KEY:
             return CompressedState(encode(flat, signed=signed, drawn=drawn), dense, signed=signed)
         kept = torch.empty_like(dense, dtype=torch.bfloat16)
@@ -166,8 +183,11 @@ def is_compressed(value: object) -> bool:
     return isinstance(value, Tensor) and isinstance(_local(value), CompressedState)
 
 
-def compress(state: Mapping[Any, Any]) -> list[str]:
-    """Compress the moments of parameters as it was asked for; return the names of float32 states left."""
+def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
+    """Compress the moments of parameters as it was asked for; return the names of float32 states left.
+
+    ``loaded``: they were not changed by a step, and may have been compressed before.
+    """
     left: dict[str, None] = {}
     for param, entry in state.items():
         form = asked_for(param) if isinstance(param, Tensor) and isinstance(entry, dict) else None
@@ -183,9 +203,9 @@ def compress(state: Mapping[Any, Any]) -> list[str]:
                     continue
                 local = local.decoded()
             if name in MOMENTS:
-                entry[name] = _with_local(
-                    value, CompressedState.of(local, str(form), name, entry.get("step"))
-                )
+                step = None if loaded else entry.get("step")
+                made = CompressedState.of(local, form, name, step=step, loaded=loaded)
+                entry[name] = _with_local(value, made)
             elif value.dim() > 0:
                 left[name] = None
     return list(left)

@@ -59,7 +59,7 @@ def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
     if state is not None:
         ask_for(_params(optimizer), state)
     _widen_fresh_state(optimizer)
-    _hooks_of(optimizer).compress(optimizer)
+    _hooks_of(optimizer).compress(optimizer, loaded=True)
 
 
 def warn_of_16_bits(optimizer: Optimizer) -> None:
@@ -125,9 +125,9 @@ class OptimizerHooks:
             optimizer, self._widened = self._widened, None
             self.compress(optimizer)
 
-    def compress(self, optimizer: Optimizer) -> None:
+    def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
         """Compress the states of parameters that it was asked for, and say once which are left."""
-        left = set(compress(optimizer.state)) - self._told
+        left = set(compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
         warn_of_left(sorted(left), optimizer)
 
@@ -183,7 +183,7 @@ class OptimizerHooks:
     def after_load(self, optimizer: Optimizer) -> None:
         """Store them, and the state."""
         self.close()
-        self.compress(optimizer)
+        self.compress(optimizer, loaded=True)
 
     def _count_steps(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
@@ -249,7 +249,7 @@ class _ShownLoad:
         load_entry_of_0_2(optimizer, state_dict)
         with fp32_shown(_params(optimizer)):
             value = self.load({**state_dict, "state": unpacked(state_dict["state"])}, *args, **kwargs)
-        compress(optimizer.state)
+        compress(optimizer.state, loaded=True)
         return value
 
 

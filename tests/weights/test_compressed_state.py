@@ -11,7 +11,15 @@ from schedulefree import AdamWScheduleFree
 from torch import nn
 
 from amp_plugin import GradScaler, store_weights
-from amp_plugin.kernels.state_codes import BLOCK, coded_bytes, decode, draws, encode, to_bf16
+from amp_plugin.kernels.state_codes import (
+    BLOCK,
+    coded_bytes,
+    decode,
+    draws,
+    encode,
+    encode_exactly,
+    to_bf16,
+)
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
 from amp_plugin.weights.store import weight_bytes
 
@@ -85,6 +93,24 @@ def test_codes_of_decoded_numbers_are_near_them(numel, signed):
     step = torch.as_tensor(largest).sqrt() / most
     assert ((root - got_root).abs() <= step * (0.51 if signed else 1.0)).all()
     assert torch.equal(got.sign()[got != 0], value.sign()[got != 0])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_decoded_numbers_are_kept_to_the_bit(signed):
+    torch.manual_seed(0)
+    value = (
+        torch.randn(200 * BLOCK)
+        * torch.rand(200 * BLOCK) ** 4
+        * 10.0 ** torch.randint(-9, 3, (200, 1)).expand(-1, BLOCK).flatten()
+    )
+    value[:BLOCK] = 0
+    value = value if signed else value.square()
+    for step in range(5):
+        drawn = None if signed else draws(value.numel(), step, 1, value.device)
+        codes = encode(value, signed=signed, drawn=drawn)
+        decoded = decode(codes, value.numel(), signed=signed)
+        again = encode_exactly(decoded, signed=signed)
+        assert torch.equal(decode(again, value.numel(), signed=signed), decoded)
 
 
 def test_second_moments_are_never_0_and_zeros_stay():
