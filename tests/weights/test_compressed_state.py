@@ -163,6 +163,22 @@ def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
         torch.testing.assert_close(ours.double(), theirs, rtol=2.0**-22, atol=2.0**-26)
 
 
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "form"), list(itertools.product(OPTIMIZERS, FORMS)))
+def test_the_first_step_is_that_of_torch_and_holds_no_float32_states(name, form, weights):
+    scaler = GradScaler("cpu", enabled=False)
+    model, optimizer = trained(OPTIMIZERS[name], form, weights, steps=1, scaler=scaler)
+    assert scaler.last_step(optimizer).one_pass
+    plain = network()
+    other = OPTIMIZERS[name](plain.parameters())
+    take_steps(plain, other, [0])
+    for ours, theirs in zip(exact(model), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-21, atol=2.0**-24)
+    for mine, its in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert mine.keys() == its.keys()
+        assert all(mine[key].dtype is its[key].dtype for key in its)
+
+
 @pytest.mark.parametrize(("name", "form"), list(itertools.product(OTHERS, FORMS)))
 def test_any_other_optimizer_steps_float32_states(name, form):
     model, optimizer = trained(OTHERS[name], form, steps=1)
