@@ -15,6 +15,7 @@ CPU = {
     "steps": "steps",
     "tensors": "gradient_path",
     "weights": "weights",
+    "compiled": "compiled",
     "diagnosis": "diagnosis",
     "host": "host_time",
     "memory": "memory",

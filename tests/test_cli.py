@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import amp_plugin
 from amp_plugin import options
-from amp_plugin.cli import app, doctor
+from amp_plugin.cli import doctor
 from amp_plugin.cli.doctor import _lines
 from amp_plugin.kernels import build
 from amp_plugin.kernels.build import NativeCore
 from amp_plugin.kernels.cuda import compile as compile_
 from amp_plugin.kernels.cuda import register
+from tests.commands import amp
 
 DOCS = [*(Path(__file__).parent.parent / "docs").glob("*.md"), Path(__file__).parent.parent / "README.md"]
-
-
-def amp(*words: str) -> Any:
-    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
 
 
 @pytest.fixture
@@ -415,7 +411,7 @@ def test_a_script_without_casts_is_told_what_counts(script: Path) -> None:
 
 @pytest.mark.native
 def test_a_list_of_casts_has_no_blanks_at_its_right(script: Path) -> None:
-    result = CliRunner().invoke(app, ["casts", str(script)], env={"COLUMNS": "60", "TERM": "dumb"})
+    result = amp("casts", script, columns=60)
     lines = result.stdout.splitlines()
     assert max(map(len, lines)) <= 60
     assert all(line == line.rstrip() for line in lines)
@@ -452,9 +448,9 @@ def test_casts_fold_siblings_and_count_compiled_graphs(script: Path) -> None:
 
 
 def test_a_recorded_run_as_json_is_one_object(script: Path, tmp_path: Path) -> None:
-    result = amp("diagnose", "--save", str(tmp_path / "run.npz"), "--json", str(script))
+    result = amp("diagnose", "--save", str(tmp_path / "run.pt"), "--json", str(script))
     report = json.loads(result.stdout)
     assert result.exit_code == report["exit_code"] == 3
     assert "arguments:" in result.stderr
-    assert report["file"] == str(tmp_path / "run.npz")
+    assert report["file"] == str(tmp_path / "run.pt")
     assert (report["results"] > 0, report["steps"]) == (True, 1)

@@ -133,3 +133,27 @@ def test_what_to_install_is_what_the_extras_say() -> None:
 def test_a_star_import_leaves_the_adapters_out(tmp_path: Path) -> None:
     found = loaded_by("from amp_plugin import *\nGradScaler", tmp_path / "cache", with_torch=True)
     assert not {"accelerate", "lightning"} & {*found["modules"]}
+
+
+USE = """
+import torch
+from torch.optim import optimizer as torchs
+from amp_plugin import GradScaler, autocast
+started.clear()  # torch starts a process as it is imported
+model = torch.nn.Linear(2, 2)
+optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu")
+with autocast("cpu", dtype=torch.bfloat16):
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+scaler.step(optimizer)
+started += [str(hook) for hook in (*torchs._global_optimizer_pre_hooks.values(), *torchs._global_optimizer_post_hooks.values())]
+started += ["tag"] * bool(torch.compiler.config.cache_key_tag)
+started += [name for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU") if "amp_plugin" in name]
+started += ["core"] * hasattr(torch.ops.amp_plugin, "_set_default_rules")
+"""
+
+
+def test_without_the_core_nothing_reaches_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/stability.md says of AMP_PLUGIN_NATIVE=0."""
+    monkeypatch.setenv("AMP_PLUGIN_NATIVE", "0")
+    assert loaded_by(USE, tmp_path / "cache")["started"] == []
+    assert not (tmp_path / "cache").exists()

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from amp_plugin.casting.rules import OpRules
-from amp_plugin.cli import app
-
-
-def amp(*words: str) -> Any:
-    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
+from tests.commands import amp
 
 
 def test_show_lists_each_op_with_its_rule() -> None:

@@ -30,8 +30,14 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.finding import Finding
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
+_NO_STOPS = "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out"
+_NO_PLOT = "--plot draws the errors of --compare fp32, not of --compare eager"
+_NO_MORE = "--save records a run; leave --keep-going, --strict and --plot out"
 _MOST_RUNS = 8  # of a program with --keep-going
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
+
+_PURPOSE = "Measure each op's error, or compare compiled code with eager code."
+Compare = Annotated[str | None, word_option((*_WIDE, "eager"), _PURPOSE, aliases=_NAMES)]
 
 
 def diagnose(
@@ -44,13 +50,10 @@ def diagnose(
     strict: Annotated[
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
-    compare: Annotated[
-        str | None,
-        word_option(_WIDE, "Measure each op's error instead.", aliases=_NAMES),
-    ] = None,
+    compare: Compare = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
-        Path | None, typer.Option(help="Record what each op makes into this .npz file, for `compare`.")
+        Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to record; with --save.")] = 10,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the table of errors.")] = 20,
@@ -58,20 +61,18 @@ def diagnose(
 ) -> None:
     """Run a script and name the first op that makes a nan or a harmful infinity; exit code 1 if one does."""
     program = program_of(script, as_module=as_module, command="diagnose")
-    if compare is not None:
-        if keep_going or strict or save:
-            fail(
-                "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out",
-                code=2,
-            )
-        _compare_precision(program, arguments or [], compare, plot, rows, as_json)
-    if save is not None:
-        if keep_going or strict or plot:
-            fail("--save records a run; leave --keep-going, --strict and --plot out", code=2)
-        _record(program, arguments or [], save, steps, as_json)
-    if plot is not None:
-        fail("--plot draws the errors of --compare fp32; give both", code=2)
-    _find_non_finite(program, arguments or [], keep_going, strict, as_json)
+    for given, others, why in (
+        (compare, (keep_going, strict, save), _NO_STOPS),
+        (compare == "eager", (plot,), _NO_PLOT),
+        (save, (keep_going, strict, plot), _NO_MORE),
+        (not compare, (plot,), "--plot draws the errors of --compare fp32; give both"),
+    ):
+        if given and any(others):
+            fail(why, code=2)
+    if compare or save:
+        _measure(program, arguments or [], compare, save, plot, steps, rows, as_json)
+    else:
+        _find_non_finite(program, arguments or [], keep_going, strict, as_json)
 
 
 def _find_non_finite(
@@ -149,45 +150,45 @@ def _print_finding(finding: Finding) -> None:
     console.print(f"\n[bold red]{escape(headline)}[/]\n{escape(rest)}")
 
 
-def _compare_precision(
-    program: Program, arguments: list[str], dtype: str, plot: Path | None, rows: int, as_json: bool
+def _measure(
+    program: Program,
+    arguments: list[str],
+    than: str | None,
+    file: Path | None,
+    plot: Path | None,
+    steps: int,
+    rows: int,
+    as_json: bool,
 ) -> None:
+    """Run a program in a region that records it into a file, or compares its ops or graphs with others."""
     import torch  # noqa: PLC0415 - takes seconds
 
+    from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
+    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
-    errors = ShadowRun(dtype=getattr(torch, _WIDE[dtype]))
+    region: RunRecorder | CompiledComparison | ShadowRun
+    if file is not None:
+        region = RunRecorder(file, steps=steps)
+    else:
+        dtype = _WIDE.get(than or "")
+        region = ShadowRun(dtype=getattr(torch, dtype)) if dtype else CompiledComparison()
     with output_of_script(as_json=as_json):
-        run = run_program(program, arguments, around=errors)
-    if plot is not None:
+        run = run_program(program, arguments, around=region)
+    if plot is not None and isinstance(region, ShadowRun):
         try:
-            errors.plot(plot, rows=rows)
+            region.plot(plot, rows=rows)
         except (ImportError, OSError, ValueError) as error:
             fail(str(error), code=1)
     if as_json:
-        print(json.dumps({"script": program.name, "exit_code": run.code, **errors.to_dict()}))
-    elif errors.errors() or not run.failed:
-        show(errors.table(rows))
-    raise typer.Exit(run.code)
-
-
-def _record(program: Program, arguments: list[str], path: Path, steps: int, as_json: bool) -> None:
-    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
-
-    recorder = RunRecorder(path, steps=steps)
-    with output_of_script(as_json=as_json):
-        run = run_program(program, arguments, around=recorder)
-    records = recorder.run.records
-    recorded = {"file": str(path), "results": len(records), "steps": records[-1].step + 1 if records else 0}
-    if as_json:
-        print(json.dumps({"script": program.name, "exit_code": run.code, **recorded}))
-    elif records:
-        print(f"{recorded['results']} results of {recorded['steps']} steps are in {path}")
-    else:
-        print(f"no op made a floating-point number; {path} is empty")
-    raise typer.Exit(run.code)
+        print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
+    elif not (run.failed and region.is_empty):
+        if isinstance(region, ShadowRun):
+            show(region.table(rows))
+        else:
+            print(region.report())
+    raise typer.Exit(1 if isinstance(region, CompiledComparison) and region.differences else run.code)
 
 
 def compare(

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
+from typing_extensions import ParamSpec
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -25,6 +29,17 @@ def untraced(function: Function) -> Function:
     skip = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.SKIP)
     eval_frame.set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
+    """Leave compiled code for a call, which decides by values: a graph break there."""
+    outside = torch._disable_dynamo(method)  # type: ignore[attr-defined]
+
+    @wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return outside(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
+
+    return call
 
 
 @contextmanager

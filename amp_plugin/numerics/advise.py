@@ -46,6 +46,20 @@ _ADVICE: dict[Cause, str] = {
     "are all ignored), or pass correction=0.",
 }
 
+_AT_A_POLE = {
+    "divisor": "0 / 0: the divisor is a root that is 0 there. Multiply by rsqrt(x + eps) of the same x "
+    "instead; an eps next to the root would leave the root's own gradient infinite.",
+    "root": "it is the derivative of {forward} at 0, which is infinite: put the eps inside, {forward}(x + "
+    "eps), or for a division by it rsqrt(x + eps). where() afterwards hides the value but not the gradient.",
+    "eigenvalues": "the derivative of {forward} divides by the differences of eigenvalues, and some are "
+    "equal: an eps on the diagonal keeps them so. Use cholesky, or what needs no single eigenvectors.",
+    "derivative": "the derivative of {forward} is not finite there: move the input away from the point "
+    "(clamp, eps) or mask it before the op; where() after it hides the value but not the gradient.",
+    "log": "{base} of {pole} is infinite: clamp its input, add an eps, or call log_softmax or logsumexp.",
+    "division": "{own}{base} by 0: add an eps to the divisor, or mask it before the division.",
+    "point": "{base} is infinite at this point: clamp its input away from it, or add an eps.",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Circumstances:
@@ -166,38 +180,22 @@ def _about_divergence(finding: Finding, around: Circumstances) -> str:
     return f"{grown}the training diverges{delay}. Lower the learning rate, warm it up, or clip gradients."
 
 
-def _about_a_pole(finding: Finding, around: Circumstances) -> str:  # noqa: PLR0911 - one answer per op
+def _about_a_pole(finding: Finding, around: Circumstances) -> str:
     base = around.base
     namespace, _, rest = finding.forward_op.partition("::")
     forward = rest.split(".")[0].strip("_")
     own = f"in {namespace}, which the program wrote itself, " if namespace and not rest else ""
-    if around.divisor in _ROOTS and not forward:
-        return (
-            "0 / 0: the divisor is a root that is 0 there. Multiply by rsqrt(x + eps) of the same x instead; "
-            "an eps next to the root would leave the root's own gradient infinite."
-        )
-    if forward in _ROOTS:
-        return (
-            f"it is the derivative of {forward} at 0, which is infinite: put the eps inside, {forward}(x + "
-            "eps), or for a division by it rsqrt(x + eps). where() afterwards hides the value but not the "
-            "gradient."
-        )
-    if "eig" in forward or "svd" in forward:
-        return (
-            f"the derivative of {forward} divides by the differences of eigenvalues, and some are equal: an "
-            "eps on the diagonal keeps them so. Use cholesky, or what needs no single eigenvectors."
-        )
-    if forward and forward != base:
-        return (
-            f"the derivative of {forward} is not finite there: move the input away from the point (clamp, "
-            "eps) or mask it before the op; where() after it hides the value but not the gradient."
-        )
-    if base in _LOGS:
-        pole = -1 if base == "log1p" else 0
-        return f"{base} of {pole} is infinite: clamp its input, add an eps, or call log_softmax or logsumexp."
-    if base in _DIVISIONS:
-        return f"{own}{base} by 0: add an eps to the divisor, or mask it before the division."
-    return f"{base} is infinite at this point: clamp its input away from it, or add an eps."
+    rows = (
+        ("divisor", around.divisor in _ROOTS and not forward),
+        ("root", forward in _ROOTS),
+        ("eigenvalues", "eig" in forward or "svd" in forward),
+        ("derivative", forward and forward != base),
+        ("log", base in _LOGS),
+        ("division", base in _DIVISIONS),
+        ("point", True),
+    )
+    kind = next(name for name, holds in rows if holds)
+    return _AT_A_POLE[kind].format(forward=forward, base=base, own=own, pole=-1 if base == "log1p" else 0)
 
 
 def _about_a_domain(base: str) -> str:

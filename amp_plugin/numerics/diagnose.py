@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +14,14 @@ from torch.autograd.function import Function
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.data import dataloader
 
+from amp_plugin.numerics.compiled import has_compiled
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Observer, Region, listed
 from amp_plugin.numerics.places import Site
 from amp_plugin.numerics.report import Reporter, fold
-from amp_plugin.numerics.values import Storages, unwatched
+from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
 
 if TYPE_CHECKING:
@@ -33,12 +33,11 @@ _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a
 class _Doors(Observer):
     """Watch the doors by which numbers enter and leave ops: loaders, autograd functions, the engine."""
 
-    def __init__(self, watch: Watch, tracker: Tracker, sources: Storages[str]) -> None:
-        self._watch, self._tracker, self._sources = watch, tracker, sources
+    def __init__(self, watch: Watch, tracker: Tracker) -> None:
+        self._watch, self._tracker = watch, tracker
         self._loaded: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
-        self._open = ExitStack()
 
-    def open(self) -> None:
+    def open(self, stack: ExitStack) -> None:
         """Take the places of torch's functions."""
         for owner, name, make in (
             (torch.autograd, "_engine_run_backward", self._engine),
@@ -47,11 +46,7 @@ class _Doors(Observer):
         ):
             before = vars(owner)[name]
             setattr(owner, name, make(before))
-            self._open.callback(setattr, owner, name, before)
-
-    def close(self) -> None:
-        """Give the places back."""
-        self._open.close()
+            stack.callback(setattr, owner, name, before)
 
     def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,11 +82,9 @@ class _Doors(Observer):
             leaves, _ = tree_flatten_with_path(batch)
             for path, leaf in leaves:
                 if isinstance(leaf, Tensor):
-                    self._watch.loaded(leaf)
                     where = "".join(map(str, path))
-                    self._sources.set(
-                        leaf, f"batch {number} of the DataLoader" + (where and f", its {where}")
-                    )
+                    where = f"batch {number} of the DataLoader" + (where and f", its {where}")
+                    self._watch.loaded(leaf, where)
             return batch
 
         return next_batch
@@ -129,21 +122,18 @@ class Diagnosis(Region):
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
         self._modules_of: dict[int, list[str]] = {}
-        tracker, sources = Tracker(model), Storages[str]()
-        self._watch = Watch(Reporter(tracker, sources), self._found, self._amended, strict=strict)
+        tracker = Tracker(model)
+        self._watch = Watch(Reporter(tracker), self._found, strict=strict)
         self._learning = Learning(tracker, self._watch.state_written)
-        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker, sources))
+        super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop watching.
+    def ended(self, error: BaseException | None) -> None:
+        """Look at what is left.
 
         Raises:
             NonFiniteError: nothing was found before, and something is left: gradients that are not finite, a
                 nan that the program itself refused by an error, or a reason why it does not learn.
         """
-        super().__exit__(kind, error, traceback)
         if error is None or isinstance(error, (SystemExit, *_CHECKS)):
             self._raises = self._raises and not isinstance(error, SystemExit)
             with unwatched():
@@ -162,13 +152,12 @@ class Diagnosis(Region):
             lines.append(f"not seen: what happens inside {listed(unseen)}; their results were")
         if unmeasured := self.recorder.unmeasured:
             lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
+        if has_compiled():
+            lines.append(
+                "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "
+                "compares their compiled code"
+            )
         return "\n".join(lines)
-
-    def _amended(self, before: Finding, after: Finding) -> None:
-        """Take a finding with its consequences in place of what was found first."""
-        for index, finding in enumerate(self.findings):
-            if finding is before or (finding.headline, finding.place) == (before.headline, before.place):
-                self.findings[index] = replace(finding, consequences=after.consequences)
 
     def _found(self, finding: Finding) -> None:
         """Add a finding; those of one op and line are one with a count."""

@@ -90,7 +90,6 @@ class Finding:
         numbers: the Python numbers among them, by name.
         rank: of this process; None where there is one process.
         reached: what the numbers did next: ``"nan in aten::_softmax.default ..."``, ``"the loss"``.
-        consequences: headlines of what the op's backward pass made of the same numbers.
         advice: what to do.
         cures: lines to paste into the program, where computing in fp32 is a way out.
         moment: when it happened.
@@ -119,7 +118,6 @@ class Finding:
     numbers: tuple[tuple[str, float], ...] = ()
     rank: int | None = field(default_factory=rank_of_process)
     reached: str = ""
-    consequences: tuple[str, ...] = ()
     advice: str = ""
     cures: tuple[Cure, ...] = ()
     moment: Moment = Moment()  # noqa: RUF009 - frozen
@@ -165,7 +163,8 @@ class Finding:
         if self.kind != "learning":
             limits = f"largest number {self.limit:.5g}; autocast rule {self.rule}"
             yield "ran in", f"{short_name(self.dtype)}, {limits}"
-        yield from _under("then", filter(None, (self.reached, *self.consequences)))
+        if self.reached:
+            yield "then", self.reached
         if self.rank is not None:
             yield "rank", str(self.rank)
         yield "do", self.advice

@@ -18,6 +18,7 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
 # activations and scaled gradients do get near 65504, so there it is the end of the range alone.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
+_SIGNS = ("posinf", "neginf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,20 +81,19 @@ def judge(
     if traits.is_listwise and result.index is not None:
         given = [tensor for tensor in given if tensor.argument.index in {None, result.index}]
     values = non_finite(result.tensor)
-    computes = bool(given) and not traits.moves
     unfinite = sorted((tensor for tensor in given if tensor.held), key=lambda tensor: not tensor.held.nan)
-    if not unfinite:
-        return _of_finite(result.tensor, values, given, scalars, computes=computes)
-    new = _new_elements(result.tensor, unfinite) if traits.is_pointwise else None
-    if new is not None and bool(new.any()):
-        own = non_finite(result.tensor, new)
-        found = _of_finite(result.tensor, own, given, scalars, computes=computes, where=new)
-        if found.verdict == "made":
-            return found
-    if traits.moves and (own := _infinities_of_a_new_sign(values, unfinite)):
-        found = _of_finite(result.tensor, own, given, scalars, computes=False)
-        if found.verdict == "made":
-            return found
+    own: list[tuple[NonFinite, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
+    if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
+        own.append((non_finite(result.tensor, new), new))
+    if unfinite and traits.moves:  # it did not find infinities of a sign that no argument has
+        signs = {name: not any(getattr(tensor.held, name) for tensor in unfinite) for name in _SIGNS}
+        own.append((NonFinite(**{name: new and getattr(values, name) for name, new in signs.items()}), None))
+    for found, where in own:
+        if found:
+            computes = bool(given) and not traits.moves
+            verdict = _of_finite(result.tensor, found, given, scalars, computes=computes, where=where)
+            if verdict == "made" or not unfinite:
+                return Judgement(verdict=verdict, values=found)
     if values.nan and not unfinite[0].held.nan and not any(map(math.isnan, scalars)):
         return Judgement(verdict="made", values=NonFinite(nan=True), of=tuple(unfinite))
     return Judgement(verdict="passed on", values=values, of=tuple(unfinite))
@@ -106,14 +106,13 @@ def _of_finite(
     scalars: Sequence[float],
     *,
     computes: bool,
-    where: Tensor | None = None,
-) -> Judgement:
+    where: Tensor | None,
+) -> Verdict:
     """Judge a result none of whose numbers comes from an input."""
     if _are_constants(values, scalars, computes=computes):
-        return Judgement(verdict="on purpose", values=values)
-    if values.neginf and not values.posinf and not values.nan and _is_masked(result, given, where):
-        return Judgement(verdict="masked", values=values)
-    return Judgement(verdict="made", values=values)
+        return "on purpose"
+    is_masked = values.neginf and not (values.posinf or values.nan) and _is_masked(result, given, where)
+    return "masked" if is_masked else "made"
 
 
 def _are_constants(values: NonFinite, scalars: Sequence[float], *, computes: bool) -> bool:
@@ -123,14 +122,6 @@ def _are_constants(values: NonFinite, scalars: Sequence[float], *, computes: boo
     if computes:
         return any(map(math.isinf, scalars))
     return (not values.posinf or math.inf in scalars) and (not values.neginf or -math.inf in scalars)
-
-
-def _infinities_of_a_new_sign(values: NonFinite, given: Sequence[GivenTensor]) -> NonFinite:
-    """Return the infinities of a sign that no argument has: an op that moves elements did not find them."""
-    return NonFinite(
-        posinf=values.posinf and not any(tensor.held.posinf for tensor in given),
-        neginf=values.neginf and not any(tensor.held.neginf for tensor in given),
-    )
 
 
 def _is_masked(result: Tensor, given: Sequence[GivenTensor], where: Tensor | None) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.numerics.finding import Cause, Finding
 from amp_plugin.numerics.modules import Tracker, follow_steps
@@ -21,25 +21,34 @@ _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
 _UNDERFLOWED = 0.25  # share of the elements of fp16 gradients that are 0 for their range alone
 
-_LESSONS = {
-    "no step": "no optimizer took a step in {passes} backward passes",
-    "no gradients": "no parameter had a gradient in any of {steps} optimizer steps",
-    "new tensor": "no parameter had a gradient in any of {steps} optimizer steps, but a new tensor had",
-    "lost updates": "{updates:.0%} of the elements with a gradient did not move in {steps} steps: the "
-    "updates are below half a unit of {dtype} weights",
-    "underflow": "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most of "
-    "them in {where}",
+# Reason -> its cause, what was measured, what to do.
+_REASONS: dict[str, tuple[Cause, str, str]] = {
+    "no step": (
+        "no step",
+        "no optimizer took a step in {passes} backward passes",
+        "call optimizer.step() after each backward pass; a scaler's leaves it out at an overflow.",
+    ),
+    "no gradients": (
+        "no step",
+        "no parameter had a gradient in any of {steps} optimizer steps",
+        "give the optimizer the parameters of this loss's model; look for detach() and no_grad() on the way.",
+    ),
+    "new tensor": (
+        "no step",
+        "no parameter had a gradient in any of {steps} optimizer steps, but a new tensor had",
+        "torch.tensor() and item() keep numbers alone: put losses together by torch.stack().",
+    ),
+    "lost updates": (
+        "lost updates",
+        "{updates:.0%} of the elements with a gradient did not move in {steps} steps: {dtype} rounds it away",
+        "store the weights exactly: store_weights(model, optimizer), or AmpPrecision(weights='bf16').",
+    ),
+    "underflow": (
+        "underflow",
+        "{underflow:.0%} of the fp16 gradients' elements are 0 and would not be in fp32, most in {where}",
+        "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
+    ),
 }
-_WAYS_OUT = {
-    "no step": "call optimizer.step() after each backward pass; a scaler's leaves it out at an overflow.",
-    "no gradients": "give the optimizer the parameters of the model whose loss this is, after it was moved "
-    "or replaced; look for detach() and no_grad() on the way to the loss.",
-    "new tensor": "torch.tensor() and item() keep numbers alone: put losses together by torch.stack().",
-    "lost updates": "store the weights exactly: fp32 weights under autocast, amp_plugin.store_weights(model, "
-    "optimizer), AmpPrecision(weights='bf16') or stochastic rounding.",
-    "underflow": "scale the loss: GradScaler, whose scale is found by itself, or bf16.",
-}
-_CAUSES: dict[str, Cause] = {"lost updates": "lost updates", "underflow": "underflow"}
 
 
 class Learning(Observer):
@@ -47,7 +56,6 @@ class Learning(Observer):
 
     def __init__(self, tracker: Tracker, state_written: Callable[[str, dict[str, object]], None]) -> None:
         self._tracker, self._state_written = tracker, state_written
-        self._hooks: list[RemovableHandle] = []
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         self._updates, self._underflow = [0, 0], [0, 0]  # elements lost, and of how many
         self._worst: tuple[float, str] = (0.0, "")
@@ -59,14 +67,9 @@ class Learning(Observer):
         self._new: Storages[Site] = Storages()  # where torch.tensor() made them
         self._new_leaf: Site | None = None  # of which a backward pass has made a gradient
 
-    def open(self) -> None:
+    def open(self, stack: ExitStack) -> None:
         """Follow the steps of all optimizers."""
-        self._hooks = follow_steps(self._begin, self._end)
-
-    def close(self) -> None:
-        """Follow no more steps."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        follow_steps(stack, self._begin, self._end)
 
     def _begin(self, optimizer: Optimizer) -> None:
         with unwatched():
@@ -105,9 +108,9 @@ class Learning(Observer):
         if traits.written:  # what it wrote into is gone
             call.count_unmeasured()
             return
-        exact = call.again(call.changed(_widened, torch.float32), len(results)) or ()
+        exact = call.again(call.changed(_widened, torch.float32), results) or ()
         for tensor, other in zip(results, exact, strict=False):
-            if _has_zeros(tensor) and other.shape == tensor.shape:
+            if _has_zeros(tensor):
                 lost = (tensor == 0) & (other != 0)
                 _add(self._underflow, lost, other != 0)
                 self._worst = max(self._worst, (float(lost.double().mean()), str(call)))
@@ -138,11 +141,12 @@ class Learning(Observer):
         if reason:
             shares = {"updates": updates, "underflow": underflow, "where": self._worst[1]}
             name = str(self._dtype).removeprefix("torch.")
+            cause, lesson, advice = _REASONS[reason]
             yield Finding(
                 kind="learning",
-                cause=_CAUSES.get(reason, "no step"),
-                lesson=_LESSONS[reason].format(passes=passes, steps=steps, dtype=name, **shares),
-                advice=_WAYS_OUT[reason],
+                cause=cause,
+                lesson=lesson.format(passes=passes, steps=steps, dtype=name, **shares),
+                advice=advice,
                 place=at[0],
                 caller=at[1],
                 moment=self._tracker.now(),

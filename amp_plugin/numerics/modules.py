@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -17,9 +18,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.numerics.values import storage_address, unwatched
+from amp_plugin.numerics.values import norm, storage_address
 
 # Modules around a model that are made after it -> the attribute that holds it.
 _WRAPPERS = {
@@ -98,23 +98,15 @@ class Tracker:
         self._latest: weakref.ref[nn.Module] | None = None
         self._last_task = -1
         self._thread = 0
-        self._hooks: list[RemovableHandle] = []
 
-    def open(self) -> None:
-        """Place the hooks; passes of this thread are counted from now on."""
+    def open(self, stack: ExitStack) -> None:
+        """Place hooks that a stack removes; passes of this thread are counted from now on."""
         self._thread = threading.get_ident()
         if self._model is not None:
             self._name_tree(self._model, prefix="")
-        self._hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-            *follow_steps(self._begin_step, self._end_step),
-        ]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        while self._hooks:
-            self._hooks.pop().remove()
+        stack.callback(register_module_forward_pre_hook(self._enter).remove)
+        stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
+        follow_steps(stack, self._begin_step, self._end_step)
 
     # -- modules -------------------------------------------------------------------------------------------
 
@@ -163,7 +155,7 @@ class Tracker:
                 path = _joined(prefix, name)
                 self._weights[storage] = (weakref.ref(tensor), path)
                 if _is_measurable(tensor):
-                    self._norms.setdefault(path, _norm(tensor))
+                    self._norms.setdefault(path, norm(tensor))
 
     # -- weights -------------------------------------------------------------------------------------------
 
@@ -180,18 +172,15 @@ class Tracker:
         A tensor that began near 0 counts from the size that weights of its number of elements begin with.
         """
         most, grown = 1.0, ""
-        for tensor, name in self._living():
+        for reference, name in self._weights.values():
+            tensor = reference()
+            if name not in self._norms or not _is_measurable(tensor):
+                continue
             begun = max(self._norms[name], 0.1 * math.sqrt(tensor.numel()))
-            factor = _norm(tensor) / begun
+            factor = norm(tensor) / begun
             if factor > most or (math.isnan(factor) and not math.isnan(begun) and not grown):
                 most, grown = math.inf if math.isnan(factor) else factor, name
         return most, grown
-
-    def _living(self) -> Iterator[tuple[Tensor, str]]:
-        for reference, name in self._weights.values():
-            tensor = reference()
-            if name in self._norms and _is_measurable(tensor):
-                yield tensor, name
 
     # -- passes and steps ----------------------------------------------------------------------------------
 
@@ -224,8 +213,8 @@ class Tracker:
 
 
 def follow_steps(
-    begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
-) -> list[RemovableHandle]:
+    stack: ExitStack, begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
+) -> None:
     """Call ``begin`` before and ``end`` after each step of every optimizer; a step in one pass stays one."""
 
     def begin_step(optimizer: Optimizer, *_: Any) -> None:
@@ -237,18 +226,14 @@ def follow_steps(
     for hook in (begin_step, end_step):
         hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
         hook.leaves_steps = True  # type: ignore[attr-defined]
-    return [register_optimizer_step_pre_hook(begin_step), register_optimizer_step_post_hook(end_step)]
+    stack.callback(register_optimizer_step_pre_hook(begin_step).remove)
+    stack.callback(register_optimizer_step_post_hook(end_step).remove)
 
 
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:
     if tensor is None or type(tensor) is not nn.Parameter:
         return False
     return tensor.is_floating_point() and not tensor.is_meta and tensor.numel() > 0
-
-
-def _norm(tensor: Tensor) -> float:
-    with unwatched():
-        return float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -150,6 +150,7 @@ class Call:
         # the autograd node that runs it; None in a forward pass
         self.node = torch._C._current_autograd_node()
         self.kept: Any = None  # what an observer notes before the op runs, for afterwards
+        self.read: tuple[Any, ...] = ()  # fingerprints of its inputs, in a recorded run
 
     def made(self, output: Any) -> list[Argument]:
         """Return the arguments it has written and its other results, but for those written in parts only."""
@@ -233,7 +234,7 @@ class Call:
     def is_repeatable(self) -> bool:
         """Whether it makes the same of the same arguments: it draws no numbers and sends nothing."""
         traits = self.traits
-        return bool(self.arguments) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
+        return bool(self.given) and not (traits.is_random or traits.is_collective or traits.is_unwritten)
 
     def changed(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype) -> tuple[Any, Any]:
         """Return arguments for another run, each tensor changed once, narrower dtypes made ``dtype``.
@@ -253,20 +254,20 @@ class Call:
         args, kwargs = tree_map(leaf_of, (self.args, self.kwargs))
         return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
 
-    def again(self, given: tuple[Any, Any], count: int) -> list[Tensor] | None:
-        """Run the op on arguments of ``changed``, and return the tensors it makes, ``count`` of them.
+    def again(self, given: tuple[Any, Any], results: Sequence[Tensor]) -> list[Tensor] | None:
+        """Run the op on arguments of ``changed``, and return the tensors it makes, shaped as ``results``.
 
         None if it does not run with these, which is counted.
         """
         args, kwargs = given
         try:
             output = self.func(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError):
-            results = []
+        except (IndexError, RuntimeError, TypeError, ValueError):
+            made = []
         else:
-            results = made_by(self.traits, arguments_of(self.traits, args, kwargs), output)
-        if len(results) == count:
-            return [result.tensor for result in results]
+            made = [m.tensor for m in made_by(self.traits, arguments_of(self.traits, args, kwargs), output)]
+        if [tensor.shape for tensor in made] == [result.shape for result in results]:
+            return made
         self.count_unmeasured()
         return None
 
@@ -276,13 +277,10 @@ class Call:
 
 
 class Observer:
-    """What looks at each op, and at the program by hooks between open and close; by itself at nothing."""
+    """What looks at each op, and at the program by hooks; by itself at nothing."""
 
-    def open(self) -> None:
-        """Place the hooks."""
-
-    def close(self) -> None:
-        """Remove them."""
+    def open(self, stack: ExitStack) -> None:
+        """Place hooks that a stack removes."""
 
     def before(self, call: Call) -> None:
         """Look at an op's arguments before it runs."""
@@ -369,10 +367,8 @@ class Region:
         with ExitStack() as stack:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for observer in self._observers:
-                observer.open()
-                stack.callback(observer.close)
-            self.recorder.tracker.open()
-            stack.callback(self.recorder.tracker.close)
+                observer.open(stack)
+            self.recorder.tracker.open(stack)
             stack.enter_context(self.recorder)
             self._open = stack.pop_all()
         return self
@@ -382,6 +378,10 @@ class Region:
     ) -> None:
         """Close the region."""
         self._open.close()
+        self.ended(error)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Do what is left when the region is closed, after an error of the program too."""
 
 
 def listed(ops: Mapping[str, int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 import sysconfig
 import threading
@@ -63,6 +64,14 @@ def called_from(frame: FrameType | None = None) -> tuple[Place | None, Place | N
 
 
 _place = cache(Place)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
+
+
+def place_in_trace(text: str) -> Place | None:
+    """Return the last line of a printed stack that is outside torch and this package."""
+    frames = [match.groups() for match in _FRAME.finditer(text)]
+    outside = [frame for frame in frames if _kind(frame[0]) is not _MACHINERY]
+    return _place(outside[-1][0], int(outside[-1][1]), outside[-1][2]) if outside else None
 
 
 def _cell(file: str) -> str | None:

@@ -1,32 +1,27 @@
-"""Record what the ops of a region make and read, in a few numbers per tensor, for ``compare_runs``."""
+"""Record what the ops of a region make and read, and would without rounding, for ``compare_runs``."""
 
 from __future__ import annotations
 
-import json
 import math
+import pickle
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from amp_plugin.numerics.modules import Tracker
-from amp_plugin.numerics.op import Call, Observer, Region
-from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, real_values
-
-NUDGES = (2.0**-12, 2.0**-7)
-"""By how much of their size inputs are changed to see what a result makes of it."""
+from amp_plugin.numerics.op import Call
+from amp_plugin.numerics.rounding import distance
+from amp_plugin.numerics.shadow import WideRun
+from amp_plugin.numerics.values import PLAIN, Storages, norm, real_values
 
 _BUCKETS = 128
-_FEW_WAYS = ("in few", "in few, turned")
-_WAYS = ("at random", "alike", "in proportion", *_FEW_WAYS)
-_FEW = 16  # one element of so many may have all of the error
-_FORMAT = "amp_plugin run 3"
+_FORMAT = "amp_plugin run 4"
+_SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_NO_DISCRETE = frozenset({"_local_scalar_dense", "is_nonzero", "equal", "_foreach_norm"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,11 +97,15 @@ class OpRecord:
     line: str  # the line that called it, or its forward op; empty if unknown
     dtype: str  # of the result
     shape: tuple[int, ...]  # of the result
-    held: int  # number of the result's fingerprint
-    reads: tuple[int, ...]  # those of the inputs
-    # by how much of its size the result changed when the inputs were changed by NUDGES
-    answers: tuple[float, ...]
+    checksum: int  # of its bits
+    held: Fingerprint  # of what it would be without rounding
+    reads: tuple[Fingerprint, ...]  # of the inputs without rounding
     eps: float  # of the coarsest dtype among result and inputs
+    rounding: float  # how far the result is from the one without rounding, relative
+    # the op's own error over what rounding its result once and sums in fp32 may come to
+    excess: float
+    # that of the inputs, where the result is taken as exact since the op does not run in fp64; else 0
+    taken: float
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
@@ -118,58 +117,32 @@ class OpRecord:
 class Run:
     """A recorded run."""
 
+    format: str = _FORMAT
     records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
-    prints: list[Fingerprint] = field(default_factory=list)  # fingerprints, which records name by number
-    # ops that did not run again on changed inputs -> how often
+    # ops that did not run in fp64 -> how often
     unmeasured: dict[str, int] = field(default_factory=dict)
-
-    def save(self, path: Path) -> None:
-        """Write the run to a file of numpy's ``.npz`` format; nothing in it is pickled."""
-        numpy = _numpy()
-        rows = json.dumps([[asdict(record) for record in self.records], self.unmeasured])
-        columns = [numpy.array(column) for column in zip(*map(astuple, self.prints), strict=True)]
-        numpy.savez_compressed(path, _FORMAT, numpy.frombuffer(rows.encode(), numpy.uint8), *columns)
 
     @classmethod
     def load(cls, path: Path) -> Run:
-        """Read a run.
+        """Read a run; nothing else is unpickled.
 
         Raises:
-            ImportError: numpy is not installed.
             ValueError: the file is no such run.
             OSError: it cannot be read.
         """
-        numpy = _numpy()
-        try:
-            with numpy.load(path, allow_pickle=False) as file:
-                tag, rows, *columns = [file[name] for name in file.files]
-            if str(tag) != _FORMAT:
-                raise KeyError(_FORMAT)  # noqa: TRY301 - answered below like any other file
-            records, unmeasured = json.loads(rows.tobytes())
-        except (ValueError, KeyError, EOFError) as error:
-            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.npz train.py"
-            raise ValueError(msg) from error
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        names = Fingerprint.__slots__
-        prints = [Fingerprint(**dict(zip(names, row, strict=True))) for row in rows]
-        lists = ("shape", "reads", "answers")
-        return cls(
-            records=[OpRecord(**{**row, **{name: tuple(row[name]) for name in lists}}) for row in records],
-            prints=prints,
-            unmeasured=unmeasured,
-        )
+        run, reason = None, None
+        with torch.serialization.safe_globals([cls, OpRecord, Fingerprint, Counter]):
+            try:
+                run = torch.load(path, weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                reason = error
+        if not isinstance(run, cls) or run.format != _FORMAT:
+            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
+            raise ValueError(msg) from reason
+        return run
 
 
-def _numpy() -> Any:
-    try:
-        import numpy as np  # noqa: PLC0415 - torch works without
-    except ImportError as error:
-        msg = "recorded runs are files of numpy's format; run: pip install numpy"
-        raise ImportError(msg) from error
-    return np
-
-
-class RunRecorder(Region, Observer):
+class RunRecorder(WideRun):
     """A region whose results are written to a file when it ends; see ``record_run``.
 
     Attributes:
@@ -177,70 +150,83 @@ class RunRecorder(Region, Observer):
     """
 
     def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
-        self._path, self._most, self._tracker = Path(path), steps, Tracker(model)
-        self._made: Storages[tuple[int, int, object]] = Storages()  # record, fingerprint, layout and version
-        super().__init__(self._tracker, self)
+        super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
+        self._path, self._most = Path(path), steps
+        self._made: Storages[tuple[Fingerprint, object]] = Storages()  # and its layout and version
         self.run = Run(unmeasured=self.recorder.unmeasured)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Stop recording and write the file, after an error of the program too."""
-        super().__exit__(kind, error, traceback)
-        self.run.save(self._path)
+    def ended(self, error: BaseException | None) -> None:
+        """Write the file, after an error of the program too."""
+        torch.save(self.run, self._path)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no op made a number."""
+        return not self.run.records
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return file, number of results and steps, as JSON's values."""
+        records = self.run.records
+        steps = records[-1].step + 1 if records else 0
+        return {"file": str(self._path), "results": len(records), "steps": steps}
+
+    def report(self) -> str:
+        """Return the same as text."""
+        return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
 
     def before(self, call: Call) -> None:
-        """Take the inputs' fingerprints, and copies of what the op writes."""
-        traits = call.traits
-        is_made = not (traits.is_view or traits.is_unwritten or traits.is_collective)
-        if is_made and traits.base not in _NO_DISCRETE and self._tracker.steps < self._most:
-            written = call.given if traits.written else ()
-            copies = {id(argument.tensor): argument.tensor.detach().clone() for argument in written}
-            call.kept = (copies, tuple(self._reads(call)))
+        """Take the inputs' fingerprints."""
+        if self.recorder.tracker.steps < self._most:
+            super().before(call)
+            call.read = tuple(self._reads(call))
 
     def after(self, call: Call, output: Any) -> None:
         """Record the results."""
-        made = call.made(output) if call.kept else []
-        results = {number: result.tensor for number, result in enumerate(made) if _is_readable(result.tensor)}
-        if not results:
+        if self.recorder.tracker.steps < self._most:
+            super().after(call, output)
+
+    def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
+        """Record a result."""
+        if call.traits.is_unwritten or call.traits.is_collective or not _is_readable(result):
             return
-        copies, reads = call.kept
-        answers = _answers(call, copies, len(made))
-        for number, tensor in results.items():
-            self._add(call, tensor, reads, answers[number])
-
-    def _reads(self, call: Call) -> Iterator[int]:
-        for leaf in (argument.tensor for argument in call.given):
-            if _is_readable(leaf) and leaf.numel():
-                made, held, layout = self._made.get(leaf) or (-1, -1, None)
-                if layout != _layout(leaf):
-                    held = self._print(leaf, made)
-                    if made < 0:
-                        self._made.set(leaf, (-1, held, _layout(leaf)))
-                yield held
-
-    def _print(self, tensor: Tensor, made_by: int) -> int:
-        self.run.prints.append(fingerprint(tensor, made_by))
-        return len(self.run.prints) - 1
-
-    def _add(self, call: Call, tensor: Tensor, reads: tuple[int, ...], answers: tuple[float, ...]) -> None:
-        held = self._print(tensor, len(self.run.records))
-        self._made.set(tensor, (len(self.run.records), held, _layout(tensor)))
-        dtypes = [tensor.dtype, *(argument.tensor.dtype for argument in call.arguments)]
+        site, dtypes = call.site, [result.dtype, *(argument.tensor.dtype for argument in call.arguments)]
+        floats = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        coarsest = max(floats, key=lambda info: info.eps, default=None)
+        taken = [self._rounding(given.tensor) for given in call.arguments] if exact is None else []
         record = OpRecord(
-            step=self._tracker.steps,
+            step=self.recorder.tracker.steps,
             direction=call.direction,
-            module=call.site.module,
+            module=site.module,
             op=call.traits.name,
-            line=str(call.site.place or ""),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=tuple(tensor.shape),
-            held=held,
-            reads=reads,
-            answers=answers,
-            eps=max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0),
+            line=str(site.place or ""),
+            dtype=str(result.dtype).removeprefix("torch."),
+            shape=tuple(result.shape),
+            checksum=fingerprint(result).checksum,
+            held=self._print(result, len(self.run.records)),
+            reads=call.read,
+            eps=coarsest.eps if coarsest else 0.0,
+            rounding=self._rounding(result),
+            excess=_excess(call, result, exact, coarsest) if exact is not None and coarsest else 0.0,
+            taken=max(taken, default=0.0),
         )
         self.run.records.append(record)
+
+    def _reads(self, call: Call) -> Iterator[Fingerprint]:
+        for tensor in (argument.tensor for argument in call.given):
+            if _is_readable(tensor) and tensor.numel():
+                made = self._made.get(tensor)
+                is_known = made is not None and made[1] == _layout(tensor)
+                yield made[0] if made and is_known else self._print(tensor, made[0].made_by if made else -1)
+
+    def _print(self, tensor: Tensor, made_by: int) -> Fingerprint:
+        follows = self.shadows.follows(tensor)
+        held = fingerprint(self.shadows.of(tensor) if follows else tensor, made_by)
+        self._made.set(tensor, (held, _layout(tensor)))
+        return held
+
+    def _rounding(self, tensor: Tensor) -> float:
+        is_known = self.shadows.follows(tensor) and tensor.is_floating_point()
+        return distance(tensor, self.shadows.of(tensor)) if is_known else 0.0
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -253,86 +239,28 @@ def _layout(tensor: Tensor) -> object:
     return (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), tensor._version)
 
 
-def _answers(call: Call, copies: dict[int, Tensor], count: int) -> list[tuple[float, ...]]:
-    """Return for each result by how much of its size it changes when the op's inputs are nudged.
-
-    Errors of inputs may be alike in all elements, or in proportion to them, or neither; or in few elements,
-    where they are larger by as much: the first step of Adam is the sign of a gradient, which errors in few
-    elements near 0 turn. The largest change counts, and never less than the nudge.
-    """
-    answers: list[tuple[float, ...]] = [NUDGES] * count
-    if not call.is_repeatable:
-        if call.reads:
-            call.count_unmeasured()
-        return answers
-    exact = _run_nudged(call, copies, count, "", 0.0)
-    for way in _WAYS if exact else ():
-        low, high = (_run_nudged(call, copies, count, way, nudge) for nudge in NUDGES)
-        if exact is None or low is None or high is None:
-            return [NUDGES] * count
-        for number, same in enumerate(exact):
-            is_steep = call.traits.is_pointwise or call.traits.is_listwise or not same.is_floating_point()
-            share = _FEW if way in _FEW_WAYS else 1
-            changes = (_change(low[number], same, share), _change(high[number], same, share))
-            if share == 1 or is_steep:
-                answers[number] = tuple(map(max, answers[number], changes))
-    return answers
-
-
-def _run_nudged(
-    call: Call, copies: dict[int, Tensor], count: int, way: str, nudge: float
-) -> list[Tensor] | None:
-    """Run an op again with its inputs nudged, in fp32 at least."""
-    generator = torch.Generator().manual_seed(0)
-
-    def changed(tensor: Tensor) -> Tensor:
-        tensor = copies.get(id(tensor), tensor)
-        if not _is_readable(tensor) or not tensor.is_floating_point():
-            return tensor.clone() if copies else tensor
-        dtype = torch.float32 if is_low_precision(tensor.dtype) else tensor.dtype
-        wide = tensor.detach().to(dtype, copy=True)
-        return wide.add_(nudge * _noise(wide, way, generator)) if nudge and wide.numel() else wide
-
-    return call.again(call.changed(changed, torch.float32), count)
-
-
-def _noise(tensor: Tensor, way: str, generator: torch.Generator) -> Tensor:
-    """Return noise of a tensor's size; in few elements, where all have what those would have."""
-    finite = torch.where(tensor.isfinite(), tensor, 0.0)
-    if way == "in proportion":
-        return finite
-    size = finite.square().mean().sqrt()
-    if way == "alike":
-        return size
-    noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-    if way in _FEW_WAYS:
-        noise = noise.sign() * math.sqrt(min(_FEW, tensor.numel())) * (1 if way == _FEW_WAYS[0] else -1)
-    return noise * size
-
-
-def _change(result: Tensor, exact: Tensor, share: int = 1) -> float:
-    """Return by how much of its size a result has changed, counting one of ``share`` elements, the worst."""
-    if result.shape != exact.shape or not exact.numel():
+def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
+    """Return an op's own error over what rounding its result, and sums in fp32 that cancel, may come to."""
+    if not result.is_floating_point():
         return 0.0
-    if not exact.is_floating_point():
-        return math.sqrt(4 * min(float((result != exact).double().mean()), 1 / share))
     finite = exact.isfinite() & result.isfinite()
-    apart, values = (result - exact)[finite].double(), exact[finite].double()
-    if share > 1:
-        apart = apart.abs().topk(math.ceil(apart.numel() / share)).values
-    norm, change = (float(torch.linalg.vector_norm(of)) for of in (values, apart))
-    return change / norm if norm else math.inf if change else 0.0
+    given = [argument.tensor for argument in call.arguments]
+    apart, size, *norms = map(norm, ((result - exact)[finite], exact[finite], *given))
+    product = math.prod(sorted(max(size, 1.0) for size in norms)[-2:])
+    tiny = coarsest.eps * coarsest.smallest_normal * math.sqrt(result.numel())
+    allowed = 2 * coarsest.eps * size + _SUMS * product + tiny
+    return apart / allowed if math.isfinite(allowed) else 0.0
 
 
 def record_run(path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> RunRecorder:
     """Record what each op of a region makes, into a file for ``compare_runs``.
 
-    A few hundred numbers of each tensor are kept: some 1 kB per op. Each op runs eleven times more, on inputs
-    that are changed a little, to learn how much its result answers; the program's own results and random
-    numbers stay.
+    A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
+    inputs and on what they would be without rounding; the program's own results and random numbers stay.
+    Memory: the fp64 values of every living tensor.
 
     Args:
-        path: of the file; ``.npz`` is added where it is missing.
+        path: of the file.
         model: gives the module names; default: whatever module is called.
         steps: optimizer steps to record; what comes later runs unrecorded.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ _VIEWS = ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
 class Reporter:
     """Put together what is known of a call."""
 
-    def __init__(self, tracker: Tracker, sources: Storages[str]) -> None:
-        self.tracker, self._sources = tracker, sources
+    def __init__(self, tracker: Tracker) -> None:
+        self.tracker = tracker
+        self._sources: Storages[str] = Storages()  # of what was loaded
 
     def finding(
         self,
@@ -42,17 +43,6 @@ class Reporter:
         forward_op = call.forward_op if call.is_backward and not made else ""
         inputs = tuple(self._summary(call, given) for given in ([read] if read else call.arguments))
         row = f", row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
-        finding = replace(
-            self._located(made or call.site, kind, result, values, in_backward=call.is_backward),
-            op=function_of(read.tensor) if kind == "function" and read else op,
-            direction="backward" if forward_op else "forward",
-            forward_op=forward_op,
-            rule=rule_of(call.traits.name, result.device.type, is_transposed=call.is_transposed),
-            inputs=inputs,
-            numbers=tuple(call.numbers.items()),
-            rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=source + row,
-        )
         growth, grown = self.tracker.growth() if self.tracker.steps else (1.0, "")
         is_division = bool(call.arguments) and not forward_op
         around = Circumstances(
@@ -62,26 +52,41 @@ class Reporter:
             in_optimizer=self.tracker.in_step,
             divisor=_maker(call.arguments[-1].tensor) if is_division else "",
         )
-        return advised(finding, around, self.tracker.address(finding.module))
+        return self._described(
+            made or call.site,
+            result,
+            around,
+            kind=kind,
+            values=values,
+            op=function_of(read.tensor) if kind == "function" and read else op,
+            direction="backward" if forward_op else "forward",
+            forward_op=forward_op,
+            rule=rule_of(call.traits.name, result.device.type, is_transposed=call.is_transposed),
+            inputs=inputs,
+            numbers=tuple(call.numbers.items()),
+            rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
+            source=source + row,
+            moment=self.tracker.now(in_backward=call.is_backward),
+        )
 
     def of_function(self, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
         """Describe what a user's autograd function made outside of torch's ops."""
         in_backward = torch._C._current_autograd_node() is not None
-        finding = replace(
-            self._located(site, "function", output, non_finite(output), in_backward=in_backward),
+        return self._described(
+            site,
+            output,
+            Circumstances(base=site.op),
+            kind="function",
+            values=non_finite(output),
+            op=site.op,
             direction="backward" if in_backward else "forward",
             forward_op=site.op if in_backward else "",
             inputs=tuple(summarise(tensor, f"input {index}") for index, tensor in enumerate(inputs)),
+            moment=self.tracker.now(in_backward=in_backward),
         )
-        return advised(finding, Circumstances(base=site.op), self.tracker.address(site.module))
 
-    def _located(
-        self, site: Site, kind: Kind, result: Tensor, values: NonFinite, *, in_backward: bool
-    ) -> Finding:
-        return Finding(
-            kind=kind,
-            op=site.op,
-            values=values,
+    def _described(self, site: Site, result: Tensor, around: Circumstances, **known: Any) -> Finding:
+        finding = Finding(
             module=site.module,
             place=site.place,
             caller=site.caller,
@@ -89,8 +94,13 @@ class Reporter:
             dtype=result.dtype,
             output=summarise(result),
             device_type=result.device.type,
-            moment=self.tracker.now(in_backward=in_backward),
+            **known,
         )
+        return advised(finding, around, self.tracker.address(site.module))
+
+    def loaded(self, tensor: Tensor, where: str) -> None:
+        """Record where a tensor was loaded."""
+        self._sources.set(tensor, where)
 
     def weight(self, tensor: Tensor) -> str:
         """Return the path of a weight; empty if the tensor is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class Errors:
         magnitudes, finite = values.abs(), values.isfinite()
         self.calls += 1
         self.own = max(self.own, _mean_relative_error(values, exact))
-        self.arriving = max(self.arriving, _relative_error(values, arriving))
+        self.arriving = max(self.arriving, distance(values, arriving))
         self.narrow = min(self.narrow, result.dtype, key=lambda dtype: torch.finfo(dtype).max)
         self.largest = max(self.largest, float(torch.where(finite, magnitudes, 0.0).max()))
         self.elements += values.numel()
@@ -85,21 +85,24 @@ class Errors:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values; the histogram without empty ends."""
-        told = {
-            "calls": self.calls,
-            "own_error": self.own,
-            "arriving_error": self.arriving,
-            "largest": self.largest,
-            "dtype": self.narrow,
-            "headroom_bits": self.headroom,
-            "elements": self.elements,
-            "underflowed": self.underflowed,
-            "subnormal": self.subnormal,
-            "infinite": self.infinite,
-            "first_exponent": self.span.start if self.span else None,
-            "exponents": [self.exponents[exponent - LOWEST_EXPONENT] for exponent in self.span],
-        }
+        same = ("calls", "largest", "elements", "underflowed", "subnormal", "infinite")
+        told: dict[str, Any] = {name: getattr(self, name) for name in same}
+        told |= {"own_error": self.own, "arriving_error": self.arriving, "headroom_bits": self.headroom}
+        told |= {"dtype": self.narrow, "first_exponent": self.span.start if self.span else None}
+        told["exponents"] = [self.exponents[exponent - LOWEST_EXPONENT] for exponent in self.span]
         return {name: as_json(value) for name, value in told.items()}
+
+
+COLUMNS: dict[str, Callable[[Errors], str]] = {
+    "in": lambda errors: short_name(errors.narrow),
+    "calls": lambda errors: f"{errors.calls:,}",
+    "own": lambda errors: f"{errors.own:.1e}",
+    "own/eps": lambda errors: f"{errors.own_in_eps:.2f}",
+    "arriving": lambda errors: f"{errors.arriving:.1e}",
+    "underflow": lambda errors: f"{errors.underflowed / errors.elements:.1%}",
+    "headroom": lambda errors: f"{errors.headroom:.1f} bits",
+}
+"""The columns of a table of errors."""
 
 
 def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
@@ -111,25 +114,26 @@ def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
     return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
-def _relative_error(values: Tensor, exact: Tensor) -> float:
-    """Return norm(values - exact) / norm(exact), where ``exact`` is finite; inf if ``values`` are not."""
-    finite = exact.isfinite()
-    values, exact = values[finite].double(), exact[finite].double()
-    difference, norm = (float(torch.linalg.vector_norm(of)) for of in (values - exact, exact))
-    if difference == 0:
-        return 0.0
-    return difference / norm if norm and not math.isnan(difference) else math.inf
+def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
+    """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
+    value, exact = value.detach().double(), exact.detach().double()
+    alike = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(alike, 0.0, value - exact)
+    size = torch.where(exact.isfinite(), exact, 0.0)
+    scale = torch.linalg.vector_norm(size, order).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(torch.linalg.vector_norm(difference, order).nan_to_num(torch.inf, posinf=torch.inf) / scale)
 
 
 # -- the picture ---------------------------------------------------------------------------------------------
 
 
-def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:
-    """Write a picture: errors at the left, how results spread over powers of two at the right.
+def short_op(op: str) -> str:
+    """Return the name of an op without what most names have."""
+    return op.removeprefix("aten::").removesuffix(".default")
 
-    Args:
-        errors: (module, op, direction) -> errors; a row each, the first on top.
-        path: of the file.
+
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of matplotlib, in inches.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -139,34 +143,35 @@ def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:
     except ImportError as error:
         msg = "a plot needs matplotlib; run: pip install matplotlib"
         raise ImportError(msg) from error
-    rows = list(errors.values())
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def draw(errors: Mapping[tuple[str, str, str], Errors], path: Path) -> None:
+    """Write a picture: errors at the left, how results spread over powers of two at the right.
+
+    Args:
+        errors: (module, op, direction) -> errors; a row each, the first on top.
+        path: of the file.
+    """
+    found, rows = list(errors.values()), range(len(errors))
     names = [
-        f"{module or '(no module)'}  {op.removeprefix('aten::').removesuffix('.default')}, {direction}, "
-        f"{short_name(found.narrow)}"
-        for (module, op, direction), found in errors.items()
+        f"{module or '(no module)'}  {short_op(op)}, {direction}, {short_name(row.narrow)}"
+        for (module, op, direction), row in errors.items()
     ]
-    width = 12 + 0.065 * max(map(len, names), default=0)
-    figure = Figure(figsize=(width, 2.2 + 0.3 * max(len(errors), 2)), layout="constrained")
+    figure = new_figure(12 + 0.065 * max(map(len, names), default=0), 2.2 + 0.3 * max(len(names), 2))
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_errors(left, rows)
-    _draw_exponents(figure, right, rows)
-    left.set_yticks(range(len(names)), names, fontsize=8)
+    for name, height, color in (("arriving", 0.8, "0.85"), ("own", 0.4, "tab:blue")):
+        sizes = [min(max(getattr(row, name), _SMALLEST), _LARGEST) for row in found]
+        left.barh(rows, sizes, height, color=color, label=name)
+    once = [torch.finfo(row.narrow).eps / 4 for row in found]
+    left.scatter(once, rows, marker="|", s=200, color="black", label="rounding once (eps / 4)")
+    largest = max([1.0, *(min(row.arriving, _LARGEST) for row in found)])
+    left.set(xscale="log", xlim=(_SMALLEST, 2 * largest), xlabel="relative error")
+    left.set_yticks(rows, names, fontsize=8)
+    left.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
+    _draw_exponents(figure, right, found)
     left.set_ylim(len(names) - 0.5, -0.5)
     figure.savefig(path, dpi=120)
-
-
-def _draw_errors(axes: Any, errors: list[Errors]) -> None:
-    rows = range(len(errors))
-    arriving = [min(max(found.arriving, _SMALLEST), _LARGEST) for found in errors]
-    own = [min(max(found.own, _SMALLEST), _LARGEST) for found in errors]
-    once = [torch.finfo(found.narrow).eps / 4 for found in errors]
-    axes.barh(rows, arriving, 0.8, color="0.85", label="arriving (norm)")
-    axes.barh(rows, own, 0.4, color="tab:blue", label="own (mean)")
-    axes.scatter(once, rows, marker="|", s=200, color="black", label="rounding once (eps / 4)")
-    axes.set_xscale("log")
-    axes.set_xlim(_SMALLEST, 2 * max(1.0, *arriving) if arriving else 1.0)
-    axes.set_xlabel("relative error")
-    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _draw_exponents(figure: Any, axes: Any, errors: list[Errors]) -> None:

@@ -11,34 +11,31 @@ from torch import Tensor, nn
 
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Observer, Region, listed
-from amp_plugin.numerics.rounding import Errors, draw
+from amp_plugin.numerics.rounding import COLUMNS, Errors, draw, short_op
 from amp_plugin.numerics.values import ShadowValues, is_low_precision, unwatched
-from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
 _DTYPES = (torch.float32, torch.float64)
 
 
-class ShadowRun(Region, Observer):
-    """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
+class WideRun(Region, Observer):
+    """A region whose ops run twice more, in a wide dtype: on the program's values, and without rounding."""
 
-    def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
-        if dtype not in _DTYPES:
-            msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
-            raise ValueError(msg)
-        self._errors: dict[Key, Errors] = {}
-        self._shadows = ShadowValues(dtype)
+    def __init__(self, model: nn.Module | None, dtype: torch.dtype) -> None:
+        self.shadows = ShadowValues(dtype)  # what the program's tensors would hold without rounding
         super().__init__(Tracker(model), self)
 
     def before(self, call: Call) -> None:
         """Widen the arguments: with the program's own values, and with those of the other run."""
         if call.traits.is_view or not call.is_repeatable:
             return
-        shadows, copy = self._shadows, bool(call.traits.written)  # shadows are written by the results
+        shadows, copy = self.shadows, bool(call.traits.written)  # shadows are written by the results
 
         def exact(tensor: Tensor) -> Tensor:
-            return tensor.to(shadows.dtype if shadows.follows(tensor) else tensor.dtype, copy=copy)
+            return tensor.to(
+                shadows.wide(tensor.dtype) if shadows.follows(tensor) else tensor.dtype, copy=copy
+            )
 
         def arriving(tensor: Tensor) -> Tensor:
             wide = shadows.of(tensor) if shadows.follows(tensor) else tensor
@@ -47,22 +44,52 @@ class ShadowRun(Region, Observer):
         call.kept = call.changed(exact, shadows.dtype), call.changed(arriving, shadows.dtype)
 
     def after(self, call: Call, output: Any) -> None:
-        """Run the op on both wide sides, add up the errors, and write the results' shadows."""
+        """Run the op on both wide sides, take what they make, and write the results' shadows."""
         results = [made.tensor for made in call.made(output)]
-        if call.traits.is_view or not any(map(self._shadows.follows, results)):
+        if call.traits.is_view or not any(map(self.shadows.follows, results)):
             return
         exact = arriving = None
         if call.kept is not None:
-            exact = call.again(call.kept[0], len(results))
-            arriving = None if exact is None else call.again(call.kept[1], len(results))
+            exact = call.again(call.kept[0], results)
+            arriving = None if exact is None else call.again(call.kept[1], results)
         elif call.reads and not call.traits.is_unwritten:
             call.count_unmeasured()
-        for number, result in enumerate(results):
-            if self._shadows.follows(result):
-                if exact and arriving and result.numel() and is_low_precision(result.dtype):
-                    key = (call.site.module, call.traits.name, call.direction)
-                    self._errors.setdefault(key, Errors()).add(result, exact[number], arriving[number])
-                self._shadows.of(result).copy_(arriving[number] if arriving else result)
+        wide = [(result, result) for result in results]  # it is taken as exact
+        if exact is not None and arriving is not None:
+            wide = list(zip(exact, arriving, strict=True))
+        for result, (own, other) in zip(results, wide, strict=True):
+            if self.shadows.follows(result):
+                self.shadows.of(result).copy_(other)
+                if result.numel():
+                    self.take(call, result, None if arriving is None else own)
+
+    def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
+        """Look at a result that has a shadow, and at what the op makes of its inputs in the wide dtype.
+
+        ``exact`` is None where the op does not run in the wide dtype.
+        """
+
+
+class ShadowRun(WideRun):
+    """A region whose ops run in a wide dtype, too; see ``shadow_run``."""
+
+    def __init__(self, model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> None:
+        if dtype not in _DTYPES:
+            msg = f"shadow_run(dtype={dtype}): give torch.float32, or torch.float64 for a program in fp32"
+            raise ValueError(msg)
+        self._errors: dict[Key, Errors] = {}
+        super().__init__(model, dtype)
+
+    def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
+        """Add up the errors of 16-bit results."""
+        if exact is not None and is_low_precision(result.dtype):
+            key = (call.site.module, call.traits.name, call.direction)
+            self._errors.setdefault(key, Errors()).add(result, exact, self.shadows.of(result))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no op returned a 16-bit result."""
+        return not self._errors
 
     def errors(self) -> dict[Key, Errors]:
         """Return the errors of each (module, op, direction), the largest own error first."""
@@ -75,7 +102,7 @@ class ShadowRun(Region, Observer):
             tensor: dense, floating-point; one that no op of the region made has its own values.
         """
         with unwatched():
-            return self._shadows.of(tensor).clone()
+            return self.shadows.of(tensor).clone()
 
     def not_compared(self) -> dict[str, int]:
         """Return how often ops could not be run again in the wide dtype; their results are taken as exact."""
@@ -89,12 +116,13 @@ class ShadowRun(Region, Observer):
         """
         errors = list(self.errors().items())
         table = Table(title="Errors", box=None, pad_edge=False, show_header=True)
-        for column in ("module", "op", "pass", "in"):
+        for column in ("module", "op", "pass"):
             table.add_column(column)
-        for column in ("calls", "own", "own/eps", "arriving", "underflow", "headroom"):
+        for column in COLUMNS:
             table.add_column(column, justify="right", no_wrap=True)
         for (module, op, direction), found in errors[:rows]:
-            table.add_row(*_cells(module, op, direction, found))
+            cells = (text(found) for text in COLUMNS.values())
+            table.add_row(module or "(no module)", short_op(op), direction, *cells)
         hidden = len(errors) - len(errors[:rows])
         notes = [f"{hidden} rows with smaller errors"] if hidden else []
         if not errors:
@@ -153,18 +181,3 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         [('aten::_to_copy.default', 1)]
     """
     return ShadowRun(model, dtype=dtype)
-
-
-def _cells(module: str, op: str, direction: str, errors: Errors) -> tuple[str, ...]:
-    return (
-        module or "(no module)",
-        op.removeprefix("aten::").removesuffix(".default"),
-        direction,
-        short_name(errors.narrow),
-        f"{errors.calls:,}",
-        f"{errors.own:.1e}",
-        f"{errors.own_in_eps:.2f}",
-        f"{errors.arriving:.1e}",
-        f"{errors.underflowed / errors.elements:.1%}",
-        f"{errors.headroom:.1f} bits",
-    )

@@ -115,6 +115,13 @@ def non_finite(tensor: Tensor, where: Tensor | None = None) -> NonFinite:
     )
 
 
+def norm(tensor: Tensor) -> float:
+    """Return the Euclidean norm, computed in fp64; 0 where the numbers cannot be read."""
+    with unwatched():
+        values = real_values(tensor)
+        return 0.0 if values is None else float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
     """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
@@ -223,23 +230,29 @@ class ShadowValues(Storages[Tensor]):
         self.dtype = dtype
 
     def follows(self, tensor: Tensor) -> bool:
-        """Return whether a tensor has a shadow: a dense floating-point one no wider than that."""
+        """Return whether a tensor has a shadow: a dense one no wider than that."""
         return (
             type(tensor) in PLAIN  # others hold plain ones, or no memory
-            and tensor.is_floating_point()
             and tensor.layout is torch.strided
-            and not tensor.is_meta
-            and not tensor.is_nested
-            and tensor.element_size() <= self.dtype.itemsize
+            and not (tensor.is_meta or tensor.is_nested or tensor.is_quantized)
+            and not (tensor.is_neg() or tensor._is_zerotensor())
+            and tensor.element_size() <= self.wide(tensor.dtype).itemsize
             and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
         )
+
+    def wide(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a shadow: the wide one, real or complex; of whole numbers their own."""
+        if dtype.is_complex:
+            return self.dtype.to_complex()
+        return self.dtype if dtype.is_floating_point else dtype
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's shadow, of its shape; one without a shadow gets its own values, exactly."""
         flat = self.get(tensor)
-        if flat is None or flat.numel() != tensor.untyped_storage().nbytes() // tensor.element_size():
-            storage = tensor.untyped_storage()
+        storage, dtype = tensor.untyped_storage(), self.wide(tensor.dtype)
+        if flat is None or flat.dtype != dtype or flat.numel() != storage.nbytes() // tensor.element_size():
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            flat = whole.to(self.dtype, copy=True)
+            flat = whole.to(dtype, copy=True)
             self.set(tensor, flat)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        view = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+        return view.conj() if tensor.is_conj() else view

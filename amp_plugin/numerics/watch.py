@@ -36,7 +36,8 @@ class Origin:
     """The origin of numbers that are not finite, shared by every tensor they were passed on to."""
 
     kind: Kind  # as in Finding
-    finding: Finding | None = None  # what to report; None if it was on purpose, which needs no report
+    # what to report; None if it was on purpose, and of memory and collectives not looked at yet
+    finding: Finding | None = None
     # of the op that made it, the same object for the op's backward pass; None if that is not known
     site: Site | None = None
     is_reported: bool = False  # what follows from it is not reported again
@@ -65,53 +66,16 @@ class Origin:
 _ON_PURPOSE = Origin("constant")
 
 
-class ScaledGradients:
-    """Backward passes whose fp16 gradients overflowed, one after the other: a few find the loss scale."""
-
-    def __init__(self) -> None:
-        # the first overflow of them
-        # how many in a row overflowed, the last one included; 0 if that did not
-        self.passes, self.first = 0, _ON_PURPOSE
-        self._task, self._overflowed = -1, True
-
-    def enter(self, task: int) -> None:
-        """Start the backward pass of a number, if it is a new one."""
-        if task != self._task:
-            self.passes = self.passes if self._overflowed else 0
-            self._task, self._overflowed = task, False
-
-    def overflow(self, origin: Origin) -> bool:
-        """Record that an overflow reached a gradient; return whether the row is too long."""
-        if not self._overflowed:
-            self.first = self.first if self.passes else origin
-            self._overflowed, self.passes = True, self.passes + 1
-        return self.passes >= _PATIENCE
-
-    def end(self) -> None:
-        """Forget a row that the last pass has ended."""
-        self.enter(-2)
-
-
 class Watch(Observer):
-    """The observer of ``diagnose``.
+    """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
-    It calls ``found`` with each finding that matters, and ``amended`` with one and with what it has become.
-    """
-
-    def __init__(
-        self,
-        reporter: Reporter,
-        found: Callable[[Finding], None],
-        amended: Callable[[Finding, Finding], None],
-        *,
-        strict: bool,
-    ) -> None:
-        self._reporter, self._found, self._amended, self._strict = reporter, found, amended, strict
-        self._scaled = ScaledGradients()
+    def __init__(self, reporter: Reporter, found: Callable[[Finding], None], *, strict: bool) -> None:
+        self._reporter, self._found, self._strict = reporter, found, strict
+        # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
+        self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
-        self._unjudged: Storages[Site] = Storages()  # memory nobody wrote, and what collectives brought
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
 
@@ -120,10 +84,8 @@ class Watch(Observer):
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
         if call.is_backward:
-            task = torch._C._current_graph_task_id()
-            self._scaled.enter(task)
-            self._reporter.tracker.in_backward(task)
-        for origin in self._origins_of(argument.tensor for argument in call.arguments):
+            self._reporter.tracker.in_backward(torch._C._current_graph_task_id())
+        for origin in self._read_by(call):
             if (leaf := call.leaf) is not None:
                 self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
@@ -132,7 +94,7 @@ class Watch(Observer):
 
     def failed(self, call: Call) -> None:
         """Report what was in the arguments of an op that raised an error."""
-        for origin in self._origins_of(argument.tensor for argument in call.arguments):
+        for origin in self._read_by(call):
             self._report(origin, f"an error of {call}")
 
     def after(self, call: Call, output: Any) -> None:
@@ -141,11 +103,13 @@ class Watch(Observer):
         if traits.is_view:
             return
         for position in traits.partly_unwritten:
-            self._origins.forget(output[position])
-            self._unjudged.set(output[position], call.site)
+            self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
-        if traits.is_unwritten or traits.is_collective:
-            self._take_unjudged(call, results)
+        if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
+            sent = next(self._read_by(call), None) if traits.is_collective else None
+            kind: Kind = "collective" if traits.is_collective else "unwritten"
+            for result in results:
+                self._origins.set(result.tensor, sent or Origin(kind, site=call.site))
             return
         are_finite = [is_finite(result.tensor) for result in results]
         self._follow_overflow(call, output, is_new=not all(are_finite))
@@ -153,14 +117,13 @@ class Watch(Observer):
         for result, all_finite in zip(results, are_finite, strict=True):
             if all_finite:
                 self._origins.forget(result.tensor)
-                self._unjudged.forget(result.tensor)
                 if self._in_buffers:
                     self._in_buffers.pop(self._reporter.weight(result.tensor), None)
             else:
                 given = given or self._given(call)
                 self._trace(call, result, given)
         if results and not given:
-            for origin in self._origins_of(argument.tensor for argument in call.arguments):
+            for origin in self._read_by(call):
                 origin.is_absorbed = True
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
@@ -170,10 +133,10 @@ class Watch(Observer):
             return
         made = [result.tensor for result in call.made(output)]
         is_repeatable = call.is_repeatable and not call.traits.written and not call.is_backward
-        wide = call.again(call.changed(self._widened, torch.float64), len(made)) if is_repeatable else None
+        wide = call.again(call.changed(self._widened, torch.float64), made) if is_repeatable else None
         for number, result in enumerate(made):
             self._wide.forget(result)
-            if wide is None or not self._wide.follows(result):
+            if wide is None or not (result.is_floating_point() and self._wide.follows(result)):
                 continue
             if not is_finite(result):
                 self._wide.of(result).copy_(wide[number])
@@ -185,17 +148,7 @@ class Watch(Observer):
     def _widened(self, tensor: Tensor) -> Tensor:
         if self._wide.get(tensor) is not None:
             return self._wide.of(tensor)
-        return tensor.to(torch.float64) if self._wide.follows(tensor) else tensor
-
-    def _take_unjudged(self, call: Call, results: Sequence[Argument]) -> None:
-        """Record memory that nobody wrote, or another rank; what this rank sent is its own."""
-        arguments = call.arguments if call.traits.is_collective else []
-        sent = next(self._origins_of(argument.tensor for argument in arguments), None)
-        for result in results:
-            self._origins.forget(result.tensor)
-            self._unjudged.set(result.tensor, call.site)
-            if sent is not None:
-                self._origins.set(result.tensor, sent)
+        return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
 
     @staticmethod
     def _given(call: Call) -> list[GivenTensor]:
@@ -217,7 +170,6 @@ class Watch(Observer):
             case _:
                 origin = self._passed_on(call, result, judged)
         self._origins.set(result.tensor, origin)
-        self._unjudged.forget(result.tensor)
         if origin.is_reported or not origin.explains:
             return
         owner = self._reporter.weight(result.tensor) if result.name and not call.is_backward else ""
@@ -236,27 +188,48 @@ class Watch(Observer):
     # -- origins -------------------------------------------------------------------------------------------
 
     def _origins_of(self, tensors: Iterator[Tensor]) -> Iterator[Origin]:
-        """Yield the origins of what tensors hold, but for what was put there on purpose."""
+        """Yield the origins of what tensors hold, but for what was put there on purpose or not looked at."""
         origins = (self._origins.get(tensor) for tensor in tensors)
-        return (origin for origin in origins if origin is not None and origin is not _ON_PURPOSE)
+        return (origin for origin in origins if origin is not None and origin.finding is not None)
+
+    def _read_by(self, call: Call) -> Iterator[Origin]:
+        return self._origins_of(argument.tensor for argument in call.arguments)
 
     def _new(
         self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
     ) -> Origin:
         finding = self._reporter.finding(call, kind, result.tensor, judged.values)
-        return self._keep(Origin(kind, finding, site))
+        self._seen.append(Origin(kind, finding, site))
+        return self._seen[-1]
 
-    def _keep(self, origin: Origin) -> Origin:
-        self._seen.append(origin)
+    def _origin_of(self, call: Call, result: Argument, given: GivenTensor) -> Origin:
+        """Return the origin of an argument's numbers; its finding shows the first op that computes."""
+        tensor = given.argument.tensor
+        origin = self._origins.get(tensor)
+        if origin is None:  # no watched op made them
+            kind: Kind = "function" if function_of(tensor) else "input"
+            origin = Origin("weight" if self._reporter.weight(tensor) else kind)
+            self._origins.set(tensor, origin)
+        if origin is _ON_PURPOSE:
+            return origin
+        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
+        reads = origin.kind in {"weight", "input"} and not (origin.is_read or call.traits.moves)
+        if origin.finding is None:
+            self._seen.append(origin)
+        if origin.finding is None or reads:
+            origin.is_read = reads
+            memory = origin.site if origin.kind in {"unwritten", "collective"} else None
+            origin.finding = self._reporter.finding(
+                call, origin.kind, result.tensor, given.held, given.argument, memory, source=origin.source
+            )
         return origin
 
     def _made(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers an op made, which is an earlier one if that explains them."""
         if call.traits.base not in SOFTMAXES or any(given.held.posinf for given in judged.of):
             for given in judged.of:
-                origin = self._origins.get(given.argument.tensor) or self._came_in(call, result, given)
+                origin = self._origin_of(call, result, given)
                 if origin.explains:
-                    self._read(origin, call, result, given)
                     origin.became_nan = True
                     if origin.finding is not None and not origin.finding.reached:
                         origin.finding = replace(origin.finding, reached=f"{judged.values} in {call}")
@@ -265,65 +238,24 @@ class Watch(Observer):
             return self._new("made", call, result, judged, call.recorded_site)
         site = call.forward_site
         first = self._first_at.get(id(site))
-        origin = self._new("made", call, result, judged, site)
-        if first is not None and first.is_reported:
-            origin.is_reported = True
-            self._add_consequence(first, origin)
+        if first is not None and first.is_reported:  # a derivative is no second origin
             return first
+        origin = self._new("made", call, result, judged, site)
         if site is not None:
             self._first_at.setdefault(id(site), origin)
         return origin
 
-    def _add_consequence(self, first: Origin, origin: Origin) -> None:
-        """Add a derivative at the point where the op itself was not finite to that finding."""
-        before, headline = first.finding, "" if origin.finding is None else origin.finding.headline
-        if before is not None and headline not in {before.headline, *before.consequences}:
-            first.finding = replace(before, consequences=(*before.consequences, headline))
-            self._amended(before, first.finding)
-
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
         """Return the origin of numbers that came in."""
-        origins = [(given, self._origins.get(given.argument.tensor)) for given in judged.of]
         faults = [
             (given, origin)
-            for given, origin in origins
-            if origin is not None and origin.explains and (origin.kind == "made" or given.held.nan)
+            for given in judged.of
+            for origin in self._origins_of(iter([given.argument.tensor]))
+            if origin.explains and (origin.kind == "made" or given.held.nan)
         ]
-        given, known = (faults or origins)[0]
-        origin = known or self._came_in(call, result, given)
+        origin = self._origin_of(call, result, faults[0][0] if faults else judged.of[0])
         origin.others |= {other: None for _, other in faults if other is not origin}
-        if known is None:
-            self._origins.set(given.argument.tensor, origin)
-        self._read(origin, call, result, given)
         return origin
-
-    def _read(self, origin: Origin, call: Call, result: Argument, given: GivenTensor) -> None:
-        """Let the finding of what came in show the first op that computes with it."""
-        tensor = given.argument.tensor
-        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
-        if origin.is_read or origin.kind not in {"weight", "input"} or call.traits.moves:
-            return
-        origin.is_read = True
-        origin.finding = self._reporter.finding(
-            call, origin.kind, result.tensor, given.held, given.argument, source=origin.source
-        )
-
-    def _came_in(self, call: Call, result: Argument, given: GivenTensor) -> Origin:
-        """Return the origin of numbers that no watched op made."""
-        tensor = given.argument.tensor
-        kind: Kind = "input"
-        made = self._unjudged.get(tensor)
-        if made is not None:
-            kind = "collective" if made.op.startswith(("c10d", "_c10d")) else "unwritten"
-        elif self._reporter.weight(tensor):
-            kind = "weight"
-        elif function_of(tensor):
-            kind = "function"
-        source = self._reporter.source(tensor)
-        found = self._reporter.finding(
-            call, kind, result.tensor, given.held, given.argument, made, source=source
-        )
-        return self._keep(Origin(kind, found))
 
     # -- where numbers arrive --------------------------------------------------------------------------------
 
@@ -340,16 +272,18 @@ class Watch(Observer):
     def function_ended(self, site: Site, inputs: object, outputs: object) -> None:
         """Take what a user's autograd function made outside of torch's ops."""
         for output in _tensors(outputs):
-            if self._origins.get(output) is not None or is_finite(output):
+            known = self._origins.get(output)
+            if known is _ON_PURPOSE or (known and known.finding) or is_finite(output):
                 continue
             origin = next((o for o in self._origins_of(_tensors(inputs)) if o.explains), None)
             if origin is None:
-                found = self._reporter.of_function(site, output, list(_tensors(inputs)))
-                origin = self._keep(Origin("function", found))
+                origin = Origin("function", self._reporter.of_function(site, output, list(_tensors(inputs))))
+                self._seen.append(origin)
             self._origins.set(output, origin)
 
-    def loaded(self, tensor: Tensor) -> None:
+    def loaded(self, tensor: Tensor, where: str) -> None:
         """Take what a loader brings as data, though a line of the program wrote it on purpose."""
+        self._reporter.loaded(tensor, where)
         origin = self._origins.get(tensor)
         if origin is not None and not origin.explains:
             self._origins.forget(tensor)
@@ -363,13 +297,15 @@ class Watch(Observer):
 
     def left_over(self, until: str) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
-        self._scaled.end()
-        if self._scaled.passes and not self._scaled.first.is_absorbed:
-            passes = f"{self._scaled.passes} backward passes" if self._scaled.passes > 1 else "backward pass"
-            self._report(self._scaled.first, f"gradients that are not finite, in the last {passes}")
+        passes = self._reporter.tracker.backward_passes
+        if passes in self._overflowed:
+            first, *others = self._overflowed.values()
+            in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
+            if not first.is_absorbed:
+                self._report(first, f"gradients that are not finite, in the last {in_passes}")
         for name, origin in self._in_buffers.items():
             self._report(origin, f"the buffer {name}, at the end of the region")
-        if self._reporter.tracker.backward_passes:
+        if passes:
             return
         alive = {id(origin) for origin in self._origins.alive()}
         left: dict[object, list[Origin]] = {}
@@ -390,31 +326,27 @@ class Watch(Observer):
     def _reaches_gradient(self, origin: Origin, what: str) -> None:
         if not origin.is_scaled_gradient or self._strict:
             self._report(origin, what)
-        elif self._scaled.overflow(origin):
-            passes = self._scaled.passes
-            self._report(self._scaled.first, f"gradients that are not finite, in {passes} backward passes")
+            return
+        passes = self._reporter.tracker.backward_passes
+        if not {passes, passes - 1} & self._overflowed.keys():
+            self._overflowed.clear()
+        self._overflowed.setdefault(passes, origin)
+        if len(self._overflowed) >= _PATIENCE:
+            first = next(iter(self._overflowed.values()))
+            self._report(first, f"gradients that are not finite, in {len(self._overflowed)} backward passes")
 
     def _report(self, origin: Origin, reached: str) -> None:
         if origin.is_reported or origin.finding is None:
             return
         origin.is_reported = True
+        if origin.site is not None:  # what the backward pass of the same op has made is part of this
+            self._first_at.get(id(origin.site), origin).is_reported = True
+            self._first_at[id(origin.site)] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
-        origin.finding = replace(origin.finding, reached=then, consequences=self._of_the_same_op(origin))
+        origin.finding = replace(origin.finding, reached=then)
         self._found(origin.finding)
         for other in origin.others:
             self._report(other, reached)
-
-    def _of_the_same_op(self, origin: Origin) -> tuple[str, ...]:
-        """Return what the backward pass of the same op has made before, which is part of this finding."""
-        if origin.site is None:
-            return ()
-        first = self._first_at.get(id(origin.site), origin)
-        self._first_at[id(origin.site)] = origin
-        if first.is_reported or first.finding is None or origin.finding is None:
-            return ()
-        first.is_reported = True
-        headline = first.finding.headline
-        return (headline,) if headline != origin.finding.headline else ()  # two gradients of one op
 
 
 def _is_another(result: Tensor, wide: Tensor) -> bool:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
-from typing_extensions import ParamSpec, Self
+from typing_extensions import Self
 
 from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_options, takes
 from amp_plugin.scaling import closures
@@ -35,18 +36,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
-P = ParamSpec("P")
-
-
-def _outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
-    """Leave compiled code for a call, which decides by values: a graph break there."""
-    outside = torch._disable_dynamo(method)  # type: ignore[attr-defined]
-
-    @wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        return outside(*args, **kwargs) if torch.compiler.is_compiling() else method(*args, **kwargs)
-
-    return call
 
 
 @lists_options(GradScalerOptions)
@@ -175,7 +164,7 @@ class GradScaler(TorchNames):
 
         return cast("T", scale_outputs(outputs, apply))
 
-    @_outside_graphs
+    @outside_graphs
     def _scale_watched(self, outputs: T, name: str | None) -> T:
         loss_scale = self._scales.of(name)
         again = self.step_log.replaying  # no optimizer steps with its gradients
@@ -233,7 +222,7 @@ class GradScaler(TorchNames):
 
         explain_once(self.step_log, explainer, after, params)
 
-    @_outside_graphs
+    @outside_graphs
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:
         """Make optimizers known before their first step.
 
@@ -260,7 +249,7 @@ class GradScaler(TorchNames):
                 raise ValueError(msg)
             state.names.add(named)
 
-    @_outside_graphs
+    @outside_graphs
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the optimizer's gradients by their scale, in place.
 
@@ -286,7 +275,7 @@ class GradScaler(TorchNames):
             raise RuntimeError(msg)
         state.unscale_(on_request=True)
 
-    @_outside_graphs
+    @outside_graphs
     def ensure_unscaled(self, optimizer: Optimizer) -> None:
         """Unscale the optimizer's gradients if they are not; may be called any number of times.
 
@@ -307,7 +296,7 @@ class GradScaler(TorchNames):
         state.begin_call()
         return state
 
-    @_outside_graphs
+    @outside_graphs
     def clip_grad_norm_(
         self,
         optimizer_or_params: Optimizer | Tensor | Iterable[Tensor],
@@ -349,7 +338,7 @@ class GradScaler(TorchNames):
         )
         return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
 
-    @_outside_graphs
+    @outside_graphs
     def clip_grad_value_(
         self, optimizer_or_params: Optimizer | Tensor | Iterable[Tensor], clip_value: float
     ) -> None:
@@ -366,7 +355,7 @@ class GradScaler(TorchNames):
         limit = number("clip_value", clip_value, least=0)
         clip_gradient_values(self._registry, self._shared, optimizer_or_params, limit)
 
-    @_outside_graphs
+    @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale, and call ``optimizer.step`` unless a gradient is not finite, also if nothing is scaled.
 
@@ -393,7 +382,7 @@ class GradScaler(TorchNames):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
         return self._steps.step(optimizer, args, kwargs, self)
 
-    @_outside_graphs
+    @outside_graphs
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return the result of the optimizer's last step.
 
@@ -413,7 +402,7 @@ class GradScaler(TorchNames):
         state = self._registry.find(optimizer)
         return None if state is None else state.result
 
-    @_outside_graphs
+    @outside_graphs
     def skipped_steps(self, optimizer: Optimizer | None = None) -> int:
         """Return how many steps were skipped, of one optimizer or (None) of all: a host sync."""
         if optimizer is None:
@@ -421,7 +410,7 @@ class GradScaler(TorchNames):
         state = self._registry.find(optimizer)
         return 0 if state is None else self.step_log.skipped_steps(state.optimizer)
 
-    @_outside_graphs
+    @outside_graphs
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Request the scale's update; see the class for when it is applied.
 
@@ -441,7 +430,7 @@ class GradScaler(TorchNames):
             else:
                 self._units.set_scale(new_scale)
 
-    @_outside_graphs
+    @outside_graphs
     def end_iteration(self) -> None:
         """Apply a requested update now.
 
@@ -487,7 +476,7 @@ class GradScaler(TorchNames):
         """
         self._registry.state(optimizer).is_unchanged = True
 
-    @_outside_graphs
+    @outside_graphs
     def measure(self, optimizer: Optimizer, norm: Tensor | None = None) -> Tensor | None:
         """Measure gradients that carry no scale, for the optimizer's next result: one read, no host sync.
 
@@ -505,14 +494,14 @@ class GradScaler(TorchNames):
             state.check(write=False)
         return state.norm
 
-    @_outside_graphs
+    @outside_graphs
     def note_step(self, optimizer: Optimizer) -> StepResult:
         """Record a step taken without :meth:`step`, and return its result."""
         if not _is_optimizer(optimizer):
             return StepResult.unscaled()
         return self._steps.note(self._registry.state(optimizer), "it was taken without the scaler")
 
-    @_outside_graphs
+    @outside_graphs
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers: a host sync.
 
@@ -531,7 +520,7 @@ class GradScaler(TorchNames):
         self.end_iteration()
         return self._scales.state_dict(self.skipped_steps())
 
-    @_outside_graphs
+    @outside_graphs
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a saved state, ours or torch.amp's.
 

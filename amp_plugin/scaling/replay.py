@@ -49,10 +49,10 @@ class Replay:
             param.grad = None
         try:
             for recorded in self.calls:
-                _restore_random_state(recorded.random_state)
+                restore_random_state(recorded.random_state)
                 recorded.call()
         finally:
-            _restore_random_state(state)
+            restore_random_state(state)
             for param, grad in zip(self.params, grads, strict=True):
                 param.grad = grad
 
@@ -104,7 +104,8 @@ def explain_once(
     log.subscribe(look)
 
 
-def _restore_random_state(state: RandomState) -> None:
+def restore_random_state(state: RandomState) -> None:
+    """Set the state of torch's random number generators."""
     torch.set_rng_state(state[0])
     if state[1]:
         torch.cuda.set_rng_state_all(state[1])

@@ -141,7 +141,7 @@ def _power_of_two(sums: Iterable[tuple[float, float, float]]) -> float:
     return 2.0 ** round(math.log2(ratio)) if math.isfinite(ratio) and ratio > 0 else 1.0
 
 
-class SavedBytes:
+class SavedBytes(saved_tensors_hooks):
     """A region that counts what autograd keeps; each storage once while it lives.
 
     Parameters are left out: they are there anyway. Casts of them count, they live because they are saved.
@@ -152,16 +152,13 @@ class SavedBytes:
     """
 
     def __init__(self) -> None:
+        super().__init__(self._pack, lambda tensor: tensor)
         self.total = 0
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._seen: Storages[bool] = Storages()
 
-    def __enter__(self) -> Self:
-        self._hooks.__enter__()
+    def __enter__(self) -> Self:  # type: ignore[override]
+        super().__enter__()
         return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._hooks.__exit__(*exc_info)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1

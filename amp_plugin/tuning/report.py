@@ -16,10 +16,24 @@ from rich import filesize
 from rich.table import Table
 
 from amp_plugin.casting.rules_files import torch_release
+from amp_plugin.numerics.rounding import new_figure
 from amp_plugin.tuning.measure import Measurement
 from amp_plugin.tuning.search import Aim, Tried
 
 Place = tuple[float, float]
+
+
+def _size(count: float) -> str:
+    return filesize.decimal(round(count))
+
+
+# Name of a number in a rules file -> its name in a table, its attribute and its text.
+_NUMBERS: Final[dict[str, tuple[str, str, Callable[[float], str]]]] = {
+    "saved": ("saved for backward", "saved_bytes", _size),
+    "cast": ("cast", "cast_bytes", _size),
+    "error": ("gradient error", "error", "{:.3e}".format),
+    "mean error": ("mean error of the parameters", "mean_error", "{:.3e}".format),
+}
 
 
 def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, float]) -> Table:
@@ -28,30 +42,21 @@ def tuning_table(before: Measurement, after: Measurement, seconds: tuple[float, 
     table.add_column("per batch")
     for column in ("default", "tuned", "change"):
         table.add_column(column, justify="right", no_wrap=True)
-    for cells in [*_rows(before, after), _row("time", lambda taken: f"{taken * 1e3:.1f} ms", *seconds)]:
+    times = [f"{taken * 1e3:.1f} ms" for taken in seconds]
+    for cells in [*_rows(before, after), ("time", *times, change(*seconds))]:
         table.add_row(*cells)
     return table
 
 
-def _rows(before: Measurement, after: Measurement) -> list[tuple[str, str, str, str]]:
+def _rows(before: Measurement, after: Measurement) -> list[tuple[str, ...]]:
     """Return name, value before, value after, and change, as texts."""
-    found = [
-        _row("saved for backward", _size, before.saved_bytes, after.saved_bytes),
-        _row("cast", _size, before.cast_bytes, after.cast_bytes),
-        _row("gradient error", "{:.3e}".format, before.error, after.error),
-        _row("mean error of the parameters", "{:.3e}".format, before.mean_error, after.mean_error),
-    ]
+    rows: list[tuple[str, ...]] = []
+    for name, attribute, text in _NUMBERS.values():
+        old, new = getattr(before, attribute), getattr(after, attribute)
+        rows.append((name, text(old), text(new), change(old, new)))
     if before.failed or after.failed:
-        found.append(("batches that overflow", str(before.failed), str(after.failed), ""))
-    return found
-
-
-def _row(name: str, text: Callable[[float], str], old: float, new: float) -> tuple[str, str, str, str]:
-    return name, text(old), text(new), change(old, new)
-
-
-def _size(count: float) -> str:
-    return filesize.decimal(round(count))
+        rows.append(("batches that overflow", str(before.failed), str(after.failed), ""))
+    return rows
 
 
 def change(before: float, after: float) -> str:
@@ -86,24 +91,17 @@ def rules_file(
     ]
     lines = [f"# {comment}" for comment in (*head, made, *numbers)]
     lines += [f"device_type: {device_type}", f"torch: '{torch_release()}'"]
+    lines.append("rules:" if changes else "rules: {}")
     last = before
     for entry in changes:
         now = entry.measurement or last
-        lines.append(f"  {entry.changes[0]}  # {', '.join(_gains(last, now))}")
+        gains = [f"batches that overflow {last.failed} -> {now.failed}"] if now.failed < last.failed else []
+        for name, (_, attribute, _) in list(_NUMBERS.items())[:3]:
+            gain = change(getattr(last, attribute), getattr(now, attribute))
+            gains += [f"{name} {gain}"] if gain else []
+        lines.append(f"  {entry.changes[0]}  # {', '.join(gains)}")
         last = now
-    lines.insert(len(lines) - len(changes), "rules:" if changes else "rules: {}")
     return "\n".join(lines) + "\n"
-
-
-def _gains(last: Measurement, now: Measurement) -> list[str]:
-    """Return what a rule changed, in words."""
-    pairs = {
-        "saved": change(last.saved_bytes, now.saved_bytes),
-        "cast": change(last.cast_bytes, now.cast_bytes),
-        "error": change(last.error, now.error),
-    }
-    cured = [f"batches that overflow {last.failed} -> {now.failed}"] if now.failed < last.failed else []
-    return [*cured, *(f"{name} {gain}" for name, gain in pairs.items() if gain)]
 
 
 # -- the picture ---------------------------------------------------------------------------------
@@ -127,19 +125,13 @@ def draw(tried: Sequence[Tried], before: Measurement, after: Measurement, aim: A
     Raises:
         ImportError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - loaded for pictures alone
-    except ImportError as error:
-        msg = "a plot needs matplotlib; run: pip install matplotlib"
-        raise ImportError(msg) from error
-
     is_relative = 0 < aim.cost(before) < math.inf
 
     def place(measured: Measurement, batches: int) -> Place:
         default = replace(before, errors=before.errors[:batches])
         return aim.cost(measured) / (aim.cost(default) if is_relative else 1), aim.growth(measured, default)
 
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = new_figure(9, 6)
     axes = figure.subplots()
     labels = _draw_sets(axes, tried, place)
     marks = {"default rules": (before, "s", "tab:blue"), "chosen rules": (after, "*", "tab:red")}

@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -29,7 +29,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.casting.dispatcher import rules_on_trial
 from amp_plugin.casting.op_names import overloads_of, schema_of, written_arguments
@@ -249,36 +248,30 @@ def _batches_followed(on_batch: OnBatch) -> Iterator[None]:
             now = time.perf_counter()
             on_batch(gradients, now - (begun.pop() if begun else now))
 
-    hooks = [
-        register_module_parameter_registration_hook(registered),
-        register_module_forward_pre_hook(called),
-        *_weights_held_still(),
-    ]
     torch.autograd.backward = backward
-    try:
+    with ExitStack() as stack:
+        stack.callback(setattr, torch.autograd, "backward", plain)
+        stack.callback(register_module_parameter_registration_hook(registered).remove)
+        stack.callback(register_module_forward_pre_hook(called).remove)
+        _hold_weights_still(stack)
         yield
-    finally:
-        torch.autograd.backward = plain
-        for hook in hooks:
-            hook.remove()
 
 
-def _weights_held_still() -> list[RemovableHandle]:
-    """Put back what each optimizer step changes in its parameters, until the hooks are removed."""
-    before: dict[Optimizer, list[Tensor]] = {}
-
-    def parameters(optimizer: Optimizer) -> list[Tensor]:
-        return [param for group in optimizer.param_groups for param in group["params"]]
+def _hold_weights_still(stack: ExitStack) -> None:
+    """Put back what each optimizer step changes in its parameters, until a stack is closed."""
+    before: dict[Optimizer, dict[Tensor, Tensor]] = {}
 
     def keep(optimizer: Optimizer, *_: Any) -> None:
-        before[optimizer] = [param.detach().clone() for param in parameters(optimizer)]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        before[optimizer] = {param: param.detach().clone() for param in params}
 
     def restore(optimizer: Optimizer, *_: Any) -> None:
         with torch.no_grad():
-            for param, value in zip(parameters(optimizer), before.pop(optimizer), strict=True):
+            for param, value in before.pop(optimizer).items():
                 param.copy_(value)
 
-    return [register_optimizer_step_pre_hook(keep), register_optimizer_step_post_hook(restore)]
+    stack.callback(register_optimizer_step_pre_hook(keep).remove)
+    stack.callback(register_optimizer_step_post_hook(restore).remove)
 
 
 # -- the ops -------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ A batch of nan makes every gradient nan; the step changes nothing, and the sched
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -41,12 +42,18 @@ def optimizer_of(net, kind, fused=False):
     return kind(net.parameters(), lr=1e-2, fused=fused, **options)
 
 
-def plain_loop(precision, data, *, kind, fused, clip):
+def as_it_is(step):
+    return step
+
+
+def plain_loop(precision, data, *, kind, fused, clip, through=as_it_is):
     net = network()
     optimizer = optimizer_of(net, kind, fused)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     scaler = GradScaler("cpu", enabled=precision == "fp16", **OPTIONS)
-    for x in data:
+
+    @through
+    def step(x):
         optimizer.zero_grad()
         with autocast("cpu", DTYPES[precision], enabled=precision != "fp32"):
             loss = net(x).square().mean()
@@ -55,29 +62,37 @@ def plain_loop(precision, data, *, kind, fused, clip):
             scaler.clip_grad_norm_(optimizer, clip)
         scaler.step(optimizer)
         scaler.update()
+
+    for x in data:
+        step(x)
         if not scaler.last_step(optimizer).skipped:
             schedule.step()
     return net, optimizer, scaler.skipped_steps()
 
 
-def fabric(precision, data, *, kind, fused, clip):
+def fabric(precision, data, *, kind, fused, clip, through=as_it_is):
     net = network()
     plugin = FabricAmpPrecision(precision, **OPTIONS)
     runs = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
     model, optimizer = runs.setup(net, optimizer_of(net, kind, fused))
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.9)
-    for x in data:
+
+    @through
+    def step(x):
         optimizer.zero_grad()
         runs.backward(model(x).square().mean())
         if clip:
             plugin.clip_grad_norm_(optimizer, clip)
         optimizer.step()
+
+    for x in data:
+        step(x)
         if not plugin.last_step(optimizer).skipped:
             schedule.step()
     return net, optimizer.optimizer, plugin.skipped_steps
 
 
-def accelerate(precision, data, *, kind, fused, clip):
+def accelerate(precision, data, *, kind, fused, clip, through=as_it_is):
     reset()
     net = network()
     optimizer = optimizer_of(net, kind, fused)
@@ -88,7 +103,9 @@ def accelerate(precision, data, *, kind, fused, clip):
     )
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     model, prepared, schedule = accelerator.prepare(net, optimizer, schedule)
-    for x in data:
+
+    @through
+    def step(x):
         with accelerator.accumulate(model):
             accelerator.backward(model(x).square().mean())
             if clip:
@@ -96,12 +113,16 @@ def accelerate(precision, data, *, kind, fused, clip):
             prepared.step()
             schedule.step()
             prepared.zero_grad()
+
+    for x in data:
+        step(x)
     return net, optimizer, accelerator.amp_metrics()["skipped_steps"]
 
 
 class Learner(LightningModule):
-    def __init__(self, kind, fused, manual=False):
+    def __init__(self, kind, fused, manual=False, through=as_it_is):
         super().__init__()
+        self.training_step = through(self.training_step)
         self.net, self.kind, self.fused = network(), kind, fused
         self.automatic_optimization = not manual
 
@@ -122,8 +143,8 @@ class Learner(LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-def trainer(precision, data, *, kind, fused, clip, manual=False):
-    module = Learner(kind, fused, manual)
+def trainer(precision, data, *, kind, fused, clip, manual=False, through=as_it_is):
+    module = Learner(kind, fused, manual, through)
     plugin = AmpPrecision(precision, **OPTIONS)
     loader = torch.utils.data.DataLoader(data, batch_size=None)
     run = fit(module, plugin, steps=len(data), data=loader, gradient_clip_val=clip)
@@ -157,6 +178,27 @@ def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
         for a, b in zip(state.values(), other_state.values(), strict=True):
             assert a is b is None or torch.equal(a, b)
     assert optimizer.param_groups[0]["lr"] == other_optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Dynamo detected"
+)
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_so_it_is_where_the_step_is_compiled(loop, precision):
+    """The whole step, forward to optimizer, is given to torch.compile, but for what the Trainer does itself."""
+    way = {"kind": torch.optim.AdamW, "fused": False, "clip": 0.05}
+    through = partial(torch.compile, backend="aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    net, _, skipped = loop(precision, batches(), **way, through=through)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    torch._dynamo.reset()
+    other, _, _ = loop(precision, batches(drop=True), **way, through=through)
+    torch._dynamo.reset()
+    assert skipped == 1
+    assert all(param.isfinite().all() for param in net.parameters())
+    assert all(map(torch.equal, net.parameters(), other.parameters()))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -6,16 +6,15 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from typer.testing import CliRunner
 
 from amp_plugin import autocast
-from amp_plugin.cli import app
 from amp_plugin.numerics.compare import compare_runs
 from amp_plugin.numerics.record import Run, fingerprint, record_run
+from tests.commands import amp
+from tests.numerics.faults import Faults
 
 
 class Net(nn.Module):
@@ -43,7 +42,7 @@ def record(path: Path, *, fault_at=-1, fault=0.1, dtype=torch.bfloat16, enabled=
 
 
 def test_equal_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
-    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz"))
+    found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt"))
     assert (found.differing, found.only_first, found.only_second, found.first) == (0, 0, 0, None)
     assert found.compared > 50
     assert (
@@ -53,7 +52,7 @@ def test_equal_runs_are_equal_bit_for_bit(tmp_path: Path) -> None:
 
 
 def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:
-    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz", fault_at=1))
+    found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt", fault_at=1))
     first = found.first
     assert (first.first.op, first.first.step, first.first.module) == ("aten::add.Tensor", 1, "Net")
     assert "return self.last(hidden + fault)" in Path(first.first.line.split(":")[0]).read_text()
@@ -63,7 +62,7 @@ def test_the_first_op_of_the_step_that_differs_is_named(tmp_path: Path) -> None:
 
 
 def test_bf16_beside_fp32_is_rounding(tmp_path: Path) -> None:
-    found = compare_runs(record(tmp_path / "a.npz"), record(tmp_path / "b.npz", enabled=False))
+    found = compare_runs(record(tmp_path / "a.pt"), record(tmp_path / "b.pt", enabled=False))
     assert found.differing > 20
     assert found.only_first > 0  # the casts
     assert found.unexplained is None
@@ -73,18 +72,31 @@ def test_bf16_beside_fp32_is_rounding(tmp_path: Path) -> None:
 
 def test_a_bug_stands_out_of_rounding(tmp_path: Path) -> None:
     found = compare_runs(
-        record(tmp_path / "a.npz"), record(tmp_path / "b.npz", enabled=False, fault_at=0, fault=3.0)
+        record(tmp_path / "a.pt"), record(tmp_path / "b.pt", enabled=False, fault_at=0, fault=3.0)
     )
     assert found.first.is_rounding
     assert found.unexplained.first.op == "aten::add.Tensor"
     assert "first that rounding does not explain: aten::add.Tensor" in found.report()
 
 
+@pytest.mark.parametrize("op", ["aten::addmm.default", "aten::tanh.default", "aten::mm.default"])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_an_op_whose_kernel_is_wrong_is_named(tmp_path: Path, op, enabled) -> None:
+    with Faults() as count:
+        record(tmp_path / "a.pt", enabled=enabled)
+    at = next(target.number for target in count.targets if target.op == op)
+    with Faults(at=at, value=9.0):
+        record(tmp_path / "b.pt", enabled=enabled)
+    found = compare_runs(tmp_path / "a.pt", tmp_path / "b.pt").unexplained
+    assert found.first.op == op
+    assert "the op's own error is" in str(found)
+
+
 def test_steps_bound_the_file(tmp_path: Path) -> None:
-    records = Run.load(record(tmp_path / "a.npz", steps=2)).records
+    records = Run.load(record(tmp_path / "a.pt", steps=2)).records
     assert {entry.step for entry in records} == {0, 1}
     with pytest.raises(ValueError, match=r"record_run\(steps=0\): give at least 1"):
-        record_run(tmp_path / "b.npz", steps=0)
+        record_run(tmp_path / "b.pt", steps=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
@@ -101,23 +113,20 @@ def test_a_fingerprint_sees_any_bit_and_any_exchange(dtype) -> None:
 
 
 def test_files_that_are_no_runs(tmp_path: Path) -> None:
-    text = tmp_path / "a.npz"
+    text = tmp_path / "a.pt"
     text.write_text("no zip")
-    np.savez(tmp_path / "b.npz", other=np.zeros(2))
-    for path in (text, tmp_path / "b.npz"):
+    torch.save({"other": torch.zeros(2)}, tmp_path / "b.pt")
+    torch.save(("an older run", [], [], {}), tmp_path / "c.pt")
+    for path in (text, tmp_path / "b.pt", tmp_path / "c.pt"):
         with pytest.raises(
             ValueError, match=r"is not a recorded run; make one with: amp-plugin diagnose --save"
         ):
             Run.load(path)
-    with record_run(tmp_path / "c.npz"):
+    with record_run(tmp_path / "c.pt"):
         pass
-    run = record(tmp_path / "d.npz")
+    run = record(tmp_path / "d.pt")
     with pytest.raises(ValueError, match=r"have no result in common; record the same program twice"):
-        compare_runs(tmp_path / "c.npz", run)
-
-
-def amp(*words: str):
-    return CliRunner().invoke(app, [*words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"})
+        compare_runs(tmp_path / "c.pt", run)
 
 
 def test_the_commands(tmp_path: Path) -> None:
@@ -126,7 +135,7 @@ def test_the_commands(tmp_path: Path) -> None:
         "import sys, torch\ntorch.manual_seed(0)\nx = torch.randn(4, 4)\n"
         "y = (x @ x).relu()\nz = y * float(sys.argv[1])\n"
     )
-    runs = [str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), str(tmp_path / "c.npz")]
+    runs = [str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), str(tmp_path / "c.pt")]
     for run, factor in zip(runs, ("1.0", "1.0", "1.5"), strict=True):
         result = amp("diagnose", "--save", run, str(script), factor)
         assert result.exit_code == 0, result.output
@@ -145,15 +154,13 @@ def test_the_commands(tmp_path: Path) -> None:
 
 
 def test_what_does_not_run_again_is_counted_and_named(tmp_path: Path) -> None:
-    for name, size in (("a.npz", 1.0), ("b.npz", 1.5)):
+    for name, size in (("a.pt", 1.0), ("b.pt", 1.5)):
         torch.manual_seed(0)
         with record_run(tmp_path / name):
             torch.bernoulli(torch.full((4,), 0.5)) * size
-    found = compare_runs(tmp_path / "a.npz", tmp_path / "b.npz")
+    found = compare_runs(tmp_path / "a.pt", tmp_path / "b.pt")
     assert found.unmeasured == {"aten::bernoulli.default": 1}
-    assert found.report().endswith(
-        "not measured: by how much the results answer of aten::bernoulli.default (1 call)"
-    )
+    assert found.report().endswith("taken as exact, not measured: aten::bernoulli.default (1 call)")
 
 
 def test_two_integers_that_differ_have_fingerprints_that_differ() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -195,8 +196,8 @@ def test_a_gradient_that_is_too_large_for_a_cast_is_a_matter_of_the_loss(plain):
 def test_wrappers_are_no_part_of_the_path(plain):
     model = nn.DataParallel(Net(OPS["mul"]))
     paths = Tracker(model)
-    paths.open()
-    paths.close()
+    with ExitStack() as stack:
+        paths.open(stack)
     assert paths.address("module.blocks.2.norm") == ModuleAddress(model="Net", path="blocks.2.norm")
     assert paths.address("module") == ModuleAddress(model="Net")
 

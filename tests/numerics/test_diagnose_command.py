@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from amp_plugin.cli import app
+from tests.commands import diagnose as amp
 
 SCRIPT = """\
 import sys, torch
@@ -32,12 +31,6 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def amp(*words: str):
-    return CliRunner().invoke(
-        app, ["diagnose", *words], env={"COLUMNS": "300", "TERM": "dumb", "NO_COLOR": "1"}
-    )
-
-
 def test_a_script_stops_at_the_op(script: Path) -> None:
     result = amp(str(script), "0")
     assert result.exit_code == 1
@@ -52,7 +45,7 @@ def test_keep_going_runs_to_the_end(script: Path) -> None:
     assert result.exit_code == 1
     assert result.stdout.count("aten::log.default made -inf in forward") == 1
     assert "and 1 times more" in result.stdout
-    assert "made inf in the backward pass of aten::log.default" in result.stdout
+    assert "in the backward pass of" not in result.stdout  # it is part of the same finding
 
 
 def test_json_alone_is_on_standard_output(script: Path) -> None:
@@ -68,7 +61,7 @@ def test_a_clean_script_says_so_and_keeps_its_exit_code(script: Path) -> None:
     script.write_text("import sys, torch\ntorch.ones(2).log().sum().item()\nsys.exit(3)")
     result = amp(str(script))
     assert result.exit_code == 3
-    assert result.stdout == "every number that mattered was finite\n"
+    assert result.stdout.splitlines()[0] == "every number that mattered was finite"
 
 
 def test_an_error_of_the_script_is_printed_as_python_does(script: Path) -> None:
@@ -111,8 +104,9 @@ def test_compare_lists_errors_and_draws_them(script: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64'; did you mean 'fp32'?"),
+        (["--compare", "float32"], "'float32' is not one of 'fp32', 'fp64', 'eager'; did you mean 'fp32'?"),
         (["--plot", "error.png"], "--plot draws the errors of --compare fp32; give both"),
+        (["--compare", "eager", "--plot", "error.png"], "--plot draws the errors of --compare fp32, not of"),
         (["--compare", "fp32", "--strict"], "leave --keep-going, --strict and --save out"),
     ],
 )

@@ -65,19 +65,17 @@ def record(path: Path, *, dtype=torch.bfloat16, enabled=True, at=-1, where="bran
 
 @pytest.mark.parametrize("where", ["branch", "mlp", "scores"])
 def test_five_per_cent_in_a_branch_are_found_at_any_depth(tmp_path: Path, where: str) -> None:
-    plain = record(tmp_path / "fp32.npz", enabled=False, where=where, train=False)
+    plain = record(tmp_path / "fp32.pt", enabled=False, where=where, train=False)
     for at in (0, BLOCKS // 2, BLOCKS - 1):
-        found = compare_runs(
-            record(tmp_path / "bf16.npz", at=at, where=where, train=False), plain
-        ).unexplained
+        found = compare_runs(record(tmp_path / "bf16.pt", at=at, where=where, train=False), plain).unexplained
         assert found is not None, at
         assert found.first.module == f"blocks.{at}", (at, str(found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_passes(tmp_path: Path, dtype) -> None:
-    plain = record(tmp_path / "fp32.npz", enabled=False)
-    found = compare_runs(record(tmp_path / "narrow.npz", dtype=dtype), plain)
+    plain = record(tmp_path / "fp32.pt", enabled=False)
+    found = compare_runs(record(tmp_path / "narrow.pt", dtype=dtype), plain)
     assert found.unexplained is None, found.report()
     assert "not to be told from rounding: differences below" in found.report()
 
@@ -171,6 +169,6 @@ def test_healthy_pairs_pass(tmp_path: Path, name: str, dtype, kind) -> None:
                 optimizer.step()
         return path
 
-    found = compare_runs(run(tmp_path / "narrow.npz", True), run(tmp_path / "fp32.npz", False))
+    found = compare_runs(run(tmp_path / "narrow.pt", True), run(tmp_path / "fp32.pt", False))
     assert found.differing > 0
     assert found.unexplained is None, found.report()

@@ -14,7 +14,7 @@ from amp_plugin.numerics.record import record_run
 @pytest.fixture(params=["diagnose", "shadow_run", "record_run"])
 def make(request, tmp_path):
     regions = {"diagnose": diagnose, "shadow_run": shadow_run}
-    return regions.get(request.param, lambda: record_run(tmp_path / "run.npz"))
+    return regions.get(request.param, lambda: record_run(tmp_path / "run.pt"))
 
 
 def stance() -> str:

@@ -26,6 +26,7 @@ from amp_plugin.tuning.measure import (
 from amp_plugin.tuning.report import draw
 from amp_plugin.tuning.search import Aim
 from amp_plugin.tuning.workload import Steps, used_ops
+from tests.commands import amp
 
 pytestmark = pytest.mark.native
 DEFAULT = OpRules.default("cpu")
@@ -407,22 +408,13 @@ for step in range(5):
 
 
 class TestCommand:
-    def amp(self, *words):
-        from typer.testing import CliRunner
-
-        from amp_plugin.cli import app
-
-        return CliRunner().invoke(
-            app, [*map(str, words)], env={"COLUMNS": "200", "TERM": "dumb", "NO_COLOR": "1"}
-        )
-
     def test_a_script_is_tuned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
         script.write_text(SCRIPT)
         options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
-            answer = self.amp("tune", *options, script, "0.1")
+            answer = amp("tune", *options, script, "0.1")
         assert answer.exit_code == 0, answer.output
         assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "sets.png", "train.py"]
         assert "not to be seen" not in answer.output
@@ -451,6 +443,6 @@ class TestCommand:
     def test_what_is_wrong(self, tmp_path: Path, words, code, error):
         script = tmp_path / "train.py"
         script.write_text("print('no training')")
-        answer = self.amp("tune", *(script if word == "SCRIPT" else word for word in words))
+        answer = amp("tune", *(script if word == "SCRIPT" else word for word in words))
         assert answer.exit_code == code
         assert error in answer.output

@@ -38,6 +38,7 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
@@ -372,6 +373,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
     # -- gradients -------------------------------------------------------------------------------
 
+    @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Unscale the gradients of the given optimizers, of all by default; may be repeated."""
         if not self._engaged:
@@ -382,6 +384,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         for prepared in given if isinstance(given, list | tuple) else [given]:
             self._scaler.ensure_unscaled(torch_optimizer(prepared))
 
+    @outside_graphs
     def clip_grad_norm_(self, parameters: Parameters, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip the norm of unscaled gradients, at the end of an accumulation window only.
 
@@ -410,6 +413,7 @@ class AmpAccelerator(HasScaler, Accelerator):
                 self._scaler.measure(optimizer, norm)
         return norm
 
+    @outside_graphs
     def clip_grad_value_(self, parameters: Parameters, clip_value: float) -> None:
         """Clip each element of unscaled gradients, at the end of an accumulation window only.
 

@@ -13,6 +13,7 @@ from accelerate.utils import OPTIMIZER_NAME, SCALER_NAME, FullyShardedDataParall
 from torch import Tensor
 from torch.optim import Optimizer
 
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
@@ -76,6 +77,7 @@ class AmpOptimizer(AcceleratedOptimizer):
     def scaler(self, given: Any) -> None:
         """Change nothing: what steps is the accelerator's, for which programs assign both."""
 
+    @outside_graphs
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step or skip at the end of an accumulation window.
 

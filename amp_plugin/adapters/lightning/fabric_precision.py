@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore, fsdp_root
 from amp_plugin.adapters.scaler import register
 from amp_plugin.casting.threads import autocast_module
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts
@@ -98,8 +99,11 @@ class FabricPrecision(PrecisionCore):
                 register(self._scaler, optimizer, list(self._modules))
 
     def _ready(self) -> None:
-        if self._started:
-            return
+        if not self._started:
+            self._start_once()
+
+    @outside_graphs
+    def _start_once(self) -> None:
         modules = list(self._modules)
         tensors = chain.from_iterable(chain(module.parameters(), module.buffers()) for module in modules)
         tensor = next(tensors, None)
@@ -136,6 +140,7 @@ class FabricPrecision(PrecisionCore):
 
     # -- backward and step --------------------------------------------------------------------
 
+    @outside_graphs
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward without autocast."""
         self._refuse_strategy(model)
@@ -144,6 +149,7 @@ class FabricPrecision(PrecisionCore):
         with self._no_region() if inside else nullcontext():
             self.package.plugins.Precision.backward(self, self._scaler.scale(tensor), model, *args, **kwargs)
 
+    @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
         self._ready()  # a first closure runs its forward and backward only below
@@ -154,11 +160,13 @@ class FabricPrecision(PrecisionCore):
         self._stepped(optimizer)
         return output
 
+    @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
         self._ready()
         self._scaler_of(optimizer).ensure_unscaled(optimizer)
 
+    @outside_graphs
     def clip_grad_norm_(
         self, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0, *, fold: bool = False
     ) -> Tensor:

@@ -31,6 +31,7 @@ from amp_plugin.adapters.lightning.user_code import (
     is_extended,
 )
 from amp_plugin.adapters.scaler import register
+from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
 
@@ -177,6 +178,7 @@ class TrainerPrecision(PrecisionCore):
 
     # -- backward -----------------------------------------------------------------------------
 
+    @outside_graphs
     def pre_backward(self, tensor: Tensor, module: Any) -> Tensor:
         """Show ``on_before_backward`` the loss, then scale it."""
         self._backwards += 1
@@ -184,6 +186,7 @@ class TrainerPrecision(PrecisionCore):
             loss: Tensor = self._plain.pre_backward(self, tensor, module)
             return self._scaler.scale(loss)
 
+    @outside_graphs
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
         with self._outside_region(), self._strays.expected():
@@ -212,6 +215,7 @@ class TrainerPrecision(PrecisionCore):
 
     # -- step ---------------------------------------------------------------------------------
 
+    @outside_graphs
     def optimizer_step(
         self, optimizer: Optimizer, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
