@@ -38,6 +38,7 @@ from amp_plugin.precision import (
     NameWithWeights,
     PrecisionName,
     ReduceName,
+    StateName,
     StockName,
     TrainingPrecision,
     WeightsName,
@@ -205,6 +206,14 @@ class PrecisionOptions(ScalingOptions):
             '``"bf16"``: what autocast would cast in bf16, with 16 bits more for each, trained exactly as in '
             'float32; ``"fp16"``: likewise in fp16, with float32 masters; ``"bf16-stochastic"``: in bf16 '
             'alone, rounded at random; ``"bf16-true"``, ``"fp16-true"``: all weights and activations.'
+        ),
+    ] = "fp32"
+    state: Annotated[
+        StateName,
+        Doc(
+            'How optimizers\' moments are kept between steps, of weights in float32 too: ``"fp32"``; '
+            '``"bf16"``: in 2 bytes, second moments rounded at random; ``"8bit"``: in codes of 1 byte, with '
+            "a unit for each 128 elements."
         ),
     ] = "fp32"
     reduce: Annotated[

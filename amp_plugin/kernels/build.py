@@ -225,9 +225,10 @@ def compile_flags(width: str) -> list[str]:
     """
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    same_bits = "-ffp-contract=off"  # of all vector widths: products are fused into sums where it is said
     lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include those of all ops
     standard = "-std=c++20"  # torch 2.11 compiles extensions as C++17
-    return [standard, *as_in_torch, lean_headers, "-fvisibility=hidden", *vectors]
+    return [standard, *as_in_torch, same_bits, lean_headers, "-fvisibility=hidden", *vectors]
 
 
 def compile_core(folder: Path, width: str) -> Path:

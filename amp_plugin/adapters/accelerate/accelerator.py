@@ -143,7 +143,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             warn_of_slow_fp16(precision, device)
             warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
-        self._weights = ModelWeights(settings.weights, casts=self.native_amp)
+        self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"

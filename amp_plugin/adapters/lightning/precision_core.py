@@ -85,7 +85,7 @@ class PrecisionCore(HasScaler):
         self.precision: Any = STOCK_NAMES[settings.precision]
         self.device = settings.device or ""
         self._desired_input_dtype = settings.training_dtype  # read by Lightning's throughput monitor
-        self._weights = ModelWeights(settings.weights, casts=settings.precision != "fp32")
+        self._weights = ModelWeights(settings.weights, settings.state, casts=settings.precision != "fp32")
         self._begin()
         if given.get("scaler") is not None:
             self.scaler = given["scaler"]
