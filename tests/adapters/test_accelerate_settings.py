@@ -69,6 +69,7 @@ class TestPrecedence:
             "fp32_outputs": "0",
             "exact_schedulers": "1",
             "weights": "bf16",
+            "state": "bf16",
             "reduce": "bf16",
             "backoff_factor": "0.25",
             "eval_precision": "bf16-mixed",

@@ -29,6 +29,7 @@ from amp_plugin.scaling.step_log import LoggedStep, StepResult
 # Options that cannot act, and what says the same to DeepSpeed.
 _INSTEAD: Final = {
     "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
+    "state": "'bf16_optimizer_states' of 'bf16'",
     "reduce": "'communication_data_type'",
     "fold_clip": "'gradient_clipping', which the engine does in its step",
     "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
