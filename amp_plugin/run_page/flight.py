@@ -189,10 +189,17 @@ class FlightRecorder:
 
 
 def _placed(finding: Finding, replay: Replay) -> Finding:
-    """Return a finding with the line that called the model, where no line of the program lies between."""
+    """Return a finding with the line that called the model in place of the one that has stepped."""
     calls = [recorded.call for recorded in replay.calls]
-    place = next((call.place for call in calls if isinstance(call, ModelCall)), None)
-    return finding if finding.place else replace(finding, place=place)
+    called = next((call.place for call in calls if isinstance(call, ModelCall)), None)
+    stepped = called_from()[0]
+    if called is None or stepped not in {finding.place, finding.caller}:
+        return finding
+    return replace(
+        finding,
+        place=called if finding.place == stepped else finding.place,
+        caller=called if finding.caller == stepped else finding.caller,
+    )
 
 
 def _differentiable(output: Any) -> list[tuple[int, Tensor]]:
