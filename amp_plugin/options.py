@@ -38,6 +38,7 @@ from amp_plugin.precision import (
     NameWithWeights,
     PrecisionName,
     ReduceName,
+    StateName,
     StockName,
     TrainingPrecision,
     WeightsName,
@@ -207,6 +208,14 @@ class PrecisionOptions(ScalingOptions):
             'alone, rounded at random; ``"bf16-true"``, ``"fp16-true"``: all weights and activations.'
         ),
     ] = "fp32"
+    state: Annotated[
+        StateName,
+        Doc(
+            'How optimizers\' moments are kept between steps, of weights in float32 too: ``"fp32"``; '
+            '``"bf16"``: in 2 bytes, second moments rounded at random; ``"8bit"``: in codes of 1 byte, with '
+            "a unit for each 128 elements."
+        ),
+    ] = "fp32"
     reduce: Annotated[
         ReduceName,
         Doc(
@@ -326,6 +335,7 @@ OWN_VARIABLES: Final = (
     "AMP_PLUGIN_NATIVE",
     "AMP_PLUGIN_CACHE_DIR",
     "AMP_PLUGIN_CONFIG",
+    "AMP_PLUGIN_TAKEOVER",
 )
 _OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
 KNOWN_VARIABLES: Final = (

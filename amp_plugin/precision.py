@@ -16,6 +16,7 @@ TrainingPrecision = Literal["fp16", "bf16", "fp32", "fp8"]
 StockName = Literal["16-mixed", "bf16-mixed", "32-true"]
 NameWithWeights = Literal["16-true", "bf16-true"]
 WeightsName = Literal["fp32", "bf16", "fp16", "bf16-stochastic", "bf16-true", "fp16-true"]
+StateName = Literal["fp32", "bf16", "8bit"]
 ReduceName = Literal["fp32", "bf16"]
 DTYPES: Final = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 _SHORT: Final = {**{dtype: name for name, dtype in DTYPES.items()}, torch.float64: "fp64"}
@@ -168,6 +169,19 @@ def checked_reduce(given: Any) -> ReduceName:
         ValueError: It is none of the two.
     """
     return checked_dtype("reduce", given, get_args(ReduceName))  # type: ignore[no-any-return]
+
+
+def checked_state(given: Any) -> StateName:
+    """Return how optimizers' moments are to be kept.
+
+    Raises:
+        ValueError: It is none of the ways.
+    """
+    if given in get_args(StateName):
+        return given  # type: ignore[no-any-return]
+    allowed = ", ".join(map(repr, get_args(StateName)))
+    msg = f"state={given!r} is unknown; allowed are {allowed}{did_you_mean(str(given), get_args(StateName))}"
+    raise ValueError(msg)
 
 
 def _allowed() -> str:

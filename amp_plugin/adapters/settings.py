@@ -18,6 +18,7 @@ from amp_plugin.precision import (
     PrecisionName,
     checked_precision,
     checked_reduce,
+    checked_state,
     checked_weights,
     refuse_other_precision,
 )
@@ -52,6 +53,7 @@ class AdapterSettings(PrecisionOptions):
             raise TypeError(msg)
         read: dict[str, Any] = {}
         read["weights"], read["reduce"] = checked_weights(self.weights), checked_reduce(self.reduce)
+        checked_state(self.state)
         if self.precision:  # else it is not known yet
             refuse_other_precision(read["weights"], self.precision, named=self.named)
         if self.eval_precision is not None:

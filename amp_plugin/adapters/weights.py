@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
-from amp_plugin.precision import WeightsName, stores_all
+from amp_plugin.precision import StateName, WeightsName, stores_all
 from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_optimizer, warn_of_16_bits
@@ -29,20 +29,21 @@ from amp_plugin.weights.store import (
 
 
 class ModelWeights:
-    """Store the weights of models as asked, when they are set up, and tell their optimizers.
+    """Store the weights of models as asked, when they are set up, and tell optimizers how to keep state.
 
     Only where forwards run under autocast (``casts``) may weights become float32 unasked.
     """
 
-    def __init__(self, weights: WeightsName, *, casts: bool) -> None:
+    def __init__(self, weights: WeightsName, state: StateName = "fp32", *, casts: bool) -> None:
         self._weights = weights
+        self._state = state
         self._casts = casts
         self._known: WeakKeyDictionary[nn.Module, FrozenWeights | None] = WeakKeyDictionary()
         self._meets_fp32 = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle what was asked for; a process that is spawned knows no model yet."""
-        return partial(type(self), casts=self._casts), (self._weights,)
+        return partial(type(self), casts=self._casts), (self._weights, self._state)
 
     @property
     def are_all_stored(self) -> bool:
@@ -119,8 +120,8 @@ class ModelWeights:
         stored = any(map(is_stored, models))
         has_frozen = any(param.dtype in HALVES for model in models for param in model.parameters())
         for optimizer in optimizers:
-            if stored:
-                add_optimizer(optimizer)
+            if stored or self._state != "fp32":
+                add_optimizer(optimizer, self._state)
             elif has_frozen and self._casts:
                 warn_of_16_bits(optimizer)
             else:

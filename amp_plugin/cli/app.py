@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import amp_plugin
-from amp_plugin.cli import numerics, report, rules, run, tune
+from amp_plugin.cli import export, numerics, report, rules, run, tune
 from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail, word_option
 
 app = typer.Typer(
@@ -113,6 +113,7 @@ def _build_cuda(architectures: list[str]) -> int:
     return build_ahead(architectures)
 
 
+app.command()(export.export)
 app.command(context_settings=OF_SCRIPTS)(run.casts)
 app.command(context_settings=OF_SCRIPTS)(run.run)
 app.command(context_settings=OF_SCRIPTS)(numerics.diagnose)

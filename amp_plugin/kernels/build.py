@@ -225,9 +225,10 @@ def compile_flags(width: str) -> list[str]:
     """
     vectors = [f"-march={TARGETS[width]}", f"-DCPU_CAPABILITY_{width}"] if width in TARGETS else []
     as_in_torch = ["-O3", "-DNDEBUG", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
+    same_bits = "-ffp-contract=off"  # of all vector widths: products are fused into sums where it is said
     lean_headers = "-DAT_PER_OPERATOR_HEADERS"  # else autograd's headers include those of all ops
     standard = "-std=c++20"  # torch 2.11 compiles extensions as C++17
-    return [standard, *as_in_torch, lean_headers, "-fvisibility=hidden", *vectors]
+    return [standard, *as_in_torch, same_bits, lean_headers, "-fvisibility=hidden", *vectors]
 
 
 def compile_core(folder: Path, width: str) -> Path:
@@ -268,9 +269,16 @@ def compile_core(folder: Path, width: str) -> Path:
         errors="replace",
         check=False,
     )
+    made = folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
+    if not made.is_file() and (answer.returncode == 0 or "cannot open shared object" in answer.stderr):
+        msg = (
+            f"error: CXX={_compiler()!r} ended without an error and wrote no core; set CXX to a C++20 "
+            f"compiler, or unset it\n{answer.stderr}"
+        )
+        raise RuntimeError(msg)
     if answer.returncode != 0:
         raise RuntimeError(answer.stderr or f"{sys.executable} ended with status {answer.returncode}")
-    return folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
+    return made
 
 
 def _environment() -> dict[str, str]:

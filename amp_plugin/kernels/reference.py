@@ -25,7 +25,8 @@ zero a low half counts for nothing, so that a written zero is one: numbers below
 
 - ``params``: float32, or bfloat16 with ``remainders`` (below).
 - ``grads``: float32, bfloat16 or float16; written if ``grad_scale`` is not 1.
-- the optimizer's states: float32, of the parameter's shape; ``steps`` float32 or float64, one element.
+- the optimizer's states: float32 or bfloat16, of the parameter's shape, or 8-bit codes
+  (:mod:`amp_plugin.kernels.state_codes`); ``steps`` float32 or float64, one element.
 - ``remainders``: empty, or int16: the low halves of pairs, whose high halves are ``params``.
 
 ``grad_scale`` (one element) is what gradients are divided by: a loss scale, clipping. They are left
@@ -46,6 +47,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+
+from amp_plugin.kernels.state_codes import decode, draws, encode, in_memory_order, to_bf16
 
 INF_FLAG = 1
 NAN_FLAG = 2
@@ -491,8 +494,9 @@ def adam_(
 ) -> None:
     """Take a step of :class:`torch.optim.Adam` or, with decoupled weight decay, AdamW.
 
-    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. As
-    torch writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
+    ``exp_avgs``, ``exp_avg_sqs``, ``max_exp_avg_sqs`` (empty without amsgrad) and ``steps`` are written. The
+    moments of a parameter are float32 or bfloat16 of its shape, or the codes of :mod:`state_codes`. As torch
+    writes it (Kingma and Ba, 2015; Loshchilov and Hutter, 2019)::
 
         grad = +-grad / grad_scale
         grad += weight_decay * param             or, decoupled: param *= 1 - lr * weight_decay
@@ -508,16 +512,18 @@ def adam_(
         step = _widened(steps[i]) + 1
         grad = unscaled if decoupled_weight_decay else unscaled + weight_decay * param
         kept = param * (1 - rate * weight_decay) if decoupled_weight_decay else param
-        first = _widened(exp_avgs[i]) + (1 - beta1) * (grad - _widened(exp_avgs[i]))
-        second = beta2 * _widened(exp_avg_sqs[i]) + (1 - beta2) * grad * grad
+        before = _read_state(exp_avgs[i], param, 0)
+        first = before + (1 - beta1) * (grad - before)
+        second = beta2 * _read_state(exp_avg_sqs[i], param, 1) + (1 - beta2) * grad * grad
         largest = second
         if max_exp_avg_sqs:
-            largest = torch.maximum(_widened(max_exp_avg_sqs[i]), second)
-            _write_if(max_exp_avg_sqs[i], largest, taken)
+            largest = torch.maximum(_read_state(max_exp_avg_sqs[i], param, 2), second)
+            _write_state(max_exp_avg_sqs[i], largest, param, taken, 2, step)
         denominator = largest.sqrt() / (1 - beta2**step).sqrt() + eps
         stepped = kept - rate / (1 - beta1**step) * first / denominator
-        for tensor, value in ((exp_avgs[i], first), (exp_avg_sqs[i], second), (steps[i], step)):
-            _write_if(tensor, value, taken)
+        _write_state(exp_avgs[i], first, param, taken, 0, step)
+        _write_state(exp_avg_sqs[i], second, param, taken, 1, step)
+        _write_if(steps[i], step, taken)
         _write_param(i, stepped, params, remainders, taken)
 
 
@@ -555,8 +561,9 @@ def sgd_(
         grad = direction = unscaled + weight_decay * param
         if momentum:
             buffer = momentum_buffers[i]
-            moved = grad if first_step else momentum * _widened(buffer) + (1 - dampening) * grad
-            _write_if(buffer, moved, taken)
+            before = _read_state(buffer, param, 0)
+            moved = grad if first_step else momentum * before + (1 - dampening) * grad
+            _write_state(buffer, moved, param, taken, 0, 0)
             direction = grad + momentum * moved if nesterov else moved
         _write_param(i, param - rate * direction, params, remainders, taken)
 
@@ -593,6 +600,30 @@ def _unscaled(
 
 def _write_if(tensor: Tensor, value: Tensor, taken: Tensor | bool) -> None:
     tensor.copy_(torch.where(torch.as_tensor(taken, device=tensor.device), value.to(tensor.dtype), tensor))
+
+
+def _read_state(state: Tensor, param: Tensor, number: int) -> Tensor:
+    """Return the first (0) or a second moment (1, 2), wide, however it is stored."""
+    if state.dtype is not torch.uint8:
+        return _widened(state)
+    value = torch.empty_like(param, dtype=torch.float32)
+    in_memory_order(value).copy_(decode(state, param.numel(), signed=number == 0))
+    return _widened(value)
+
+
+def _write_state(
+    state: Tensor, value: Tensor, param: Tensor, taken: Tensor | bool, number: int, step: Tensor | float
+) -> None:
+    """Write what `_read_state` reads."""
+    if state.dtype is torch.float32:
+        return _write_if(state, value, taken)
+    flat = in_memory_order(torch.empty_like(param, dtype=torch.float32).copy_(value))
+    drawn = draws(flat.numel(), step, number, flat.device) if number else None
+    if state.dtype is torch.uint8:
+        return _write_if(state, encode(flat, signed=number == 0, drawn=drawn), taken)
+    rounded = torch.empty_like(param, dtype=torch.bfloat16)
+    in_memory_order(rounded).copy_(to_bf16(flat, drawn))
+    return _write_if(state, rounded, taken)
 
 
 def _write_param(

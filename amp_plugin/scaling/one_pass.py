@@ -20,6 +20,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.weights.compressed_state import CompressedState, asked_for
 from amp_plugin.weights.weight import remainder_of, stored_params
 
 _Group = dict[str, Any]
@@ -57,6 +58,8 @@ def unavailable(device_type: str) -> str:
 def collect(optimizer: Optimizer) -> OnePassStep | str:
     """Return all that a step needs, or why it cannot be taken in one pass now."""
     rule = _RULES[type(optimizer)]
+    if sum(len(group["params"]) for group in optimizer.param_groups) > len(optimizer.state):
+        _begin(optimizer, rule)
     parts: list[_Part] = []
     for group in optimizer.param_groups:
         try:
@@ -135,6 +138,24 @@ _SGD = _Rule("sgd_", (), ("momentum", "momentum_buffer"), False, _sgd_options)
 _RULES = {Adam: _ADAM, AdamW: _ADAM, SGD: _SGD}
 OPTIMIZERS = tuple(kind.__name__ for kind in _RULES)
 """Names of the optimizers of ``torch.optim`` that there is an op for."""
+
+
+def _begin(optimizer: Optimizer, rule: _Rule) -> None:
+    """Make the states that are to be compressed: zeros, as torch's own first step would, in float32."""
+    for group in optimizer.param_groups:
+        if group.get("dampening"):  # not for the first gradient, which torch takes whole
+            continue
+        for param in group["params"]:
+            form = asked_for(param)
+            counts_here = param.is_cpu or group.get("fused") or group.get("capturable")
+            if form is None or param.grad is None or param in optimizer.state or not counts_here:
+                continue
+            zeros = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+            made = {name: CompressedState.of(zeros, form, name) for name in rule.states(group)}
+            if rule.counts:
+                optimizer.state[param] = {"step": torch.zeros((), device=param.device), **made}
+            elif made:
+                optimizer.state[param] = made
 
 
 def _by_storage(params: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

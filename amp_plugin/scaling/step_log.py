@@ -31,8 +31,6 @@ from amp_plugin.scaling.overflows import OverflowReport
 RUN = 50
 """Skipped steps in a row that are worth a warning."""
 
-# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
-_STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
@@ -228,7 +226,6 @@ class _Record:
     def begin_anew(self) -> None:
         """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
-        self.since_update = 0
         self.in_a_row = 0
         self.owed = 0  # skips that have not held the schedulers back yet
         self.is_held = False
@@ -294,16 +291,17 @@ class StepLog:
         self.calls: list[RecordedCall] = []
         self._window_is_over = True
         self._keeps_calls = False
+        self._has_taken = False  # a step since the last run
+        self._last_skip: LoggedStep | None = None  # of a run that has taken none
         for follower in _followers:
             follower(self)
 
-    def add(self, optimizer: Optimizer, result: StepResult, *, scaled_dynamically: bool) -> None:
+    def add(self, optimizer: Optimizer, result: StepResult) -> None:
         """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.
 
         Args:
             optimizer: Whose step it was.
             result: Its result.
-            scaled_dynamically: Whether an update is expected to follow.
 
         Raises:
             Exception: What a subscriber raises.
@@ -313,13 +311,6 @@ class StepLog:
         record.count(found, skipped=result.skipped_if_known())
         self.has_steps = True
         self._window_is_over = True
-        record.since_update += 1
-        if record.since_update == _STEPS_WITHOUT_UPDATE and scaled_dynamically:
-            warn_user(
-                f"{record.since_update} steps of {record.kind} without scaler.update(): the loss "
-                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
-                "per iteration, or make the scaler with dynamic=False."
-            )
         if not capturing(found.device):
             learn = partial(self._learn, record, result)
             self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
@@ -339,11 +330,6 @@ class StepLog:
         """Hand a loss that a backward pass begins from to who listens."""
         if self.hear_loss is not None and not self.replaying:
             self.hear_loss(loss)
-
-    def note_update(self) -> None:
-        """Record that an update was requested."""
-        for record in self._records.values():
-            record.since_update = 0
 
     def begin_anew(self, skipped_before: int) -> None:
         """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
@@ -366,6 +352,13 @@ class StepLog:
         """Return how many results the host does not know yet."""
         return len(self._late)
 
+    def end_run(self, warn: Callable[[str], Any] = warn_user) -> None:
+        """End a run of any length: warn if it has skipped every step since the last one; a host sync."""
+        self.read(wait=True)
+        last, self._last_skip, self._has_taken = self._last_skip, None, False
+        if last is not None:
+            warn(f"the run has ended and no optimizer step was taken: {_skipped_text(last)}")
+
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
         """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
         self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
@@ -379,9 +372,11 @@ class StepLog:
         record.in_a_row = record.in_a_row + 1 if skipped else 0
         record.owed += skipped
         step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row)
+        self._has_taken |= not skipped
+        self._last_skip = None if self._has_taken else step
         if step.in_a_row == RUN and id(record) not in self._warned_of_run:
             self._warned_of_run.add(id(record))
-            warn_user(_all_skipped_text(step))
+            warn_user(_skipped_text(step))
         for subscriber in list(self._subscribers):
             subscriber(step)
 
@@ -446,15 +441,13 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
     return look
 
 
-def _all_skipped_text(step: LoggedStep) -> str:
+def _skipped_text(step: LoggedStep) -> str:
     result, report = step.result, step.result.overflow_report()
     rest = (
-        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; else look "
-        "for nan in the loss or the data, or use bfloat16."
+        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; otherwise "
+        "look for nan in the loss or the data, or use bfloat16."
         if result.is_scaled
         else f"although nothing is scaled. {report.meaning()}"
     )
-    return (
-        f"{RUN} steps of {step.kind} in a row were skipped: its gradients are not finite "
-        f"({report.summary()}), {rest}"
-    )
+    steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
+    return f"{steps} in a row were skipped: its gradients are not finite ({report.summary()}), {rest}"

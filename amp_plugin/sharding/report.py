@@ -22,6 +22,7 @@ from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.plan import DtypePlan
+from amp_plugin.weights.compressed_state import asked_for
 from amp_plugin.weights.store import local_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
@@ -41,6 +42,7 @@ class ShardUnit:
         reduced: Dtype in which its gradients are reduced; None if nothing in it is trained.
         parameters: Elements, of the whole unit (under tensor parallelism: of this rank's part of it).
         local_bytes: Of what this rank stores of its weights.
+        state: How optimizers keep the moments of its trainable weights: ``"fp32"``, ``"bf16"`` or ``"8bit"``.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ShardUnit:
     reduced: torch.dtype | None
     parameters: int
     local_bytes: int
+    state: str
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -133,6 +136,7 @@ def _unit(
         reduced=reduced or stored if trained and engine != "none" else None,
         parameters=elements,
         local_bytes=sum(part.numel() * part.element_size() for part in parts),
+        state=" ".join(dict.fromkeys(asked_for(param) or "fp32" for param in trained or params)),
     )
 
 
@@ -182,12 +186,13 @@ class ModelDtypes:
 
     def __rich__(self) -> Group:
         """Return the units and, if modules were called, what went through them."""
-        table = Table("unit", "parameters", "stored", "gathered", "reduced", "bytes here", title="Weights")
+        columns = ("unit", "parameters", "stored", "gathered", "reduced", "bytes here", "moments")
+        table = Table(*columns, title="Weights")
         for unit in self.units:
             reduced = "-" if unit.reduced is None else short_name(unit.reduced)
             dtypes = short_name(unit.stored), short_name(unit.gathered), reduced
             name = FoldedName(unit.name or "(model)")
-            table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}")
+            table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
         return Group(table, *([self.table()] if self._rows else []))
 
     def __repr__(self) -> str:

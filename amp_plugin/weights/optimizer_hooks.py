@@ -24,6 +24,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 from amp_plugin.messages import warn_user
+from amp_plugin.weights.compressed_state import (
+    ask_for,
+    asked_for,
+    compress,
+    decompress,
+    packed,
+    unpacked,
+    warn_of_left,
+)
 from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.weight import (
     fp32_shown,
@@ -37,15 +46,20 @@ from amp_plugin.weights.weight import (
 )
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
-_ENTRY_OF_0_2: Final = "amp_plugin_weights"
+ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _LOAD_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
-def add_optimizer(optimizer: Optimizer) -> None:
-    """Let an optimizer step stored parameters in float32, or refuse it; any number of calls."""
+def add_optimizer(optimizer: Optimizer, state: str | None = None) -> None:
+    """Let an optimizer step stored parameters in float32, or refuse it; any number of calls.
+
+    ``state``: the format that the states of its parameters are kept in; None: as it was asked for.
+    """
     _refuse(optimizer)
-    _hooks_of(optimizer)
+    if state is not None:
+        ask_for(_params(optimizer), state)
     _widen_fresh_state(optimizer)
+    _hooks_of(optimizer).compress(optimizer, loaded=True)
 
 
 def warn_of_16_bits(optimizer: Optimizer) -> None:
@@ -71,7 +85,8 @@ def add_late_optimizers() -> None:
 
 
 def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    if not hasattr(optimizer, _ATTRIBUTE) and stored_params(_params(optimizer)):
+    params = list(_params(optimizer))
+    if not hasattr(optimizer, _ATTRIBUTE) and (stored_params(params) or any(map(asked_for, params))):
         add_optimizer(optimizer)
 
 
@@ -80,6 +95,8 @@ class OptimizerHooks:
 
     def __init__(self) -> None:
         self._shown: list[Tensor] = []
+        self._widened: Optimizer | None = None  # whose state is float32 meanwhile
+        self._told: set[str] = set()
         self.warns = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -96,6 +113,7 @@ class OptimizerHooks:
         optimizer.register_step_post_hook(after)
         optimizer.register_load_state_dict_pre_hook(self.before_load)
         optimizer.register_load_state_dict_post_hook(self.after_load)
+        optimizer.register_state_dict_post_hook(self.after_state_dict)
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = _ShownLoad(optimizer.load_state_dict)  # type: ignore[method-assign]
 
@@ -103,13 +121,25 @@ class OptimizerHooks:
         """Store what is still shown."""
         shown, self._shown = self._shown, []
         hide_fp32(shown, steps=steps)
+        if self._widened is not None:
+            optimizer, self._widened = self._widened, None
+            self.compress(optimizer)
+
+    def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
+        """Compress the states of parameters that it was asked for, and say once which are left."""
+        left = set(compress(optimizer.state, loaded=loaded)) - self._told
+        self._told |= left
+        warn_of_left(sorted(left), optimizer)
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Show the parameters; let a closure run on 16 bits."""
         self.close()
         params = stored_params(_params(optimizer))
+        if any(map(asked_for, _params(optimizer))):
+            self._widened = optimizer
+        decompress(optimizer.state)
         if not params:
-            return None
+            return None if self._widened is None else (self._ending(args), kwargs)
         if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
             msg = (
                 f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
@@ -134,9 +164,14 @@ class OptimizerHooks:
                 "model is set up"
             )
 
+    def after_state_dict(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put plain tensors in the place of compressed states."""
+        state_dict["state"] = packed(state_dict["state"])
+
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Show the parameters until it is loaded, and widen others with float32 state: torch casts state."""
         self.close()
+        state_dict["state"] = unpacked(state_dict["state"])  # the hooks' own copy
         load_entry_of_0_2(optimizer, state_dict)
         for number, param in enumerate(dict.fromkeys(_params(optimizer))) if self.warns else ():
             state = state_dict["state"].get(number, {}).values()
@@ -146,8 +181,9 @@ class OptimizerHooks:
         self._shown = show_fp32(_params(optimizer))
 
     def after_load(self, optimizer: Optimizer) -> None:
-        """Store them."""
+        """Store them, and the state."""
         self.close()
+        self.compress(optimizer, loaded=True)
 
     def _count_steps(self, optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         """Let stochastic rounding go on where the optimizer's own count, which it saves, says."""
@@ -165,9 +201,12 @@ class OptimizerHooks:
             kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
         elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
             args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
+        return self._ending(args), kwargs
+
+    def _ending(self, args: tuple[Any, ...]) -> _Arguments:
         arguments = _Arguments(args)
         arguments.hooks = self
-        return arguments, kwargs
+        return arguments
 
     def _on_16_bits(self, params: list[Tensor], closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
@@ -209,7 +248,9 @@ class _ShownLoad:
         optimizer: Any = self.load.__self__  # type: ignore[attr-defined]
         load_entry_of_0_2(optimizer, state_dict)
         with fp32_shown(_params(optimizer)):
-            return self.load(state_dict, *args, **kwargs)
+            value = self.load({**state_dict, "state": unpacked(state_dict["state"])}, *args, **kwargs)
+        compress(optimizer.state, loaded=True)
+        return value
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -225,9 +266,15 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def accept_entries_of_0_2(optimizer: Optimizer) -> None:
-    """Let an optimizer of float32 weights load what 0.2 kept of stored ones; any number of calls."""
+    """Let any optimizer load what 0.2 kept of stored weights, and compressed states; any number of calls."""
     if _has_hooks(optimizer) and load_entry_of_0_2 not in getattr(optimizer, _LOAD_HOOKS).values():
         optimizer.register_load_state_dict_pre_hook(load_entry_of_0_2)
+        optimizer.register_load_state_dict_pre_hook(_decode_state)
+
+
+def _decode_state(_: Optimizer, state_dict: dict[str, Any]) -> None:
+    state_dict["state"] = unpacked(state_dict["state"])  # the hooks' own copy
+    decompress(state_dict["state"])
 
 
 @torch.no_grad()
@@ -236,7 +283,7 @@ def load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
     The model is loaded by now; a weight that is not the one that was saved is left as it is.
     """
-    entry = state_dict.get(_ENTRY_OF_0_2)
+    entry = state_dict.get(ENTRY_OF_0_2)
     if entry is None:
         return
     params = list(dict.fromkeys(_params(optimizer)))

@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from amp_plugin.kernels.build import native_core
 from amp_plugin.messages import warn_user
 from amp_plugin.patterns import matched_modules, require_matches
-from amp_plugin.precision import WeightsName, checked_weights, stores_all
+from amp_plugin.precision import StateName, WeightsName, checked_state, checked_weights, stores_all
+from amp_plugin.weights.compressed_state import CompressedState, ask_for
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer, warn_of_16_bits
@@ -40,8 +41,9 @@ SetUp = Callable[[nn.Module, list[nn.Parameter]], None]
 class WeightStore:
     """What :func:`store_weights` has done to a model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, state: StateName = "fp32") -> None:
         self._model = model
+        self._state = state
 
     def __len__(self) -> int:
         """Return the number of parameters that are stored in 16 bits."""
@@ -50,7 +52,10 @@ class WeightStore:
     def add(self, *optimizers: Optimizer) -> None:
         """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
         for optimizer in optimizers:
-            (add_optimizer if len(self) else warn_of_16_bits)(optimizer)
+            if len(self) or self._state != "fp32":
+                add_optimizer(optimizer, self._state)
+            else:
+                warn_of_16_bits(optimizer)
 
     def in_fp32(self) -> AbstractContextManager[None]:
         """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
@@ -61,6 +66,7 @@ def store_weights(
     model: nn.Module,
     *optimizers: Optimizer,
     weights: WeightsName = "bf16",
+    state: StateName = "fp32",
     fp32_modules: Iterable[str] = (),
     seed: int = 0,
 ) -> WeightStore:
@@ -86,6 +92,9 @@ def store_weights(
             all weights, for a model that computes in 16 bits without autocast. ``"bf16-stochastic"``: as
             ``"bf16"``, with nothing kept; each step's result is rounded up or down at random. ``"fp32"``:
             none is stored, and those that came in 16 bits become float32, frozen ones when they are trained.
+        state: How the optimizers keep their moments between steps: ``"fp32"``; ``"bf16"``; ``"8bit"``: in
+            codes with a unit for each 128 elements. Adam, AdamW and SGD step them so in one pass; any other
+            optimizer has them in float32 while it steps. States that are not moments stay float32.
         fp32_modules: Names of modules (``"head"``, ``"blocks.*.norm"``) or classes (``"LayerNorm"``) whose
             weights stay in float32.
         seed: Of stochastic rounding; the same on all ranks.
@@ -94,7 +103,8 @@ def store_weights(
         The store: ``add(optimizer)``, ``in_fp32()``.
 
     Raises:
-        ValueError: ``weights`` is unknown, a pattern matches no module, or an optimizer has state in 16 bits.
+        ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has
+            state in 16 bits.
         TypeError: The model is sharded (FSDP): it stores float32 shards by itself. Or an optimizer steps in
             backward, or was made without ``Optimizer.__init__``.
         RuntimeError: Something has converted a stored weight.
@@ -111,7 +121,7 @@ def store_weights(
         >>> model.weight.grad.dtype
         torch.float32
     """
-    name = checked_weights(weights)
+    name, state = checked_weights(weights), checked_state(state)
     refuse_sharded(name, sharded_by(model))
     if torch.__future__.get_swap_module_params_on_conversion():
         msg = "torch.__future__.set_swap_module_params_on_conversion(True) replaces parameters: unset it"
@@ -125,9 +135,11 @@ def store_weights(
         native_core()  # in plain torch ops a step takes nine times that of float32 weights, not 1.5
         set_up = partial(_store, name=name, patterns=tuple(fp32_modules), seed=seed)
         set_up(model, list(model.parameters()))
+    if name != "fp32" or state != "fp32":
         add_late_optimizers()
+    ask_for(model.parameters(), state)
     set_up_when_unfrozen(model, set_up)
-    store = WeightStore(model)
+    store = WeightStore(model, state)
     store.add(*optimizers)
     return store
 
@@ -151,6 +163,7 @@ def restore_weights(model: nn.Module) -> None:
         >>> model.weight.dtype
         torch.float32
     """
+    ask_for(model.parameters(), "fp32")
     for param in stored_params(model.parameters()):
         widen_(param)
     export_as_is(model)
@@ -387,7 +400,9 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(local_of(tensor).numel() * tensor.element_size() for tensor in tensors)
+    parts = (local_of(tensor) for tensor in tensors)
+    kept = (part.kept if isinstance(part, CompressedState) else part for part in parts)
+    return sum(tensor.numel() * tensor.element_size() for tensor in kept)
 
 
 def local_of(tensor: Tensor) -> Tensor:

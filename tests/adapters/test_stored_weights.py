@@ -300,6 +300,42 @@ def test_nothing_is_converted_where_nothing_casts():
 # -- checkpoints ----------------------------------------------------------------------------------
 
 
+def moments(optimizer):
+    return [value for entry in optimizer.state.values() for name, value in entry.items() if name != "step"]
+
+
+@pytest.mark.parametrize("state", ["bf16", "8bit"])
+@pytest.mark.parametrize(("saves", "loads"), [(True, False), (False, True)])
+def test_accelerate_loads_moments_of_another_format(saves, loads, state, tmp_path):
+    for compresses, act in ((saves, "save_state"), (loads, "load_state")):
+        form = state if compresses else "fp32"
+        accelerator = ours(precision="bf16", state=form)
+        model = module().net
+        inner = torch.optim.AdamW(model.parameters())
+        net, optimizer = accelerator.prepare(model, inner)
+        for x, y in data(3):
+            optimizer.zero_grad()
+            accelerator.backward(nn.functional.mse_loss(net(x), y))
+            optimizer.step()
+        getattr(accelerator, act)(tmp_path)
+        assert {getattr(value, "form", "fp32") for value in moments(inner)} == {form}
+        reset()
+
+
+def test_fabric_keeps_moments_in_codes(tmp_path):
+    fabric = Fabric(accelerator="cpu", plugins=FabricAmpPrecision("bf16", weights="bf16", state="8bit"))
+    inner = module().net
+    net, optimizer = fabric.setup(inner, torch.optim.AdamW(inner.parameters(), lr=LR))
+    train(net, optimizer, fabric.backward)
+    before = [value.kept.clone() for value in moments(optimizer.optimizer)]
+    fabric.save(tmp_path / "all.ckpt", {"net": net, "optimizer": optimizer})
+    train(net, optimizer, fabric.backward)
+    fabric.load(tmp_path / "all.ckpt", {"net": net, "optimizer": optimizer})
+    after = [value.kept for value in moments(optimizer.optimizer)]
+    assert len(before) == 8
+    assert all(map(torch.equal, before, after))
+
+
 class Recorded(Linear):
     """Keeps the exact weights that training starts with."""
 
@@ -311,21 +347,28 @@ def recorded():
     return Recorded(torch.optim.AdamW, lr=1e-2)
 
 
-def trainer_run(folder, weights, steps, resume=None):
+def trainer_run(folder, weights, steps, resume=None, state="fp32"):
     model = recorded()
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
     trainer = make_trainer(
-        AmpPrecision("bf16", weights=weights), steps, enable_checkpointing=True, callbacks=[checkpoint]
+        AmpPrecision("bf16", weights=weights, state=state),
+        steps,
+        enable_checkpointing=True,
+        callbacks=[checkpoint],
     )
     same = [next(iter(data(1)))] * 20  # the Trainer begins an epoch's data anew
     trainer.fit(model, DataLoader(same, batch_size=None), ckpt_path=resume)
     return model
 
 
-@pytest.mark.parametrize("weights", WAYS)
-def test_a_trainer_resumes_bit_for_bit(weights, tmp_path):
-    whole = trainer_run(tmp_path / "whole", weights, 8)
-    resumed = trainer_run(tmp_path / "resumed", weights, 8, resume=tmp_path / "whole" / "step=4.ckpt")
+@pytest.mark.parametrize(
+    ("weights", "state"),
+    [*((way, "fp32") for way in WAYS), ("fp32", "8bit"), ("bf16", "8bit"), ("bf16", "bf16")],
+)
+def test_a_trainer_resumes_bit_for_bit(weights, state, tmp_path):
+    whole = trainer_run(tmp_path / "whole", weights, 8, state=state)
+    saved = tmp_path / "whole" / "step=4.ckpt"
+    resumed = trainer_run(tmp_path / "resumed", weights, 8, resume=saved, state=state)
     for name, value in values(whole).items():
         assert torch.equal(values(resumed)[name], value), name
 

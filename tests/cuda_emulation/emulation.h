@@ -191,6 +191,15 @@ T __shfl_down_sync(unsigned, T value, unsigned distance) {
   return value;
 }
 
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, unsigned mask) {
+  uint64_t word = 0;
+  memcpy(&word, &value, sizeof(T));
+  const uint64_t* slots = emulation::exchange(word);
+  memcpy(&value, &slots[threadIdx.x % emulation::kWarp ^ mask], sizeof(T));
+  return value;
+}
+
 static inline unsigned __ballot_sync(unsigned, bool vote) {
   const uint64_t* slots = emulation::exchange(vote);
   unsigned votes = 0;

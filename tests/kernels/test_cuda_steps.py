@@ -10,6 +10,7 @@ import torch
 
 from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
 from amp_plugin.kernels.cuda.register import cuda_core
+from amp_plugin.kernels.state_codes import encode
 from tests.host_device import host_device
 
 pytestmark = pytest.mark.gpu
@@ -106,6 +107,41 @@ def test_adam_is_the_cpus_bit_for_bit(device, how, grad, aligned):
         assert_same_bits(ours, host)
     for mine, right in zip(itertools.chain(*ours), itertools.chain(*host), strict=True):
         torch.testing.assert_close(mine.cpu(), right, rtol=2e-6, atol=1e-6)
+
+
+def compressed(lists, form, params):
+    """States in bfloat16 or in codes, squares behind the first list."""
+    if form == "bf16":
+        return [[state.bfloat16() for state in part] for part in lists]
+    return [
+        [encode(state.flatten(), signed=number == 0) for state, _ in zip(part, params, strict=True)]
+        for number, part in enumerate(lists)
+    ]
+
+
+@pytest.mark.parametrize("form", ["bf16", "8bit"])
+@pytest.mark.parametrize("how", STORED)
+@pytest.mark.parametrize("grad", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("aligned", [True, False])
+def test_steps_of_compressed_states_are_the_cpus_bit_for_bit(device, form, how, grad, aligned):
+    host = adam_tensors(how, grad, amsgrad=aligned)
+    host[2:5] = compressed(host[2 : 5 if aligned else 4], form, host[0]) + ([] if aligned else [[]])
+    ours = moved(host, device)
+    if not aligned:
+        ours[:2] = moved(host[:2], device, aligned=False)
+    for skipped in (0.0, 0.0, 1.0):
+        late = {"grad_scale": torch.tensor(3.7), "found_inf": torch.tensor(skipped)}
+        OP.adam_(*host, **late, **ADAM)
+        OP.adam_(*ours, **{name: value.to(device) for name, value in late.items()}, **ADAM)
+    if host_device.LOADED:
+        assert_same_bits(ours, host)
+    params, remainders = stored(values(0, SIZES), how)
+    host = [params, values(1, SIZES), *compressed([values(2, SIZES)], form, params), remainders]
+    ours = moved(host, device)
+    for lists in (host, ours):
+        OP.sgd_(*lists, **SGD)
+    if host_device.LOADED:
+        assert_same_bits(ours, host)
 
 
 @pytest.mark.parametrize(

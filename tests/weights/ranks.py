@@ -10,11 +10,19 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
+from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler, autocast, store_weights
 from amp_plugin.weights.ddp import reduce_in_fp32
+from amp_plugin.weights.store import local_of
 from tests.adapters.accelerate_pair import ours
 from tests.process_groups import leave
 
@@ -246,6 +254,35 @@ def in_accelerate(_):
     return inner
 
 
+def forms_of(optimizer):
+    """How the moments of this rank are kept."""
+    values = (v for entry in optimizer.state.values() for name, v in entry.items() if name != "step")
+    return sorted({getattr(local_of(value), "form", "fp32") for value in values})
+
+
+def compressed_states(form, *, sharded):
+    """AdamW with moments of a format under DDP or FSDP2, saved after five steps and gone on with twice."""
+    rank, runs, saved = dist.get_rank(), [], ({}, {})
+    for resumed in (False, True):
+        model = Net().to(memory_format=torch.contiguous_format)
+        net = fully_shard(model) if sharded else DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+        store_weights(model, optimizer, weights="fp32", state=form)
+        scaler = GradScaler("cpu", enabled=False)
+        if resumed:
+            set_state_dict(net, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        for step in range(5 if resumed else 0, 10):
+            if step == 5 and not resumed:
+                saved = copy.deepcopy(get_state_dict(net, optimizer))
+            optimizer.zero_grad()
+            loss_of(net, *batch(step, 0, rank)).backward()
+            scaler.step(optimizer)
+        weights = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True))
+        runs.append(torch.cat([weights[name].flatten() for name in sorted(weights)]) if weights else None)
+    same = None if runs[0] is None else bool(torch.equal(*runs))
+    return {"forms": forms_of(optimizer), "same": same, "one_pass": scaler.last_step(optimizer).one_pass}
+
+
 def main(folder):
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
@@ -261,6 +298,11 @@ def main(folder):
         report["joined"] = joined()
         report["zero"] = with_zero()
         report["one_rank"] = converted_on_one_rank()
+        report["states"] = {
+            f"{form} {engine}": compressed_states(form, sharded=engine == "fsdp2")
+            for form in ("bf16", "8bit")
+            for engine in ("ddp", "fsdp2")
+        }
         for run in (in_trainer, in_fabric, in_accelerate):
             model = run(ranks)
             params = list(model.parameters())

@@ -67,6 +67,17 @@ class TestDistributedDataParallel:
                 in report["one_rank"]
             )
 
+    @pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+    @pytest.mark.parametrize("form", ["bf16", "8bit"])
+    def test_compressed_states_are_kept_and_gone_on_with_to_the_bit(self, ranks, form, engine):
+        if len(ranks) > 2:
+            pytest.skip("run on two ranks")
+        for report in ranks:
+            found = report["states"][f"{form} {engine}"]
+            assert found["forms"] == [form]
+            assert found["same"] in {True, None}
+            assert found["one_pass"] == (engine == "ddp")
+
     @pytest.mark.parametrize("framework", ["in_trainer", "in_fabric", "in_accelerate"])
     def test_frameworks_reduce_in_float32_by_themselves(self, ranks, framework):
         if len(ranks) > 2:

@@ -18,14 +18,19 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.accelerate import deepspeed, sharding
 from amp_plugin.adapters.accelerate import optimizer as optimizers
-from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Parameters, Stepping, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    AmpOptimizer,
+    Parameters,
+    Stepping,
+    Unprepared,
+    torch_optimizer,
+)
 from amp_plugin.adapters.accelerate.settings import (
     AmpKwargs,
     is_ours,
-    naming,
     precision_for_accelerate,
     ranks_without_gpu,
     refuse_misplaced,
@@ -33,6 +38,7 @@ from amp_plugin.adapters.accelerate.settings import (
     warn_of_missing_processes,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
+from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import HasScaler, StepNorms, endless_skips, register, scaler_for
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
@@ -41,6 +47,7 @@ from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
+from amp_plugin.messages import warn_user
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
@@ -108,8 +115,9 @@ class AmpAccelerator(HasScaler, Accelerator):
         given["cpu"] = given.get("cpu", False) or ranks_without_gpu(os.environ)
         self._stepping = Stepping()
         self._norms = StepNorms()
+        self._unprepared = Unprepared()
         self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
-        self._engaged = False
+        self._engaged = self._under_deepspeed = False
         self._page: RunReport | None = None
         super().__init__(**given)
         self._engaged = is_ours(
@@ -119,8 +127,11 @@ class AmpAccelerator(HasScaler, Accelerator):
             explicit=len(given["kwargs_handlers"]) != len(handlers),
             float8_recipe=self.ao_recipe_handler,
         )
+        self._under_deepspeed = self.distributed_type == DistributedType.DEEPSPEED
         if self._engaged:
             self._engage()
+        elif self._under_deepspeed:
+            deepspeed.translate(self._settings, self.deepspeed_plugin.deepspeed_config)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
@@ -132,7 +143,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             warn_of_slow_fp16(precision, device)
             warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
-        self._weights = ModelWeights(settings.weights, casts=self.native_amp)
+        self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
         if self.ao_recipe_handler is not None:
             owner = f"{type(self).__name__}(mixed_precision='fp8')"
@@ -216,7 +227,12 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
         if not self._engaged:
-            return super().prepare(*args, **kwargs)
+            if self._under_deepspeed:
+                deepspeed.announce_skips(args, self.deepspeed_plugin.deepspeed_config)
+            prepared = super().prepare(*args, **kwargs)
+            if self._under_deepspeed:
+                self._join_engine()
+            return prepared
         models = [module for module in args if isinstance(module, nn.Module)]
         self._set_up(models)
         if self._settings.changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
@@ -233,6 +249,20 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._weights.add(self._models, map(torch_optimizer, self._optimizers))
         self._begin_page()
         return prepared
+
+    def _join_engine(self) -> None:
+        """Let our scaler step, or observe, DeepSpeed's engine; once it is made."""
+        engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
+        if engine is None or self._scaler.optimizers or isinstance(self._scaler, deepspeed.EngineScaler):
+            return
+        settings = self._settings
+        if settings.op_rules is not None:
+            set_default_rules(settings.op_rules)
+        apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
+        config = self.deepspeed_plugin.deepspeed_config
+        self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
+        self._stepping.shown = self._scaler if self._scaler.is_enabled() else None
+        register(self._scaler, engine.optimizer, [engine.module])
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
@@ -365,6 +395,25 @@ class AmpAccelerator(HasScaler, Accelerator):
         with block:
             yield
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss and run backward, as Accelerator does.
+
+        Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
+        """
+        if self._scaler.is_enabled() or self._under_deepspeed:
+            self._watched_backward(loss, **kwargs)
+        else:
+            if self._engaged:
+                self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
+            super().backward(loss, **kwargs)
+
+    @outside_graphs
+    def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with self._unprepared.watching([] if self._under_deepspeed else self._models, self._scaler):
+            super().backward(loss, **kwargs)
+        if isinstance(self._scaler, deepspeed.EngineScaler):
+            self._scaler.observe()
+
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
@@ -372,12 +421,6 @@ class AmpAccelerator(HasScaler, Accelerator):
             yield
         if self._engaged and self.sync_gradients:
             self._scaler.end_iteration()
-
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run a backward pass as Accelerator does; the log of steps hears of an unscaled loss."""
-        if self._engaged and not self._scaler.is_enabled():
-            self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
-        super().backward(loss, **kwargs)
 
     def recorded(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Run forward and backward passes so that they can be run again, should every step be skipped.
@@ -468,7 +511,7 @@ class AmpAccelerator(HasScaler, Accelerator):
     # -- what became of steps --------------------------------------------------------------------
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
-        if not self._engaged:
+        if not self._knows_steps:
             msg = (
                 f"last_step(): steps are left to Accelerate's own code here ({self.distributed_type}, "
                 f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
@@ -476,12 +519,17 @@ class AmpAccelerator(HasScaler, Accelerator):
             raise RuntimeError(msg)
         return torch_optimizer(optimizer)
 
+    @property
+    def _knows_steps(self) -> bool:
+        """Whether steps are ours, or those of an engine that we know."""
+        return self._engaged or self._under_deepspeed
+
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
 
-        1.0 and 0 where nothing is scaled; empty where another engine steps (DeepSpeed, ...).
+        1.0 and 0 where nothing is scaled; empty where another engine steps (Megatron-LM, ...).
         """
-        if not self._engaged:
+        if not self._knows_steps:
             return {}
         return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
 
@@ -501,7 +549,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
         the order they were prepared in. Before clipping, unscaled.
         """
-        if not self._engaged:
+        if not self._knows_steps:
             return {}
         norms = self._norms.among(map(self.result_of, self._optimizers))
         if norms is None:
@@ -534,9 +582,15 @@ class AmpAccelerator(HasScaler, Accelerator):
             optimizers.warn_of_lost_states(self.state.fsdp_plugin, self._optimizers, Path(folder))
 
     def end_training(self) -> None:
-        """End the run: models are float32, torch.autocast blocks in the process torch's again."""
+        """End the run: models are float32, torch.autocast blocks in the process torch's again.
+
+        Warns if all of its steps were skipped.
+        """
         super().end_training()
         self._end_page()
-        if self._engaged:
-            self._weights.restore()
+        if self._knows_steps:
+            self._unprepared.release()
+            self._scaler.step_log.end_run(self.on_main_process(warn_user))
+            if self._engaged:
+                self._weights.restore()
             set_default_rules(None)

@@ -10,6 +10,11 @@ using u64 = unsigned long long;
 
 enum DType : u8 { kFloat16, kBFloat16, kFloat32, kFloat64, kComplex64, kComplex128 };
 
+enum StateType : u8 { kStateFloat32, kStateBFloat16, kStateCodes };  // as State in step_rows.h
+
+constexpr u32 kCodeBlock = 128;  // elements with a unit of their own, and then the unit
+constexpr u32 kCodeBlockBytes = 132;
+
 constexpr u32 kThreads = 256;  // of a block that works on a table
 constexpr u32 kGranuleBytes = 4096;
 constexpr u32 kGranuleElements = 1024;  // of an op that walks through several tensors at once

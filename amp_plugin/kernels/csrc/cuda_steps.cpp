@@ -32,6 +32,10 @@ uint32_t add_granules(uint64_t& granules, uint64_t numel) {
   return first;
 }
 
+static_assert(kCodeBlock == amp_plugin::kCodeBlock && kCodeBlockBytes == amp_plugin::kCodeBlockBytes);
+static_assert(
+    kStateBFloat16 == static_cast<int>(State::bfloat16) && kStateCodes == static_cast<int>(State::codes));
+
 // As cuda/step_rows.cuh reads them; `steps` is empty where steps are not counted.
 Rows table_rows(const StepRows& parameters, List steps) {
   const size_t count = parameters.rows().size();
@@ -54,6 +58,7 @@ Rows table_rows(const StepRows& parameters, List steps) {
       second.out_address = address_of(steps[i].mutable_data_ptr());
       second.dtype = code_of(steps[i].scalar_type());
     }
+    result.rows[2 * count + i].dtype = static_cast<uint8_t>(parameter.state);
     result.rows[2 * count + i].address = address_of(parameter.states[0]);
     result.rows[2 * count + i].out_address = address_of(parameter.states[1]);
     result.rows[3 * count + i].address = address_of(parameter.states[2]);

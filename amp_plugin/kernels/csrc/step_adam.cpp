@@ -38,7 +38,8 @@ struct AdamRule {
         step_size(static_cast<float>(-options.lr / (1 - std::pow(options.beta1, step)))),
         decays(options.weight_decay != 0 && !options.decoupled),
         shrinks(options.weight_decay != 0 && options.decoupled),
-        starts_at_grad(share >= 0.5F) {
+        starts_at_grad(share >= 0.5F),
+        seed(seed_of(step)) {
     if (share >= 0.5F) share -= 1;  // the first moment moves from the gradient, as in torch's lerp
   }
 
@@ -59,6 +60,7 @@ struct AdamRule {
   Divisor correction;
   float decay, kept, share, beta2, square, eps, step_size;
   Choice decays, shrinks, starts_at_grad;
+  uint32_t seed;  // of what is rounded at random
 };
 
 double incremented(const at::Tensor& step) {

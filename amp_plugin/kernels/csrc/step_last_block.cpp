@@ -5,20 +5,23 @@
 namespace amp_plugin {
 
 LastBlock::LastBlock(const Row& row, int64_t begin, int64_t count) : block_(row) {
-  const size_t grad = row.grad_type == at::kFloat ? sizeof(float) : sizeof(at::BFloat16);
-  const size_t param = row.weight == Weight::bfloat16_pair ? sizeof(at::BFloat16) : sizeof(float);
-  block_.grad = hold(0, row.grad, grad, begin, count);
-  block_.param = hold(1, row.param, param, begin, count);
-  block_.remainder = hold(2, row.remainder, sizeof(int16_t), begin, count);
+  const int64_t grad = row.grad_type == at::kFloat ? sizeof(float) : sizeof(at::BFloat16);
+  const int64_t param = row.weight == Weight::bfloat16_pair ? sizeof(at::BFloat16) : sizeof(float);
+  const int64_t half = sizeof(int16_t);
+  block_.grad = hold(0, row.grad, begin * grad, count * grad);
+  block_.param = hold(1, row.param, begin * param, count * param);
+  block_.remainder = hold(2, row.remainder, begin * half, count * half);
+  block_.offset = row.offset + begin;
   for (size_t i = 0; i < kMostStates; ++i) {
-    block_.states[i] = static_cast<float*>(hold(3 + i, row.states[i], sizeof(float), begin, count));
+    block_.states[i] =
+        hold(3 + i, row.states[i], state_bytes(row.state, begin), state_bytes(row.state, count));
   }
 }
 
-void* LastBlock::hold(size_t part, void* data, size_t size, int64_t begin, int64_t count) {
+void* LastBlock::hold(size_t part, void* data, int64_t begin, int64_t bytes) {
   if (data == nullptr) return nullptr;
-  auto* from = static_cast<std::byte*>(data) + static_cast<size_t>(begin) * size;
-  parts_[part] = {from, static_cast<size_t>(count) * size};
+  auto* from = static_cast<std::byte*>(data) + begin;
+  parts_[part] = {from, static_cast<size_t>(bytes)};
   std::memcpy(memory_[part], from, parts_[part].bytes);
   return memory_[part];
 }

@@ -11,7 +11,7 @@ namespace amp_plugin {
 
 class LastBlock {
  public:
-  static constexpr size_t kMostElements = 64;
+  static constexpr size_t kMostElements = kCodeBlock;
 
   // `count` elements of `row` from `begin` on, fewer than a block; behind them are zeros.
   LastBlock(const Row& row, int64_t begin, int64_t count);
@@ -31,8 +31,8 @@ class LastBlock {
   };
   static constexpr size_t kParts = 3 + kMostStates;  // gradient, parameter, remainder, states
 
-  // Its part of memory with the elements of `data`, each `size` bytes; null where there are none.
-  void* hold(size_t part, void* data, size_t size, int64_t begin, int64_t count);
+  // Its part of memory with so many bytes of `data`; null where there are none.
+  void* hold(size_t part, void* data, int64_t begin, int64_t bytes);
   void write_back(size_t part) const;
 
   alignas(64) std::byte memory_[kParts][kMostElements * sizeof(float)] = {};

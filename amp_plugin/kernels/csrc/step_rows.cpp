@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <optional>
 
 #include "memory_order.h"
 #include "step_run.h"
@@ -61,9 +62,45 @@ void StepRows::check(size_t i) const {
     fits(param, "param", {at::kFloat});
   }
   fits(tensors_.grads[i], "grad", {at::kFloat, at::kBFloat16, at::kHalf});
+  if (state_of(i) == State::codes) return check_codes(i);
   for (const at::TensorList& states : tensors_.states) {
-    if (!states.empty()) fits(states[i], "state", {at::kFloat});
+    if (!states.empty()) fits(states[i], "state", {at::kFloat, at::kBFloat16});
   }
+}
+
+// Codes follow each other as the parameter's elements do in memory.
+void StepRows::check_codes(size_t i) const {
+  const at::Tensor& param = tensors_.params[i];
+  const bool ordered = param.is_non_overlapping_and_dense() &&
+      (tensors_.remainders.empty() || same_memory_order(param, tensors_.remainders[i]));
+  TORCH_CHECK_VALUE(
+      ordered, op_, ": param ", i, " of shape ", param.sizes(), " and strides ", param.strides(),
+      " has states in 8-bit codes; it must be dense, and its remainder laid out as it is.");
+  const int64_t bytes = state_bytes(State::codes, param.numel());
+  for (const at::TensorList& states : tensors_.states) {
+    if (states.empty()) continue;
+    TORCH_CHECK_VALUE(
+        states[i].device() == device_ && states[i].scalar_type() == at::kByte && states[i].is_contiguous() &&
+            states[i].numel() == bytes && reinterpret_cast<uintptr_t>(states[i].const_data_ptr()) % 4 == 0,
+        op_, ": state ", i, " is of dtype ", states[i].scalar_type(), " and shape ", states[i].sizes(),
+        " on ", states[i].device(), "; with others in codes it must be ", bytes, " contiguous bytes on ",
+        device_, ", at a multiple of 4.");
+  }
+}
+
+// That of the first; the others are of the same dtype.
+State StepRows::state_of(size_t i) const {
+  std::optional<at::ScalarType> first;
+  for (const at::TensorList& states : tensors_.states) {
+    if (states.empty()) continue;
+    const at::ScalarType type = states[i].scalar_type();
+    TORCH_CHECK_TYPE(
+        type == first.value_or(type), op_, ": the states of param ", i, " are of dtypes ", *first, " and ",
+        type, "; all of a parameter must be of one.");
+    first = type;
+  }
+  if (first == at::kByte) return State::codes;
+  return first == at::kBFloat16 ? State::bfloat16 : State::fp32;
 }
 
 // The gradient, in a dtype that the device steps.
@@ -92,21 +129,22 @@ Row StepRows::row_of(size_t i) {
   const at::Tensor* remainder = tensors_.remainders.empty() ? nullptr : &tensors_.remainders[i];
   const Weight weight = remainder == nullptr ? Weight::fp32 : Weight::bfloat16_pair;
   const at::Tensor grad = readable_grad(i, weight);
-  bool as_it_is = param.is_non_overlapping_and_dense() && same_memory_order(param, grad) &&
-      (remainder == nullptr || same_memory_order(param, *remainder));
+  const State state = state_of(i);
+  bool as_it_is =
+      param.is_non_overlapping_and_dense() && (remainder == nullptr || same_memory_order(param, *remainder));
   for (const at::TensorList& states : tensors_.states) {
-    as_it_is = as_it_is && (states.empty() || same_memory_order(param, states[i]));
+    as_it_is = as_it_is && (states.empty() || state == State::codes || same_memory_order(param, states[i]));
   }
   Row row{};
+  row.state = state;
   row.numel = param.numel();
   row.grad_type = grad.scalar_type();
   row.weight = weight;
   row.param = flat(param, as_it_is).mutable_data_ptr();
   row.remainder = remainder == nullptr ? nullptr : flat(*remainder, as_it_is).mutable_data_ptr();
-  row.grad = grad_memory(tensors_.grads[i], as_it_is ? grad : grad.contiguous());
-  for (size_t state = 0; state < kMostStates; ++state) {
-    if (tensors_.states[state].empty()) continue;
-    row.states[state] = flat(tensors_.states[state][i], as_it_is).mutable_data_ptr<float>();
+  row.grad = grad_memory(tensors_.grads[i], as_it_is ? ordered_as(grad, param) : grad.contiguous());
+  for (size_t k = 0; k < kMostStates; ++k) {
+    if (!tensors_.states[k].empty()) row.states[k] = flat(tensors_.states[k][i], as_it_is).mutable_data_ptr();
   }
   return row;
 }

@@ -30,14 +30,28 @@ constexpr bool has_loop(at::ScalarType grad, Weight weight) {
   return grad == at::kFloat || (grad == at::kBFloat16 && weight == Weight::bfloat16_pair);
 }
 
+// How a parameter's states are stored; see step_states.h.
+enum class State : uint8_t { fp32, bfloat16, codes };
+
+constexpr int64_t kCodeBlock = 128;  // elements with a unit of their own
+constexpr int64_t kCodeBlockBytes = kCodeBlock + static_cast<int64_t>(sizeof(float));
+
+// Bytes of the states of so many elements from the first of a block on; codes are of whole blocks.
+constexpr int64_t state_bytes(State state, int64_t count) {
+  if (state == State::codes) return (count + kCodeBlock - 1) / kCodeBlock * kCodeBlockBytes;
+  return count * (state == State::bfloat16 ? 2 : 4);
+}
+
 struct Row {
   void* param;
   void* remainder;
   void* grad;
-  std::array<float*, kMostStates> states;
+  std::array<void*, kMostStates> states;
   int64_t numel;
+  int64_t offset;  // of its first element in the parameter
   at::ScalarType grad_type;
   Weight weight;
+  State state;
 };
 
 // Calls run(row, begin, end) for ranges of elements that together are all of all rows, on all threads.
@@ -62,6 +76,8 @@ class StepRows {
 
   Row row_of(size_t i);
   void check(size_t i) const;
+  void check_codes(size_t i) const;
+  State state_of(size_t i) const;
   at::Tensor readable_grad(size_t i, Weight weight) const;
   void* grad_memory(const at::Tensor& grad, const at::Tensor& readable);
   const at::Tensor& flat(const at::Tensor& tensor, bool as_it_is);

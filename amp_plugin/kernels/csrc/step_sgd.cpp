@@ -23,6 +23,7 @@ struct SgdOptions {
 template <bool has_momentum>
 struct SgdRule {
   static constexpr size_t kStates = has_momentum ? 1 : 0;  // momentum_buffer
+  static constexpr uint32_t seed = 0;  // nothing is rounded at random
 
   explicit SgdRule(const SgdOptions& options)
       : sign(options.maximize ? -0.0F : 0.0F),

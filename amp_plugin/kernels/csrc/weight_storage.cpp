@@ -41,12 +41,6 @@ void check_count(const char* op, size_t masters, size_t other, const char* name)
       masters == other, op, ": ", masters, " masters and ", other, " ", name, "; give one for each master.");
 }
 
-// A tensor in the memory order of another: itself, or a copy.
-at::Tensor ordered_as(const at::Tensor& tensor, const at::Tensor& other) {
-  if (same_memory_order(tensor, other)) return tensor;
-  return at::empty_like(other, tensor.scalar_type()).copy_(tensor);
-}
-
 // Tensors to write in the memory order of others; finish() copies back what is not written in place.
 class Written {
  public:

@@ -13,6 +13,7 @@ struct AdamRule {
   float decay, kept, lerp, beta2, square, eps, step_size;
   Divisor correction;
   bool negates, decays, shrinks;
+  u32 seed;
 
   AdamRule() = default;  // of shared memory, which nobody initializes
   __device__ AdamRule(const AdamOptions& options, double lr, double step)
@@ -26,7 +27,8 @@ struct AdamRule {
         correction(float(sqrt(1 - pow(options.beta2, step)))),
         negates(options.maximize),
         decays(options.weight_decay != 0 && !options.decoupled),
-        shrinks(options.weight_decay != 0 && options.decoupled) {}
+        shrinks(options.weight_decay != 0 && options.decoupled),
+        seed(seed_of(step)) {}
 
   template <bool kAmsgrad>
   struct Of {
@@ -65,9 +67,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
       known = step;
     }
     if (options.amsgrad) {
-      step_piece<3>(parameter, begin, end, divisor, AdamRule::Of<true>{rule});
+      step_piece<3>(parameter, begin, end, divisor, AdamRule::Of<true>{rule}, rule.seed);
     } else {
-      step_piece<2>(parameter, begin, end, divisor, AdamRule::Of<false>{rule});
+      step_piece<2>(parameter, begin, end, divisor, AdamRule::Of<false>{rule}, rule.seed);
     }
   });
   if (!comes_last(table.ticket)) return;

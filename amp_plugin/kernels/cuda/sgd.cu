@@ -37,7 +37,7 @@ struct SgdRule {
 template <bool kHasMomentum>
 __device__ void step_all(const Table& table, const Divisor& divisor, const SgdRule<kHasMomentum>& rule) {
   for_each_piece(table, [&](const Row&, u32 tensor, u32 begin, u32 end) {
-    step_piece<kHasMomentum ? 1 : 0>(Parameter(table, tensor), begin, end, divisor, rule);
+    step_piece<kHasMomentum ? 1 : 0>(Parameter(table, tensor), begin, end, divisor, rule, 0);
   });
 }
 

@@ -4,7 +4,7 @@
 //
 //   address, out_address     gradient, parameter     dtype, out_dtype: theirs; a bfloat16 has a remainder
 //   address, out_address     remainder, step counter                      dtype: the counter's
-//   address, out_address     first state, second state
+//   address, out_address     first state, second state                   dtype: a StateType
 //   address                  third state
 //
 // All tensors of a parameter are dense and ordered alike in memory. Gradients are divided in the pass that
@@ -21,7 +21,7 @@ struct Parameter {
   u64 grad, param, remainder, step;
   u64 states[kMostStates];
   u64 numel;
-  u8 grad_type, step_type;
+  u8 grad_type, step_type, state_type;
   bool is_pair;  // a bfloat16 and its remainder
 
   __device__ Parameter(const Table& table, u32 tensor) {
@@ -31,7 +31,7 @@ struct Parameter {
     remainder = second.address, step = second.out_address;
     states[0] = third.address, states[1] = third.out_address, states[2] = fourth.address;
     numel = first.numel;
-    grad_type = first.dtype, step_type = second.dtype;
+    grad_type = first.dtype, step_type = second.dtype, state_type = third.dtype;
     is_pair = first.out_dtype == kBFloat16;
   }
 
@@ -49,8 +49,9 @@ struct Parameter {
 
   // Whether groups of `count` elements from `at` on are aligned in every tensor.
   __device__ bool is_aligned(u64 at, u32 count) const {
-    const u64 wide = (is_pair ? 0 : param) | states[0] | states[1] | states[2];
-    const u64 halves = is_pair ? param | remainder : 0;
+    const u64 all_states = states[0] | states[1] | states[2];
+    const u64 wide = (is_pair ? 0 : param) | (state_type == kStateFloat32 ? all_states : 0);
+    const u64 halves = (is_pair ? param | remainder : 0) | (state_type == kStateBFloat16 ? all_states : 0);
     return wide % (4 * count) == 0 && halves % (2 * count) == 0 && is_grad_aligned(at, count);
   }
   __device__ bool is_grad_aligned(u64 at, u32 count) const {
@@ -179,16 +180,58 @@ __device__ inline void divide_grad(
   store_grad<kCount>(parameter, at, grad);
 }
 
+// What is drawn for an element of a second moment: as in csrc/step_states.h, to the bit.
+__device__ inline u32 drawn(u32 state, u64 index, u32 seed) {
+  constexpr u32 kStride = 0x9E3779B1u;
+  u32 start = u32(index / kCodeBlock) * kStride + seed;
+  start = (start ^ (start >> 15)) * 0x2C1B3C6Du;
+  start = (start ^ (start >> 12)) * 0x297A2D39u;
+  const u32 bits = (start ^ (start >> 15)) + u32(index % kCodeBlock) * kStride;
+  return state == 1 ? bits >> 16 : bits & 0xffffu;
+}
+
+__device__ inline u32 seed_of(double step) { return u32(u64(step)) * 0x85EBCA77u; }
+
+// States as they are, and in bfloat16; csrc/step_states.h says how they are rounded.
+struct Float32States {
+  template <int kCount>
+  __device__ static Lanes<kCount> load(u64 address, u64 at) {
+    return load_lanes<Float32, kCount>(address, at);
+  }
+  template <int kCount>
+  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, u32, u32) {
+    store_lanes<Float32, kCount>(address, at, lanes);
+  }
+};
+
+struct BFloat16States {
+  template <int kCount>
+  __device__ static Lanes<kCount> load(u64 address, u64 at) {
+    return load_lanes<BFloat16, kCount>(address, at);
+  }
+  template <int kCount>
+  __device__ static void store(u64 address, u64 at, const Lanes<kCount>& lanes, u32 state, u32 seed) {
+    if (state == 0) return store_lanes<BFloat16, kCount>(address, at, lanes);
+    Packet<Bits16, kCount> packet;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const u32 bits = __float_as_uint(lanes.lane[i]) + drawn(state, at + i, seed);
+      packet.element[i].bits = u16(bits >> 16);
+    }
+    store_packet(reinterpret_cast<Packet<Bits16, kCount>*>(address + 2 * at), packet);
+  }
+};
+
 // Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end), with divided gradients.
-template <int kCount, u32 kStates, typename Rule>
+template <int kCount, typename States, u32 kStates, typename Rule>
 __device__ void step_range(
-    const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule) {
+    const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule, u32 seed) {
   for (u64 at = begin + u64(threadIdx.x) * kCount; at + kCount <= end; at += u64(kThreads) * kCount) {
     Lanes<kCount> grad = load_grad<kCount>(parameter, at);
     Lanes<kCount> param = load_param<kCount>(parameter, at);
     Lanes<kCount> states[kStates + 1];
 #pragma unroll
-    for (u32 k = 0; k < kStates; ++k) states[k] = load_lanes<Float32, kCount>(parameter.states[k], at);
+    for (u32 k = 0; k < kStates; ++k) states[k] = States::template load<kCount>(parameter.states[k], at);
     divide_grad<kCount>(parameter, at, divisor, grad);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
@@ -200,7 +243,8 @@ __device__ void step_range(
       for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
     }
 #pragma unroll
-    for (u32 k = 0; k < kStates; ++k) store_lanes<Float32, kCount>(parameter.states[k], at, states[k]);
+    for (u32 k = 0; k < kStates; ++k)
+      States::template store<kCount>(parameter.states[k], at, states[k], k, seed);
     store_param<kCount>(parameter, at, param);
   }
 }
@@ -223,15 +267,137 @@ struct ElementRange {
   }
 };
 
-// The same for a run of granules of kGranuleElements.
+// The codes of kGroup neighbours of one state, of which a warp has a block: csrc/step_states.h, to the bit.
+struct CodedLanes {
+  u64 block, codes;  // addresses
+  u32 state;
+  float unit;
+
+  CodedLanes() = default;
+  __device__ CodedLanes(u64 address, u64 at, u32 state) : state(state) {
+    block = address + at / kCodeBlock * kCodeBlockBytes;
+    codes = block + at % kCodeBlock;
+    unit = load_packet(reinterpret_cast<const Packet<Float32, 1>*>(block + kCodeBlock)).element[0].value;
+  }
+
+  __device__ Lanes<kGroup> load() const {
+    const auto packet = load_packet(reinterpret_cast<const Packet<u8, kGroup>*>(codes));
+    Lanes<kGroup> lanes;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      const float code = state == 0 ? float((signed char)packet.element[i]) : float(packet.element[i]);
+      const float root = code * unit;
+      lanes.lane[i] = state == 0 ? code * fabsf(code) * unit : root * root;
+    }
+    return lanes;
+  }
+
+  // All lanes of a warp call it.
+  __device__ void store(Lanes<kGroup> lanes, u64 at, u32 seed) const {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (state != 0) lanes.lane[i] = fminf(sqrtf(lanes.lane[i]), kMostRoot);
+      largest = fmaxf(largest, fabsf(lanes.lane[i]));
+    }
+    for (u32 distance = 16; distance > 0; distance /= 2)
+      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, distance));
+    const float now = largest * (state == 0 ? float(1.0 / (127 * 127)) : float(1.0 / 255));
+    const float inverse = now > kLeastUnit ? 1 / now : 0;
+    Packet<u8, kGroup> packet;
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i)
+      packet.element[i] = state == 0
+          ? signed_code(lanes.lane[i], inverse)
+          : square_code(lanes.lane[i], inverse * kFixed, drawn(state, at + i, seed));
+    store_packet(reinterpret_cast<Packet<u8, kGroup>*>(codes), packet);
+    if (at % kCodeBlock == 0)
+      store_packet(reinterpret_cast<Packet<Float32, 1>*>(block + kCodeBlock), Packet<Float32, 1>{{{now}}});
+  }
+
+ private:
+  static constexpr float kLeastUnit = 0x1p-120f, kMostRoot = 0x1p63f;
+  static constexpr float kFixed = 65536.0f * (1 - 0x1p-21f);
+
+  __device__ static u8 signed_code(float value, float inverse) {
+    const float root = fminf(sqrtf(fabsf(value) * inverse) + 0.5f, 127.0f);
+    return u8(int(value < 0 ? -root : root));
+  }
+  __device__ static u8 square_code(float root, float inverse, u32 draw) {
+    const u32 code = (u32(int(root * inverse)) + draw) >> 16;
+    return u8(root != 0 && code == 0 ? 1 : code);
+  }
+};
+
+// As step_range, of states in codes: a warp takes a block of them, a lane kGroup neighbours.
+template <u32 kStates, typename Rule>
+__device__ void step_codes(
+    const Parameter& parameter, const ElementRange& range, bool aligned, const Divisor& divisor,
+    const Rule& rule, u32 seed) {
+  constexpr u32 kWarp = 32;
+  static_assert(kCodeBlock == kWarp * kGroup && kGranuleElements % kCodeBlock == 0);
+  const u64 first = range.begin + u64(threadIdx.x / kWarp) * kCodeBlock;
+  for (u64 block = first; block < range.end; block += kThreads / kWarp * kCodeBlock) {
+    const u64 at = block + threadIdx.x % kWarp * kGroup;
+    const bool whole = aligned && at + kGroup <= range.end;
+    Lanes<kGroup> grad{}, param{}, states[kStates + 1];
+    CodedLanes coded[kStates + 1];
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) {
+      coded[k] = CodedLanes(parameter.states[k], at, k);
+      states[k] = coded[k].load();
+    }
+    if (whole) {
+      grad = load_grad<kGroup>(parameter, at);
+      param = load_param<kGroup>(parameter, at);
+      divide_grad<kGroup>(parameter, at, divisor, grad);
+    }
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      if (at + i >= range.end) continue;  // what is kept there is 0, and stays
+      if (!whole) {
+        Lanes<1> one = load_grad<1>(parameter, at + i);
+        divide_grad<1>(parameter, at + i, divisor, one);
+        grad.lane[i] = one.lane[0];
+        param.lane[i] = load_param<1>(parameter, at + i).lane[0];
+      }
+      float values[kStates + 1];
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
+      param.lane[i] = rule(param.lane[i], grad.lane[i], values);
+#pragma unroll
+      for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
+      if (!whole) store_param<1>(parameter, at + i, Lanes<1>{{param.lane[i]}});
+    }
+    if (whole) store_param<kGroup>(parameter, at, param);
+#pragma unroll
+    for (u32 k = 0; k < kStates; ++k) coded[k].store(states[k], at, seed);
+  }
+}
+
+template <typename States, u32 kStates, typename Rule>
+__device__ void step_groups(
+    const Parameter& parameter, const ElementRange& range, const Divisor& divisor, const Rule& rule,
+    u32 seed) {
+  step_range<kGroup, States, kStates>(parameter, range.begin, range.groups_end, divisor, rule, seed);
+  step_range<1, States, kStates>(parameter, range.groups_end, range.end, divisor, rule, seed);
+}
+
+// The same for a run of granules of kGranuleElements; `seed`: of what is rounded at random.
 template <u32 kStates, typename Rule>
 __device__ void step_piece(
-    const Parameter& parameter, u32 begin_granule, u32 end_granule, const Divisor& divisor,
-    const Rule& rule) {
+    const Parameter& parameter, u32 begin_granule, u32 end_granule, const Divisor& divisor, const Rule& rule,
+    u32 seed) {
   ElementRange range(parameter.numel, begin_granule, end_granule);
-  range.only_if(parameter.is_aligned(range.begin, kGroup));
-  step_range<kGroup, kStates>(parameter, range.begin, range.groups_end, divisor, rule);
-  step_range<1, kStates>(parameter, range.groups_end, range.end, divisor, rule);
+  const bool aligned = parameter.is_aligned(range.begin, kGroup);
+  range.only_if(aligned);
+  if constexpr (kStates > 0) {  // the same branch for all threads of a block
+    if (parameter.state_type == kStateCodes)
+      return step_codes<kStates>(parameter, range, aligned, divisor, rule, seed);
+    if (parameter.state_type == kStateBFloat16)
+      return step_groups<BFloat16States, kStates>(parameter, range, divisor, rule, seed);
+  }
+  step_groups<Float32States, kStates>(parameter, range, divisor, rule, seed);
 }
 
 template <int kCount>

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "../cpu_ops.h"
+#include "../memory_order.h"
 #include "../op_calls.h"
 #include "../plain_tensor.h"
 #include "tensors.h"
@@ -67,6 +68,16 @@ const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
   if (!python::is_tensor(value))
     throw Obstacle{"has a state " + name.cast<std::string>() + " that is no tensor"};
   return THPVariable_Unpack(value);
+}
+
+// What a CompressedState keeps, which holds it; any other state itself.
+const at::Tensor& kept_by(const at::Tensor& state, const at::Tensor& param) {
+  if (!state.key_set().has(c10::DispatchKey::Python)) return state;
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(state));
+  const bool ordered = param.is_non_overlapping_and_dense() && same_memory_order(param, state);
+  if (!ordered || state.sizes() != param.sizes() || !py::hasattr(object, "kept"))
+    throw Obstacle{"has a compressed state of another layout"};
+  return THPVariable_Unpack(object.attr("kept").ptr());
 }
 
 class StepTensors {
@@ -157,8 +168,12 @@ class StepTensors {
 
   void add_states(const at::Tensor& param, PyObject* entry, const py::tuple& names) {
     for (size_t i = 0; i < names.size(); ++i) {
-      const at::Tensor& tensor = tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i));
-      refuse_if(tensor.scalar_type() != at::kFloat || !fits(tensor, param), "has a state that ", tensor);
+      const at::Tensor& tensor = kept_by(tensor_in(entry, PyTuple_GET_ITEM(names.ptr(), i)), param);
+      const at::ScalarType type = tensor.scalar_type();
+      const bool is_fit =
+          type == at::kByte || ((type == at::kFloat || type == at::kBFloat16) && fits(tensor, param));
+      refuse_if(!is_fit, "has a state that ", tensor);
+      if (i > 0 && states_[0].back().scalar_type() != type) throw Obstacle{"has states in several formats"};
       states_.at(i).push_back(tensor);
     }
   }

@@ -1,0 +1,138 @@
+"""Optimizer states in 16 and 8 bits, in plain torch: to the bit what the kernels of a step read and write.
+
+::
+
+    bfloat16    a first moment is rounded to nearest, a second moment up or down at random
+    8-bit codes of each 128 elements, in the order they have in memory, 128 codes and a float32 unit:
+        first moment     code * |code| * unit    code -127..127, to nearest
+        second moment    (code * unit)^2         code 0..255, up or down at random; 0 only of 0
+
+What is drawn for an element follows from its place in memory and the number of the step, and from nothing
+else. Why so: docs/design.md, "Compressed state".
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+BLOCK: Final = 128
+BLOCK_BYTES: Final = BLOCK + 4
+_WORD: Final = 0xFFFFFFFF
+_STRIDE: Final = 0x9E3779B1
+_LEAST_UNIT: Final = 2.0**-120
+_MOST_ROOT: Final = 2.0**63
+_FIXED: Final = 2.0**16 * (1 - 2.0**-21)  # 16 bits behind the point, and the largest code below 256
+_MOST_SIGNED: Final = 127
+_MOST_UNSIGNED: Final = 255
+
+
+def coded_bytes(numel: int) -> int:
+    """Return the bytes of so many elements: whole blocks."""
+    return (numel + BLOCK - 1) // BLOCK * BLOCK_BYTES
+
+
+def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
+    """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
+
+    Of a block of elements only the start is random; from there they are spread evenly.
+
+    Args:
+        numel: Elements of the parameter.
+        step: The number of the step, one element; the low 32 bits count.
+        state: 1 for ``exp_avg_sq``, 2 for its maximum.
+        device: Where they are to be.
+    """
+    number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
+    places = torch.arange(numel, device=device)
+    start = (places // BLOCK * _STRIDE + (number & _WORD) * 0x85EBCA77) & _WORD
+    start = ((start ^ (start >> 15)) * 0x2C1B3C6D) & _WORD
+    start = ((start ^ (start >> 12)) * 0x297A2D39) & _WORD
+    bits = ((start ^ (start >> 15)) + places % BLOCK * _STRIDE) & _WORD
+    return bits >> 16 if state == 1 else bits & 0xFFFF
+
+
+def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
+    """Return float32 numbers in bfloat16, to nearest or as it was drawn."""
+    if drawn is None:
+        return flat.bfloat16()
+    bits = flat.contiguous().view(torch.int32).to(torch.int64) + drawn
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
+    """Return the codes of float32 numbers.
+
+    Args:
+        flat: float32 ``[numel]``; not negative unless ``signed``.
+        signed: Which of the two codes.
+        drawn: Of :func:`draws`, int64 ``[numel]``, for second moments; None rounds them to nearest.
+        units: float32 ``[blocks, 1]``; None: what each block's largest number asks for.
+
+    Returns:
+        uint8 ``[coded_bytes(numel)]``.
+    """
+    kept = _kept(flat, signed=signed)
+    blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units
+    inverse = torch.where(unit > _LEAST_UNIT, unit.reciprocal(), 0.0)
+    if signed:
+        root = ((kept.abs() * inverse).sqrt() + 0.5).clamp_max(_MOST_SIGNED)
+        codes = root.copysign(kept).to(torch.int8).view(torch.uint8)
+    else:
+        share = torch.full((blocks * BLOCK,), 0x8000, device=flat.device)
+        if drawn is not None:
+            share[: flat.numel()] = drawn
+        code = ((kept * (inverse * _FIXED)).to(torch.int64) + share.view_as(kept)) >> 16
+        codes = torch.where(kept == 0, 0, code.clamp_min(1)).to(torch.uint8)
+    return torch.cat([codes, unit.flatten().view(torch.uint8).view(blocks, 4)], 1).flatten()
+
+
+def encode_exactly(flat: Tensor, *, signed: bool) -> Tensor:
+    """Return codes that stand for numbers which were decoded to the bit; of others the nearest.
+
+    A block's unit is found again among the neighbours of what its largest number asks for, whose code may
+    have been rounded down by one.
+    """
+    kept = _kept(flat, signed=signed)
+    asked_for = _units(kept, signed=signed)
+    found = encode(flat, signed=signed).view(-1, BLOCK_BYTES)
+    whole = torch.zeros_like(kept)
+    whole.flatten()[: flat.numel()] = flat
+    for less in (1.0,) if signed else (1.0, _MOST_UNSIGNED / (_MOST_UNSIGNED - 1)):
+        for ulps in range(-3, 4):
+            units = ((asked_for * less).view(torch.int32) + ulps).clamp_min(0).view(torch.float32)
+            codes = encode(flat, signed=signed, units=units)
+            same = (decode(codes, kept.numel(), signed=signed).view_as(kept) == whole).all(1, keepdim=True)
+            found = torch.where(same, codes.view_as(found), found)
+    return found.flatten()
+
+
+def _kept(flat: Tensor, *, signed: bool) -> Tensor:
+    """Return what is multiples of the units, in blocks: the numbers, or their roots."""
+    kept = flat.new_zeros((flat.numel() + BLOCK - 1) // BLOCK * BLOCK)
+    kept[: flat.numel()] = flat if signed else flat.sqrt().clamp_max(_MOST_ROOT)
+    return kept.view(-1, BLOCK)
+
+
+def _units(kept: Tensor, *, signed: bool) -> Tensor:
+    return kept.abs().amax(1, keepdim=True) * (1 / _MOST_SIGNED**2 if signed else 1 / _MOST_UNSIGNED)
+
+
+def decode(codes: Tensor, numel: int, *, signed: bool) -> Tensor:
+    """Return the float32 numbers ``[numel]`` of codes."""
+    blocks = codes.view(-1, BLOCK_BYTES)
+    unit = blocks[:, BLOCK:].contiguous().view(torch.float32)
+    if signed:
+        code = blocks[:, :BLOCK].view(torch.int8).float()
+        return (code * code.abs() * unit).flatten()[:numel]
+    return (blocks[:, :BLOCK].float() * unit).square().flatten()[:numel]
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """Return the elements of a tensor as they follow each other in memory; a view of a dense one."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    if not dense:
+        return tensor.flatten()
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,288 @@
+"""An optimizer's moments in 16 or 8 bits between its steps: what ``optimizer.state`` holds then.
+
+::
+
+    state[param]["exp_avg"]    a CompressedState: a float32 tensor to whoever reads or writes it
+    state_dict()               bfloat16, or {"8bit": bytes, ...}; of a sharded parameter float32
+    a step in one pass         reads and writes what is kept
+    any other step, a load     float32 meanwhile
+
+The format is asked for by parameter (:func:`ask_for`), so that optimizers made later find it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from typing_extensions import Self
+
+from amp_plugin.kernels.state_codes import (
+    decode,
+    draws,
+    encode,
+    encode_exactly,
+    in_memory_order,
+    to_bf16,
+)
+from amp_plugin.messages import warn_user
+
+_ATTRIBUTE: Final = "_amp_plugin_state"
+_KEY: Final = "8bit"
+_SIGNED: Final = ("exp_avg", "momentum_buffer", "grad_avg")
+_SQUARES: Final = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf", "sum", "variance")
+_NUMBERS: Final = {name: 2 if name.startswith("max") else 1 for name in _SQUARES}  # of the draws
+MOMENTS: Final = (*_SIGNED, *_SQUARES)
+"""Names of the states that are compressed; others may be weights, and stay as they are."""
+
+
+class CompressedState(Tensor):
+    """A state that is float32 to whoever computes with it, and is kept in fewer bits.
+
+    What is written to it is rounded to nearest; what is written to a view of it is lost.
+
+    Attributes:
+        kept: bfloat16 of the same shape and strides, or codes, uint8, in the order of memory.
+        signed: Whether the codes are of a first moment.
+    """
+
+    kept: Tensor
+    signed: bool
+
+    @staticmethod
+    def __new__(cls, kept: Tensor, like: Tensor, *, signed: bool) -> Self:
+        """Make one of the shape and strides of another tensor."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, like.size(), strides=like.stride(), dtype=torch.float32, device=kept.device
+        )
+        made.kept, made.signed = kept, signed
+        return made
+
+    @staticmethod
+    def of(
+        value: Tensor, form: str, name: str, *, step: Tensor | float | None = None, loaded: bool = False
+    ) -> CompressedState:
+        """Compress a float32 tensor.
+
+        Args:
+            value: Of a layout with gaps or without.
+            form: ``"bf16"`` or ``"8bit"``.
+            name: The optimizer's for it.
+            step: Draws how second moments are rounded; None: to nearest.
+            loaded: It may have been decoded; it gets the same codes again then, to the bit.
+        """
+        dense = torch.empty_like(value).copy_(value)
+        flat, signed, drawn = in_memory_order(dense), name in _SIGNED, None
+        if step is not None and not signed:
+            drawn = draws(dense.numel(), step, _NUMBERS[name], dense.device)
+        if form == _KEY and loaded:
+            return CompressedState(encode_exactly(flat, signed=signed), dense, signed=signed)
+        if form == _KEY:
+            return CompressedState(encode(flat, signed=signed, drawn=drawn), dense, signed=signed)
+        kept = torch.empty_like(dense, dtype=torch.bfloat16)
+        in_memory_order(kept).copy_(to_bf16(flat, drawn))
+        return CompressedState(kept, dense, signed=signed)
+
+    @property
+    def form(self) -> str:
+        """How it is kept: ``"bf16"`` or ``"8bit"``."""
+        return _KEY if self.kept.dtype is torch.uint8 else "bf16"
+
+    def decoded(self) -> Tensor:
+        """Return a float32 copy."""
+        if self.kept.dtype is not torch.uint8:
+            return self.kept.float()
+        value = torch.empty_strided(self.size(), self.stride(), dtype=torch.float32, device=self.kept.device)
+        in_memory_order(value).copy_(decode(self.kept, value.numel(), signed=self.signed))
+        return value
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Return its values, and how they are kept."""
+        return f"CompressedState({self.decoded()!r}, kept as {self.form!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Return a float32 tensor."""
+        return memo.setdefault(id(self), self.decoded())  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle a float32 tensor, which loads without this package."""
+        return self.decoded().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Compute with float32 copies, and compress those that were written."""
+        kwargs = kwargs or {}
+        in_place = kwargs.get("memory_format") in {None, torch.preserve_format}
+        if func in _KEEPING and in_place and kwargs.get("dtype") in {None, torch.float32}:
+            options = {"device": kwargs["device"]} if "device" in kwargs else {}
+            return cls(func(args[0].kept, **options), args[0], signed=args[0].signed)
+        decoded: dict[int, Tensor] = {}
+
+        def widened(value: Any) -> Any:
+            if isinstance(value, cls):
+                return decoded.setdefault(id(value), value.decoded())
+            return value
+
+        result = func(*tree_map(widened, args), **tree_map(widened, kwargs))
+        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        for argument in func._schema.arguments:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for written in tree_leaves({**given, **kwargs}.get(argument.name)):
+                    if isinstance(written, cls):
+                        written.rewrite_(decoded[id(written)])
+        same = {id(decoded[id(v)]): v for v in tree_leaves((args, kwargs)) if id(v) in decoded}
+        return tree_map(lambda value: same.get(id(value), value), result)
+
+    def rewrite_(self, value: Tensor) -> None:
+        """Keep other values, rounded to nearest."""
+        name = _SIGNED[0] if self.signed else _SQUARES[0]
+        self.kept.copy_(CompressedState.of(value, self.form, name).kept)
+
+
+_ATEN: Final = torch.ops.aten
+_KEEPING: Final = {_ATEN.detach.default, _ATEN.clone.default, _ATEN._to_copy.default}
+
+
+# -- which parameters ---------------------------------------------------------------------------------
+
+
+def ask_for(params: Iterable[Tensor], form: str) -> None:
+    """Let the states of parameters be kept in a format; ``"fp32"`` as they are."""
+    for param in params:
+        vars(param).pop(_ATTRIBUTE, None) if form == "fp32" else setattr(param, _ATTRIBUTE, form)
+
+
+def asked_for(param: Tensor) -> str | None:
+    """Return the format that a parameter's states are kept in; None: as they are."""
+    return vars(param).get(_ATTRIBUTE)
+
+
+# -- an optimizer's state ------------------------------------------------------------------------------
+
+
+def _local(value: Tensor) -> Tensor:
+    local: Tensor = getattr(value, "_local_tensor", value)
+    return local
+
+
+def _with_local(value: Any, local: Tensor) -> Tensor:
+    """Return a state with other contents: of a DTensor this rank's part."""
+    if _local(value) is value:
+        return local
+    made: Tensor = type(value)(local, value._spec, requires_grad=False)
+    return made
+
+
+def is_compressed(value: object) -> bool:
+    """Whether a state, or this rank's part of it, is compressed."""
+    return isinstance(value, Tensor) and isinstance(_local(value), CompressedState)
+
+
+def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
+    """Compress the moments of parameters as it was asked for; return the names of float32 states left.
+
+    ``loaded``: they were not changed by a step, and may have been compressed before.
+    """
+    left: dict[str, None] = {}
+    for param, entry in state.items():
+        form = asked_for(param) if isinstance(param, Tensor) and isinstance(entry, dict) else None
+        if form is None:
+            decompress({param: entry})
+            continue
+        for name, value in list(entry.items()):
+            if getattr(value, "dtype", None) is not torch.float32 or value.shape != param.shape:
+                continue
+            local = _local(value)
+            if isinstance(local, CompressedState):
+                if local.form == form:
+                    continue
+                local = local.decoded()
+            if name in MOMENTS:
+                step = None if loaded else entry.get("step")
+                made = CompressedState.of(local, form, name, step=step, loaded=loaded)
+                entry[name] = _with_local(value, made)
+            elif value.dim() > 0:
+                left[name] = None
+    return list(left)
+
+
+def decompress(state: Mapping[Any, Any]) -> None:
+    """Make the moments of all parameters float32."""
+    for entry in state.values():
+        for name, value in entry.items() if isinstance(entry, dict) else ():
+            if is_compressed(value):
+                entry[name] = _with_local(value, _local(value).decoded())  # type: ignore[attr-defined]
+
+
+def warn_of_left(names: list[str], optimizer: object) -> None:
+    """Say which states of an optimizer stay float32."""
+    if names:
+        warn_user(
+            f"{type(optimizer).__name__} keeps {', '.join(map(repr, names))} in float32: only moments are "
+            f"compressed, which are known by their names ({', '.join(MOMENTS)})"
+        )
+
+
+# -- state dicts ---------------------------------------------------------------------------------------
+
+
+def packed(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer's state dict in plain tensors, as it is kept."""
+    return {
+        key: {name: _packed(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+        for key, entry in state.items()
+    }
+
+
+def _packed(value: Any) -> Any:
+    if not is_compressed(value):
+        return value
+    if not isinstance(value, CompressedState):  # shards may be laid out otherwise when they are loaded
+        return _with_local(value, _local(value).decoded())  # type: ignore[attr-defined]
+    if value.form == "bf16":
+        return value.kept
+    return {_KEY: value.kept, "size": [*value.size()], "stride": [*value.stride()], "signed": value.signed}
+
+
+def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a state dict as an optimizer holds it; torch itself widens bfloat16."""
+    return {
+        key: {name: _unpacked(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+        for key, entry in state.items()
+    }
+
+
+def _unpacked(value: Any) -> Any:
+    if not isinstance(value, dict) or _KEY not in value:
+        return value
+    like = torch.empty_strided(value["size"], value["stride"], device="meta")
+    return CompressedState(value[_KEY], like, signed=value["signed"])
+
+
+def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's state dict in torch's own layout: float32 states, which load anywhere.
+
+    Args:
+        optimizer: Of any class, with compressed states or without. Its moments are decoded into new
+            tensors: 4 bytes per element each.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> fp32_state_dict(optimizer)["state"]
+        {}
+    """
+    state_dict = optimizer.state_dict()
+    state_dict["state"] = unpacked(state_dict["state"])
+    decompress(state_dict["state"])
+    for entry in state_dict["state"].values():
+        for name in entry if isinstance(entry, dict) else ():
+            if name in MOMENTS and entry[name].dtype is torch.bfloat16:
+                entry[name] = entry[name].float()
+    return state_dict

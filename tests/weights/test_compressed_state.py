@@ -1,0 +1,354 @@
+"""Optimizers' moments in bfloat16 and in 8-bit codes: steps, checkpoints, and whoever looks at them."""
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from schedulefree import AdamWScheduleFree
+from torch import nn
+
+from amp_plugin import GradScaler, store_weights
+from amp_plugin.kernels.state_codes import (
+    BLOCK,
+    coded_bytes,
+    decode,
+    draws,
+    encode,
+    encode_exactly,
+    to_bf16,
+)
+from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
+from amp_plugin.weights.store import weight_bytes
+
+FORMS = ("bf16", "8bit")
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "Adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+}
+OTHERS = {
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.5, centered=True),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 5))
+
+
+def trained(make, form, weights="fp32", steps=5, *, scaler=None, network=network):
+    model = network()
+    optimizer = make(model.parameters())
+    store_weights(model, optimizer, weights=weights, state=form)
+    take_steps(model, optimizer, range(steps), scaler)
+    return model, optimizer
+
+
+def take_steps(model, optimizer, steps, scaler=None):
+    scaler = scaler or GradScaler("cpu", enabled=False)
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = grad.double() if param.dtype is torch.float64 else grad
+        scaler.step(optimizer)
+
+
+def states(optimizer):
+    return [value for entry in optimizer.state.values() for value in entry.values() if value.dim() > 0]
+
+
+def exact(model):
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def kept(optimizer):
+    return [state.kept.clone() for state in states(optimizer)]
+
+
+def all_equal(ones, others):
+    return len(ones) == len(others) and all(map(torch.equal, ones, others))
+
+
+# -- codes --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 1000])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_of_decoded_numbers_are_near_them(numel, signed):
+    torch.manual_seed(numel)
+    value = torch.randn(numel) * torch.rand(numel) ** 4
+    value = value if signed else value.square()
+    codes = encode(value, signed=signed)
+    assert codes.numel() == coded_bytes(numel)
+    got = decode(codes, numel, signed=signed)
+    largest = value.abs().max() if numel else 0
+    root, got_root = value.abs().sqrt(), got.abs().sqrt()
+    most = 127 if signed else 255
+    step = torch.as_tensor(largest).sqrt() / most
+    assert ((root - got_root).abs() <= step * (0.51 if signed else 1.0)).all()
+    assert torch.equal(got.sign()[got != 0], value.sign()[got != 0])
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_decoded_numbers_are_kept_to_the_bit(signed):
+    torch.manual_seed(0)
+    value = (
+        torch.randn(200 * BLOCK)
+        * torch.rand(200 * BLOCK) ** 4
+        * 10.0 ** torch.randint(-9, 3, (200, 1)).expand(-1, BLOCK).flatten()
+    )
+    value[:BLOCK] = 0
+    value = value if signed else value.square()
+    for step in range(5):
+        drawn = None if signed else draws(value.numel(), step, 1, value.device)
+        codes = encode(value, signed=signed, drawn=drawn)
+        decoded = decode(codes, value.numel(), signed=signed)
+        again = encode_exactly(decoded, signed=signed)
+        assert torch.equal(decode(again, value.numel(), signed=signed), decoded)
+
+
+def test_second_moments_are_never_0_and_zeros_stay():
+    value = torch.tensor([1.0, 1e-12, 0.0, 1e-30])
+    for step in range(50):
+        got = decode(encode(value, signed=False, drawn=draws(4, step, 1, value.device)), 4, signed=False)
+        assert (got[[0, 1, 3]] > 0).all()
+        assert got[2] == 0
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_second_moments_are_rounded_without_bias(form):
+    torch.manual_seed(0)
+    value = torch.rand(1000) + 0.1
+    total = torch.zeros(1000, dtype=torch.float64)
+    for step in range(1, 2001):
+        drawn = draws(1000, step, 1, value.device)
+        if form == "bf16":
+            total += to_bf16(value, drawn).double()
+        else:
+            total += decode(encode(value, signed=False, drawn=drawn), 1000, signed=False).double().sqrt()
+    expected = value.double() if form == "bf16" else value.double().sqrt()
+    spacing = 2.0**-7 if form == "bf16" else 1.05**0.5 / 255
+    assert ((total / 2000 - expected).abs() < 6 * spacing * 0.5 / 2000**0.5).all()
+    assert (total / 2000 - expected).mean().abs() < 2e-6
+
+
+# -- steps --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
+)
+def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
+    make = OPTIMIZERS[name]
+    model, optimizer = trained(make, form, weights)
+    twin = network().double()
+    twin.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+    other = make(twin.parameters())
+    take_steps(twin, other, [0])
+    twin.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+    for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
+        for key, value in mine.items():
+            theirs[key].copy_(value)
+    scaler = GradScaler("cpu", enabled=False)
+    take_steps(model, optimizer, [7], scaler)
+    assert scaler.last_step(optimizer).one_pass
+    take_steps(twin, other, [7])
+    for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=2.0**-22, atol=2.0**-26)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "form"), list(itertools.product(OPTIMIZERS, FORMS)))
+def test_the_first_step_is_that_of_torch_and_holds_no_float32_states(name, form, weights):
+    scaler = GradScaler("cpu", enabled=False)
+    model, optimizer = trained(OPTIMIZERS[name], form, weights, steps=1, scaler=scaler)
+    assert scaler.last_step(optimizer).one_pass
+    plain = network()
+    other = OPTIMIZERS[name](plain.parameters())
+    take_steps(plain, other, [0])
+    for ours, theirs in zip(exact(model), plain.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2.0**-21, atol=2.0**-24)
+    for mine, its in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert mine.keys() == its.keys()
+        assert all(mine[key].dtype is its[key].dtype for key in its)
+
+
+@pytest.mark.parametrize(("name", "form"), list(itertools.product(OTHERS, FORMS)))
+def test_any_other_optimizer_steps_float32_states(name, form):
+    model, optimizer = trained(OTHERS[name], form, steps=1)
+    twin = copy.deepcopy(model)
+    other = OTHERS[name](twin.parameters())
+    other.load_state_dict(copy.deepcopy(fp32_state_dict(optimizer)))
+    take_steps(model, optimizer, [1])
+    take_steps(twin, other, [1])
+    assert all(isinstance(state, CompressedState) for state in states(optimizer))
+    assert all_equal(exact(model), exact(twin))
+
+
+def test_states_that_may_be_weights_stay_float32():
+    model = network()
+    optimizer = AdamWScheduleFree(model.parameters(), lr=1e-3)
+    store_weights(model, optimizer, weights="fp32", state="8bit")
+    optimizer.train()
+    with pytest.warns(UserWarning, match="keeps 'z' in float32"):
+        take_steps(model, optimizer, [0])
+    entry = next(iter(optimizer.state.values()))
+    assert type(entry["z"]) is torch.Tensor
+    assert isinstance(entry["exp_avg_sq"], CompressedState)
+    take_steps(model, optimizer, [1])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_skipped_step_changes_nothing(form):
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    before = exact(model), kept(optimizer)
+    for param in model.parameters():
+        param.grad = torch.full_like(param, torch.inf)
+    GradScaler("cpu", enabled=False).step(optimizer)
+    assert all_equal(before[0], exact(model))
+    assert all_equal(before[1], kept(optimizer))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_added_later_and_optimizers_made_later(form):
+    model = network()
+    first, second = model[0], model[2]
+    store_weights(model, weights="bf16", state=form)
+    optimizer = OPTIMIZERS["AdamW"](first.parameters())
+    take_steps(first, optimizer, range(2))
+    optimizer.add_param_group({"params": list(second.parameters())})
+    take_steps(model, optimizer, range(3))
+    assert len(states(optimizer)) == 8
+    assert {state.form for state in states(optimizer)} == {form}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_channels_last_and_gradients_of_another_layout(form):
+    def convolution():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(5, 7, 3)).to(memory_format=torch.channels_last)
+
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form, network=convolution)
+    plain, _ = trained(
+        OPTIMIZERS["AdamW"], form, network=lambda: convolution().to(memory_format=torch.contiguous_format)
+    )
+    assert states(optimizer)[0].stride() == model[0].weight.stride()
+    torch.testing.assert_close(exact(model), exact(plain), rtol=0, atol=2e-3)
+
+
+def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
+    model, optimizer = trained(OPTIMIZERS["AdamW"], "8bit", "bf16")
+
+    def closure():
+        assert model[0].weight.dtype is torch.bfloat16
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+    assert all(isinstance(state, CompressedState) for state in states(optimizer))
+
+    def wrong():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        optimizer.step(wrong)
+    take_steps(model, optimizer, [1])
+    assert all(isinstance(state, CompressedState) for state in states(optimizer))
+
+
+# -- checkpoints --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "weights"), list(itertools.product([*OPTIMIZERS, "RMSprop"], FORMS, ["fp32", "bf16"]))
+)
+def test_a_resumed_run_is_the_same_to_the_bit(name, form, weights):
+    make = {**OPTIMIZERS, **OTHERS}[name]
+    model, optimizer = trained(make, form, weights)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed, other = trained(make, form, weights, steps=0)
+    resumed.load_state_dict(saved[0])
+    other.load_state_dict(saved[1])
+    assert all_equal(kept(optimizer), kept(other))
+    for one, its in ((model, optimizer), (resumed, other)):
+        take_steps(one, its, range(5, 10))
+    assert all_equal(exact(model), exact(resumed))
+    assert all_equal(kept(optimizer), kept(other))
+
+
+@pytest.mark.parametrize(("saves", "loads"), list(itertools.permutations(["fp32", *FORMS], 2)))
+def test_checkpoints_load_into_runs_of_another_format(saves, loads):
+    _, optimizer = trained(OPTIMIZERS["AdamW"], saves)
+    model, other = trained(OPTIMIZERS["AdamW"], loads, steps=0)
+    before = [state.clone() for state in states(copy.deepcopy(optimizer))]
+    store_weights(model, other, weights="fp32", state=loads)
+    other.load_state_dict(optimizer.state_dict())
+    after = states(other)
+    assert {getattr(state, "form", "fp32") for state in after} == {loads}
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(
+            new.sqrt() if (old >= 0).all() else new,
+            old.sqrt() if (old >= 0).all() else old,
+            rtol=0.05,
+            atol=0.02,
+        )
+    take_steps(model, other, [1])
+
+
+def test_torch_s_own_layout_loads_without_this_package():
+    _, optimizer = trained(OPTIMIZERS["AdamW"], "8bit")
+    plain = network()
+    other = OPTIMIZERS["AdamW"](plain.parameters())
+    other.load_state_dict(fp32_state_dict(optimizer))
+    assert {type(state) for state in states(other)} == {torch.Tensor}
+    assert all(
+        torch.equal(one, two.decoded()) for one, two in zip(states(other), states(optimizer), strict=True)
+    )
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_copies_and_pickles_are_float32(form):
+    _, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert {type(state) for state in states(other)} == {torch.Tensor}
+
+
+# -- who looks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_states_are_read_and_written_as_float32(form):
+    _, optimizer = trained(OPTIMIZERS["AdamW"], form)
+    state = states(optimizer)[0]
+    assert (state.dtype, state.shape) == (torch.float32, (30, 40))
+    assert torch.equal(state + 0, state.decoded())
+    assert state.norm() > 0
+    assert state.mul_(0.5) is state
+    state.zero_()
+    assert not state.decoded().any()
+    assert isinstance(state.to("cpu"), CompressedState)
+
+
+def test_bytes():
+    for weights, form, most in (("bf16", "8bit", 10.3), ("bf16", "bf16", 12.1), ("fp32", "8bit", 10.3)):
+        torch.manual_seed(0)
+        model = nn.Linear(256, 64)
+        optimizer = torch.optim.AdamW(model.parameters())
+        store_weights(model, optimizer, weights=weights, state=form)
+        take_steps(model, optimizer, range(2))
+        assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
+
+
+def test_unknown_formats_are_refused():
+    with pytest.raises(
+        ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
+    ):
+        store_weights(network(), state="8bits")
