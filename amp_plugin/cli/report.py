@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +21,9 @@ def report(
     """Run a script and draw it into one HTML page while it runs; the exit code is the script's.
 
     The page shows loss scale, skips, norms, how near gradients come to overflow, and the op and line behind a
-    skipped step. The script need not import amp_plugin.
+    skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
     """
+    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.program import ProgramPage  # noqa: PLC0415 - loads torch
 
@@ -29,7 +32,14 @@ def report(
         drawn = ProgramPage(page)
     except ImportError as error:
         fail(str(error), code=1)
-    ran = run_program(program, arguments or [], around=drawn)
+    takeover = Takeover(Path(program.name).name)
+    ran = run_program(program, arguments or [], around=_both(takeover, drawn))
     told = f"is drawn in {drawn.page.path}" if drawn.page else "has called no model to be trained: no page"
     print(f"amp-plugin report: {program.name} {told}", file=sys.stderr)
     raise typer.Exit(ran.code)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer, inner:
+        yield

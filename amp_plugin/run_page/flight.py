@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from amp_plugin.casting.threads import RegionState, current_state
 from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
@@ -47,6 +48,7 @@ class ModelCall:
         model: What was called.
         args, kwargs: With what.
         regions: The autocast state it ran in.
+        place: The line that called it.
         gradients: Of its results, filled by the backward pass.
     """
 
@@ -54,6 +56,7 @@ class ModelCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     regions: tuple[RegionState, ...]
+    place: Place | None
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def follow(self, output: Any) -> None:
@@ -118,7 +121,9 @@ class FlightRecorder:
         if not watched or in_backward or self._log.replaying:
             return
         if all(isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
-            call = ModelCall(model=module, args=args, kwargs=kwargs, regions=current_state())
+            call = ModelCall(
+                model=module, args=args, kwargs=kwargs, regions=current_state(), place=called_from()[0]
+            )
             self._log.remember(call)
             self._running = call
 
@@ -167,7 +172,8 @@ class FlightRecorder:
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
         diagnosis, failed = diagnosed(replay.run, self._model)
         how = f"The step was run again{f'; then it raised {failed}' if failed else ''}."
-        return diagnosis.findings, how if diagnosis.findings else f"{how} {diagnosis.report()}"
+        findings = [_placed(finding, replay) for finding in diagnosis.findings]
+        return findings, how if diagnosis.findings else f"{how} {diagnosis.report()}"
 
     def _end_watch(self) -> None:
         watching, self._watching = self._watching, None
@@ -180,6 +186,20 @@ class FlightRecorder:
     def _tell(self, findings: Sequence[Finding], how: str) -> None:
         self._is_explained = self._is_explained or bool(findings)
         self._found(findings, how)
+
+
+def _placed(finding: Finding, replay: Replay) -> Finding:
+    """Return a finding with the line that called the model in place of the one that has stepped."""
+    calls = [recorded.call for recorded in replay.calls]
+    called = next((call.place for call in calls if isinstance(call, ModelCall)), None)
+    stepped = called_from()[0]
+    if called is None or stepped not in {finding.place, finding.caller}:
+        return finding
+    return replace(
+        finding,
+        place=called if finding.place == stepped else finding.place,
+        caller=called if finding.caller == stepped else finding.caller,
+    )
 
 
 def _differentiable(output: Any) -> list[tuple[int, Tensor]]:

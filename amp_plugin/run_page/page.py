@@ -89,7 +89,8 @@ def require_libraries() -> None:
         import jinja2  # noqa: F401, PLC0415 - optional
         import vl_convert  # noqa: F401, PLC0415 - optional
     except ImportError as error:
-        msg = f"a report needs {error.name}, which is not installed; run: pip install 'amp-plugin[report]'"
+        packages = "altair jinja2 vl-convert-python"
+        msg = f"a report needs {error.name}, which is not installed; run: pip install {packages}"
         raise ImportError(msg) from error
 
 

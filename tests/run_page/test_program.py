@@ -84,6 +84,14 @@ def test_a_program_with_a_scaler(tmp_path):
     assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
 
 
+@pytest.mark.native
+def test_a_program_on_torch_amp(tmp_path):
+    source = SCALED.replace("amp_plugin.", "torch.amp.").replace("import torch, amp_plugin", "import torch")
+    page = run(tmp_path, source.replace("torch.amp.autocast", "torch.autocast"))
+    assert data_of(page)["curves"]["scale"][:5] == [2.0**16] * 5
+    assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
+
+
 def test_a_program_that_trains_nothing_has_no_page(tmp_path, capsys):
     page = run(tmp_path, "print('hello')")
     assert not page.exists()
