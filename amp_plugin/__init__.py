@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from amp_plugin.numerics.diagnose import diagnose as diagnose
     from amp_plugin.numerics.diagnose import diagnose_skip as diagnose_skip
     from amp_plugin.numerics.shadow import shadow_run as shadow_run
+    from amp_plugin.run_page.report import report as report
     from amp_plugin.scaling.grad_scaler import GradScaler as GradScaler
     from amp_plugin.sharding.collectives import log_collectives as log_collectives
     from amp_plugin.sharding.fully_shard import fully_shard as fully_shard
@@ -61,6 +62,7 @@ _HOME = {
     "is_autocast_available": "amp_plugin.casting.region",
     "log_casts": "amp_plugin.casting.cast_log",
     "log_collectives": "amp_plugin.sharding.collectives",
+    "report": "amp_plugin.run_page.report",
     "restore_weights": "amp_plugin.weights.store",
     "run_in": "amp_plugin.casting.run_in",
     "set_default_rules": "amp_plugin.casting.dispatcher",

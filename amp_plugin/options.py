@@ -274,6 +274,10 @@ class AccelerateOptions(PrecisionOptions):
             "the parameters; 0 goes on for ever."
         ),
     ] = 50
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
     fp32_outputs: Annotated[
         bool, Doc("Convert what a prepared model returns to fp32, as Accelerate does.")
     ] = True
@@ -331,6 +335,7 @@ OWN_VARIABLES: Final = (
     "AMP_PLUGIN_NATIVE",
     "AMP_PLUGIN_CACHE_DIR",
     "AMP_PLUGIN_CONFIG",
+    "AMP_PLUGIN_TAKEOVER",
 )
 _OF_OTHERS: Final = ("XDG_CACHE_HOME", "CXX", "MAX_JOBS")
 KNOWN_VARIABLES: Final = (

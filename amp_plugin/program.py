@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import runpy
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from amp_plugin.casting.bound_rules import ours_by_default
 
 if TYPE_CHECKING:
     from amp_plugin.casting.rules import OpRules
@@ -105,7 +106,7 @@ def run_program(
     folder = program.file.resolve().parent if program.module is None else Path.cwd()
     sys.argv, sys.path[:0] = [str(program.file), *arguments], [str(folder)]
     try:
-        with _our_rules(), around:
+        with ours_by_default(), around:
             if program.module is None:
                 runpy.run_path(str(program.file.absolute()), run_name="__main__")
             else:
@@ -135,27 +136,6 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code or 0
     print(stop.code, file=sys.stderr)
     return 1
-
-
-@contextmanager
-def _our_rules() -> Iterator[None]:
-    """Let torch's autocast blocks follow the environment's rules or the default ones for a while."""
-    import torch  # noqa: PLC0415 - takes seconds
-
-    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
-    from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
-    from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
-
-    for device_type in TABLES:
-        if torch.amp.is_autocast_available(device_type):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the rules are for another device
-                rules = environment_rules(device_type)
-            set_default_rules(rules or OpRules.default(device_type))
-    try:
-        yield
-    finally:
-        set_default_rules(None)
 
 
 @contextmanager

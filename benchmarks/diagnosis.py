@@ -1,21 +1,23 @@
-"""What watching ops costs: nothing while no region is open, and how much in one."""
+"""What watching ops costs, nothing while no region is open and how much in one; and the page of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from tempfile import TemporaryDirectory
 
 import torch
 
-from amp_plugin import diagnose, shadow_run
+from amp_plugin import GradScaler, diagnose, report, shadow_run
 from benchmarks.autocast import our_region
 from benchmarks.clocks import Call
 from benchmarks.forward_backward import window
 from benchmarks.harness import OURS, Comparison, Gate
-from benchmarks.models import compute_bound_gpt, launch_bound_gpt
+from benchmarks.models import GPT, compute_bound_gpt, launch_bound_gpt
 from benchmarks.setting import Section, Setting
 
 WITHOUT = "no region"
+NOT_DRAWN = "no page"
 
 
 class Diagnosis(Section):
@@ -36,6 +38,8 @@ class Diagnosis(Section):
                 model, batches, lambda: our_region(setting.device)
             )
             yield armed(setting, name, step)
+            with TemporaryDirectory() as folder:
+                yield from drawn(setting, name, make, folder)
 
 
 def not_armed(setting: Setting) -> Comparison:
@@ -75,6 +79,44 @@ def armed(setting: Setting, name: str, step: Call) -> Comparison:
         },
         rounds=setting.rounds(5),
     )
+
+
+def drawn(setting: Setting, name: str, make: Callable[[Setting], GPT], folder: str) -> Iterator[Comparison]:
+    """Compare training steps of a run that has a page with those of one that has none."""
+
+    def step_of(model: GPT, scaler: GradScaler) -> Call:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        (batch,) = model.batches(1, setting.device)
+
+        def step() -> None:
+            with our_region(setting.device):
+                loss = model(batch)
+            scaler.scale(loss).backward()
+            scaler.clip_grad_norm_(optimizer, 1.0, fold=True)
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+
+        return step
+
+    plain, model = make(setting), make(setting)
+    scaler = GradScaler(setting.device, enabled=False)
+    with report(scaler, model, f"{folder}/run.html"):
+        drawn_step = step_of(model, scaler)
+        for _ in range(setting.sized(20, 1)):
+            drawn_step()  # the first is surveyed, and the first read is not within the budget
+        repeat = setting.sized(20, 1)
+        yield Comparison(
+            name=name,
+            table="A training step of a run that is drawn",
+            samples={
+                OURS: setting.host_clock(drawn_step, repeat=repeat),
+                NOT_DRAWN: setting.host_clock(
+                    step_of(plain, GradScaler(setting.device, enabled=False)), repeat=repeat
+                ),
+            },
+            rounds=setting.rounds(15),
+            gates=(Gate(limit=1.05, against=NOT_DRAWN),) if setting.device == "cpu" else (),
+        )
 
 
 SECTIONS = (Diagnosis(),)

@@ -10,6 +10,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import amp_plugin
 from amp_plugin.options import AccelerateOptions, LightningOptions, option_defaults, option_docs
@@ -17,8 +18,13 @@ from amp_plugin.options import AccelerateOptions, LightningOptions, option_defau
 OPTIONS = {"accelerate.md": AccelerateOptions, "lightning.md": LightningOptions}
 PAGE = Path(__file__).parent / "api.md"
 _SECTION = re.compile(r"^(## .+)\n\n(?:\|.*\n)*\n*", re.MULTILINE)
-_ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+_ENTRY = re.compile(r"^<!-- ::: ([\w.]+) -->$", re.MULTILINE)
 _IS_MARKUP = re.compile(r":\w+:`~?([^`]+)`")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page of the site with the entries that the page on disk hides in comments; mkdocs calls it."""
+    return _ENTRY.sub(r"\n::: \1\n", markdown)
 
 
 def with_tables(page: str) -> str:

@@ -99,18 +99,19 @@ class Recorder(Callback):
         self.record.add_accuracy(float(trainer.callback_metrics["accuracy"]))
 
 
-def train(config: DigitsConfig) -> TrainingRecord:
+def train(config: DigitsConfig, page: Path | None = None) -> TrainingRecord:
     """Train, test, and return what happened.
 
     Args:
         config: a checked config.
+        page: where the run is drawn; None draws nothing.
     """
     torch.set_num_threads(config.threads)
     seed_everything(config.seed, verbose=False)
     loaders = digits_loaders(batch_size=config.batch_size, seed=config.seed)
     record = TrainingRecord(title=f"digits, {config.precision.value}")
     module = DigitsModule(config)
-    trainer = new_trainer(config, record)
+    trainer = new_trainer(config, record, page)
     native_core()  # compiled the first time, which is no training
     start = time.perf_counter()
     trainer.fit(module, loaders.train, loaders.validation)
@@ -119,12 +120,13 @@ def train(config: DigitsConfig) -> TrainingRecord:
     return record
 
 
-def new_trainer(config: DigitsConfig, record: TrainingRecord) -> Trainer:
+def new_trainer(config: DigitsConfig, record: TrainingRecord, page: Path | None = None) -> Trainer:
     """Return a Trainer with the precision plugin.
 
     Args:
         config: a checked config.
         record: filled while it trains.
+        page: where the run is drawn; None draws nothing.
 
     Raises:
         ConfigError: this machine lacks the accelerator.
@@ -138,7 +140,7 @@ def new_trainer(config: DigitsConfig, record: TrainingRecord) -> Trainer:
             accumulate_grad_batches=config.accumulate,
             gradient_clip_val=config.clip_norm,
             callbacks=[
-                AmpMonitor(),
+                AmpMonitor(report=page),
                 Recorder(record),
                 RichProgressBar(theme=RichProgressBarTheme(metrics_format=".6g")),
             ],
@@ -162,11 +164,13 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated")  # Lightning calling torch
     with config_errors(Path(sys.argv[0]).name):
         folder = make_folder(config.output, f"{config.name}_{config.precision.value}")
-        record = train(config)
+        page = folder / "run.html"
+        record = train(config, page)
     record.print_table()
     plot = folder / "training.png"
     record.save_plot(plot)
     print(f"plot: {plot}")
+    print(f"page of the run: {page.resolve().as_uri()}")
 
 
 if __name__ == "__main__":

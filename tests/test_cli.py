@@ -181,7 +181,7 @@ def test_a_misspelt_variable_is_not_well(
 
 
 def test_the_variables_known_are_those_of_the_adapter() -> None:
-    settings = pytest.importorskip("amp_plugin.adapters.accelerate.settings")
+    settings = pytest.importorskip("amp_plugin.adapters.option_sources")
     known = {options.PREFIX + name.upper() for name in settings.OPTIONS}
     assert known | set(options.OWN_VARIABLES) == set(options.KNOWN_VARIABLES)
     assert settings.CONFIG in options.OWN_VARIABLES

@@ -29,6 +29,11 @@ class HasScaler:
 
         def _unwrap(self, optimizer: Any) -> Optimizer: ...
 
+    @property
+    def step_log(self) -> StepLog:
+        """The log of the scaler's steps."""
+        return self._scaler.step_log
+
     def last_step(self, optimizer: Optimizer) -> StepResult:
         """Return what became of an optimizer's last step: skipped, norm, scale, which parameters overflowed.
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.amp.autocast_mode import autocast as torchs_autocast
 from torch.compiler import is_dynamo_compiling
 from torch.fx.node import has_side_effect
 from torch.library import Library
@@ -64,10 +65,10 @@ def _blocks(
     # Dynamo records the dtype in the graph, and another process may number its rule sets differently.
     low, high = (None, None) if is_dynamo_compiling() else _NO_DIGITS
     with (
-        torch.autocast(_GATE, _OPEN, False),
-        torch.autocast(_DIGITS[0], low, False),
-        torch.autocast(_DIGITS[1], high, False),
-        torch.autocast(device_type, dtype, enabled, cache_enabled),
+        torchs_autocast(_GATE, _OPEN, False),
+        torchs_autocast(_DIGITS[0], low, False),
+        torchs_autocast(_DIGITS[1], high, False),
+        torchs_autocast(device_type, dtype, enabled, cache_enabled),
     ):
         _USE_RULES(device_type, content)
         yield

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch._C import _is_torch_function_mode_enabled
 from torch._guards import TracingContext
+from torch.amp.autocast_mode import autocast as torchs_autocast  # a program may put ours at torch.autocast
 from torch.compiler import is_compiling
 from typing_extensions import Self
 
@@ -47,7 +48,7 @@ def has_block() -> bool:
 def enter_block(region: autocast) -> None:
     """Open a region as a block of torch's own, in this thread."""
     device, dtype, enabled, cache_enabled, content = region.traced_as()
-    block: Any = torch.autocast(device, dtype, enabled, cache_enabled=False)
+    block: Any = torchs_autocast(device, dtype, enabled, cache_enabled=False)
     if content or (are_rules_in_force() and KERNELS.are_native):
         block = TracedRegion(device, dtype, enabled, cache_enabled, content)
     block.__enter__()
@@ -89,7 +90,7 @@ def is_autocast_available(device_type: str) -> bool:
     return bool(torch.amp.is_autocast_available(device_type))
 
 
-class autocast(torch.autocast):  # noqa: N801 - torch's name
+class autocast(torchs_autocast):  # noqa: N801 - torch's name
     """Run a region of a program in mixed precision.
 
     The state is torch's own, so ``torch.is_autocast_enabled()``, nested
@@ -140,7 +141,7 @@ class autocast(torch.autocast):  # noqa: N801 - torch's name
         """
         if is_compiling():
             if rules is None and not are_rules_in_force():
-                return torch.autocast(device_type, dtype, enabled, cache_enabled)
+                return torchs_autocast(device_type, dtype, enabled, cache_enabled)
             if rules is not None:
                 check_rules(rules, device_type)
             content = "" if rules is None else rules.content
@@ -234,7 +235,7 @@ def _check(device_type: str, dtype: torch.dtype | None, enabled: bool) -> tuple[
         msg = f"autocast(dtype={dtype!r}): a torch.dtype is wanted, give {near}"
         raise TypeError(msg)
     KERNELS.install()
-    theirs = warned_at_user(torch.autocast, device_type, dtype, enabled)
+    theirs = warned_at_user(torchs_autocast, device_type, dtype, enabled)
     number = DEVICE_NUMBERS.get(device_type) if KERNELS.are_native else None
     checked = (number, theirs._enabled, number_by_default(device_type))
     if theirs._enabled == enabled:  # else it warned, and will again

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import amp_plugin
-from amp_plugin.cli import numerics, rules, run, tune
+from amp_plugin.cli import export, numerics, report, rules, run, tune
 from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail, word_option
 
 app = typer.Typer(
@@ -113,9 +113,11 @@ def _build_cuda(architectures: list[str]) -> int:
     return build_ahead(architectures)
 
 
+app.command()(export.export)
 app.command(context_settings=OF_SCRIPTS)(run.casts)
 app.command(context_settings=OF_SCRIPTS)(run.run)
 app.command(context_settings=OF_SCRIPTS)(numerics.diagnose)
 app.command()(numerics.compare)
+app.command(context_settings=OF_SCRIPTS)(report.report)
 app.command(context_settings=OF_SCRIPTS)(tune.tune)
 app.add_typer(rules.commands)

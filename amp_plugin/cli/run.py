@@ -1,9 +1,8 @@
-"""Run a program as it is: `amp-plugin run` under op rules, `amp-plugin casts` under a log of its casts."""
+"""Run a program as it is: `amp-plugin run` on amp_plugin, `amp-plugin casts` under a log of its casts."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,28 +27,50 @@ if TYPE_CHECKING:
     from amp_plugin.casting.cast_log import Cast
 
 Rules = Annotated[
-    Path,
+    Path | None,
     typer.Option("--rules", exists=True, dir_okay=False, help="Op rules that autocast follows, a YAML file."),
+]
+Precision = Annotated[
+    str | None,
+    word_option(
+        ("fp16", "bf16"),
+        "What the program gets where it chooses none: the dtype of autocast blocks, mixed_precision of an "
+        "Accelerator, precision of a Trainer or Fabric.",
+    ),
 ]
 
 
-def run(script: Script, rules: Rules, arguments: Arguments = None, as_module: AsModule = False) -> None:
-    """Run a script whose torch.autocast blocks follow op rules; the exit code is the script's.
+def run(
+    script: Script,
+    arguments: Arguments = None,
+    precision: Precision = None,
+    rules: Rules = None,
+    as_module: AsModule = False,
+) -> None:
+    """Run a program that is not to be edited on amp_plugin; the exit code is the program's.
 
-    The script does not have to import amp_plugin. When it ends, torch has its own rules back.
+    torch.autocast, torch.amp.GradScaler, Accelerate's Accelerator and Lightning's Trainer and Fabric are
+    amp_plugin's while it runs, in the processes that it starts too. The program need not import amp_plugin.
+    When it ends, all of it is given back. With several processes: torchrun -m amp_plugin run train.py
     """
-    from amp_plugin.casting.bound_rules import BoundRules  # noqa: PLC0415 - loads torch
+    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
     program = program_of(script, as_module=as_module, command="run")
-    need_core("run --rules")
+    if rules is not None:
+        need_core("run --rules")
     try:
-        chosen = OpRules.from_yaml(rules)
+        chosen = None if rules is None else OpRules.from_yaml(rules)
+        takeover = Takeover(
+            Path(program.name).name,
+            precision=precision,  # type: ignore[arg-type] # its words are checked
+            rules=chosen,
+            rules_name="" if rules is None else str(rules),
+        )
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
-    print(f"amp-plugin run: torch.autocast on {chosen.device_type} follows {rules}", file=sys.stderr)
-    raise typer.Exit(run_program(program, arguments or [], around=BoundRules(chosen, str(rules))).code)
+    raise typer.Exit(run_program(program, arguments or [], around=takeover).code)
 
 
 _FIELDS: Final = {  # of a row in JSON

@@ -269,9 +269,16 @@ def compile_core(folder: Path, width: str) -> Path:
         errors="replace",
         check=False,
     )
+    made = folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
+    if not made.is_file() and (answer.returncode == 0 or "cannot open shared object" in answer.stderr):
+        msg = (
+            f"error: CXX={_compiler()!r} ended without an error and wrote no core; set CXX to a C++20 "
+            f"compiler, or unset it\n{answer.stderr}"
+        )
+        raise RuntimeError(msg)
     if answer.returncode != 0:
         raise RuntimeError(answer.stderr or f"{sys.executable} ended with status {answer.returncode}")
-    return folder / (f"{_EXTENSION}.so" if runs_here else _EXTENSION)
+    return made
 
 
 def _environment() -> dict[str, str]:

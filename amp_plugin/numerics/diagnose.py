@@ -242,10 +242,16 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         ...     value = scaler.step(optimizer)
         ...     scaler.update()
     """
+    diagnosis, failed = diagnosed(replay.run, model)
+    return diagnosis.report() + (f"\n(then it raised {failed})" if failed else "")
+
+
+def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:
+    """Return what :func:`diagnose` finds in a call, and the error that ended it as text, else ``""``."""
     failed = ""
     with diagnose(model, keep_going=True) as diagnosis:
         try:
-            replay.run()
+            run()
         except Exception as error:  # noqa: BLE001 -- whatever the user's step raises
-            failed = f"\n(then it raised {type(error).__name__}: {error})"
-    return f"{diagnosis.report()}{failed}"
+            failed = f"{type(error).__name__}: {error}"
+    return diagnosis, failed

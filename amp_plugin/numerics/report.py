@@ -65,7 +65,7 @@ class Reporter:
             inputs=inputs,
             numbers=tuple(call.numbers.items()),
             rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=source + row,
+            source=source + row if source else row.removeprefix(", "),
             moment=self.tracker.now(in_backward=call.is_backward),
         )
 

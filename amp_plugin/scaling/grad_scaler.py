@@ -147,6 +147,8 @@ class GradScaler(TorchNames):
             FloatingPointError: As :meth:`update`.
             ValueError: ``outputs`` is something else, or ``name`` unknown.
         """
+        if not torch.compiler.is_compiling():
+            self.step_log.note_loss(outputs)
         if not self._enabled:
             return outputs
         watched = bool(name or self._scales.named or self._units.requested)
@@ -263,14 +265,13 @@ class GradScaler(TorchNames):
         if not self._enabled:
             return
         state = self._state_for("unscale_", optimizer)
-        stage = OptState.READY if state.is_awaited() else state.stage
-        if stage is OptState.UNSCALED:
+        if state.stage is OptState.UNSCALED and not state.is_awaited():
             msg = (
                 "unscale_() has already been called on this optimizer since the last update(). "
                 "Call it once, or use ensure_unscaled(), which may be repeated."
             )
             raise RuntimeError(msg)
-        if stage is OptState.STEPPED:
+        if self._registry.is_step_refused(state):
             msg = "unscale_() is being called after step(). Call it between backward() and step()."
             raise RuntimeError(msg)
         state.unscale_(on_request=True)

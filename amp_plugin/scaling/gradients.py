@@ -333,7 +333,7 @@ def match_memory_order(optimizer: Optimizer) -> None:
     wrong elements. Hooks, ``autograd.grad`` or a later ``model.to(memory_format=...)`` leave such gradients.
     """
     for group in optimizer.param_groups:
-        params = [param for param in group["params"] if param.is_cpu] if group.get("fused") else []
+        params = [p for p in group["params"] if p.is_cpu and p.dim()] if group.get("fused") else []
         for param in params:
             grad = param.grad
             if grad is not None and grad.layout is torch.strided and not _has_strides_of(grad, param):

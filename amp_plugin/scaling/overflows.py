@@ -65,7 +65,7 @@ class OverflowReport:
         if self.elsewhere:
             yield "The report of the rank with the overflow names its parameters: look at that rank's batch."
         elif self.unattributed:
-            yield "Which gradients made it so was not noted; on_nonfinite='skip' looks, and skips the step."
+            yield "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
         elif self:
             yield self._place()
             if not self.named:
@@ -105,7 +105,7 @@ class ParameterNames:
         """Return the name of each parameter: a given one, the optimizer's, or its group and index."""
         known: list[str] = []
         for number, group in enumerate([] if optimizer is None else optimizer.param_groups):
-            label = group.get("name", f"group {number}")
+            label = group.get("name", f"param_groups[{number}]['params']")
             known += group.get("param_names") or [f"{label}[{i}]" for i in range(len(group["params"]))]
         known += [f"parameter {i}" for i in range(len(known), len(params))]
         pairs = zip(params, known, strict=False)

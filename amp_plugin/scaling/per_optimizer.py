@@ -73,6 +73,7 @@ class PerOptimizerState:
         self.backwards = 0  # scaled ones that have begun since it was met
         self.obstacle = ""  # why the last step was not taken in one pass
         self.result: StepResult | None = None
+        self.is_stepping = False  # through the scaler
         self.is_unchanged = False  # promised: no user code has touched the gradients since the last call
         self._stage = (OptState.READY, 0)
         self._trusted = False
@@ -248,6 +249,31 @@ class PerOptimizerState:
             for gradients in self.groups:
                 gradients.mark_backward()
 
+    def step_by(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Call the step of the optimizer, or of one that wraps it."""
+        self.is_stepping = True
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            self.is_stepping = False
+
+    def refuse_step_past_scaler(self) -> None:
+        """Raise if the optimizer steps by itself with gradients that are multiplied by the scale."""
+        scaled = any(
+            gradients.scaled_by is not None
+            and self.number in gradients.awaited_owners
+            and gradients.is_pending(self.number)
+            for gradients in self.groups
+        )
+        if scaled and not self.is_stepping:
+            kind = type(self.optimizer).__name__
+            msg = (
+                f"{kind}.step() was called past the scaler, with gradients that are multiplied by the loss "
+                "scale: call scaler.step(optimizer), or scaler.unscale_(optimizer) before; in Accelerate, "
+                "Fabric and Lightning step the optimizer that prepare(), setup() or optimizers() returned."
+            )
+            raise RuntimeError(msg)
+
     def refuse_taken_away(self) -> None:
         """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
         taken = [param for gradients in self.groups for param in gradients.taken_away.seen]
@@ -300,6 +326,7 @@ class PerOptimizerState:
         seen = self.found_inf_per_device or not (self._shared.scales.enabled or self.norm is None)
         return StepResult(
             norm=(norm if self.norm is None else self.norm) if seen else None,
+            clipped=partial(_clipped, norm, self.clip) if seen else None,
             found_inf=found,
             scale_before=None if loss_scale.value is None else loss_scale.snapshot(),
             scale_after=loss_scale.later,
@@ -316,3 +343,27 @@ class PerOptimizerState:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
         return result
+
+
+class StepPastScaler:
+    """An optimizer's hook: it refuses scaled gradients to steps that its newest scaler does not take."""
+
+    leaves_gradients = leaves_steps = True  # else no step is taken in one pass
+
+    def __init__(self, state: PerOptimizerState) -> None:
+        hooks: dict[int, Any] = state.optimizer._optimizer_step_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, StepPastScaler)]:
+            del hooks[key]
+        handle = state.optimizer.register_step_pre_hook(self)
+        self._state = weakref.ref(state, lambda _: handle.remove())
+
+    def __call__(self, *_: Any) -> None:
+        """Run before the optimizer's step."""
+        state = self._state()
+        if state is not None:
+            state.refuse_step_past_scaler()
+
+
+def _clipped(norm: Tensor, clip: FoldedClip | None) -> Tensor:
+    """Return the norm of what a step used: as measured there, times a clip that was left to it."""
+    return norm if clip is None else norm * clip.factor()

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator
 from operator import is_
 
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.loss_scale import PendingScale
-from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
+from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared, StepPastScaler
 
 
 class Registry:
@@ -72,6 +73,8 @@ class Registry:
         gone = self._gone
         reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None)))
         state = states[key] = PerOptimizerState(reference, next(self._numbers), self._shared)
+        if self._shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            StepPastScaler(state)
         return state
 
     def refresh(self, states: Iterable[PerOptimizerState]) -> bool:
@@ -105,6 +108,18 @@ class Registry:
         while waiting and not ((state := self._states.get(waiting[-1])) and state.delays_update()):
             waiting.pop()
         return bool(waiting)
+
+    def is_step_refused(self, state: PerOptimizerState, *, repeats: bool = False) -> bool:
+        """Whether a second step in an iteration lacks new gradients, or an update: all have stepped by now.
+
+        ``repeats``: the step makes its gradients itself, by a closure.
+        """
+        if state.stage is not OptState.STEPPED:
+            return False
+        over = self._shared.scales.default.options.dynamic and all(
+            other.stage is OptState.STEPPED for other in self
+        )
+        return over or not (repeats or state.is_awaited())
 
     def _partition(self) -> None:
         """Let parameters with the same owners and the same history form one group."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,11 +58,14 @@ class Replay:
                 param.grad = grad
 
 
+T = TypeVar("T")
 Explainer = Callable[[Replay], str]
 """Runs a skipped step again, under whatever it likes, and returns what it has found."""
 
 
-def explain(log: StepLog, step: LoggedStep, explainer: Explainer, params: Iterable[Tensor]) -> str | None:
+def explain(
+    log: StepLog, step: LoggedStep, explainer: Callable[[Replay], T], params: Iterable[Tensor]
+) -> T | None:
     """Return what ``explainer`` finds in a step that was just skipped, once it has run it again.
 
     Nothing here is changed by that. None if no call was remembered.

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,8 +31,6 @@ from amp_plugin.scaling.overflows import OverflowReport
 RUN = 50
 """Skipped steps in a row that are worth a warning."""
 
-# A critic may step a hundred times before a generator's step; torch.amp refuses the second step.
-_STEPS_WITHOUT_UPDATE = 200
 _MOST_LATE = 256  # on devices that do not say when a flag has arrived
 
 _NOTHING_TO_DO = "nothing was to be unscaled, clipped or checked"
@@ -106,6 +105,7 @@ class StepResult:
         self,
         *,
         norm: Tensor | None,
+        clipped: Callable[[], Tensor] | None = None,
         found_inf: Tensor,
         scale_before: Tensor | None,
         report: Callable[[], OverflowReport],
@@ -114,6 +114,7 @@ class StepResult:
         obstacle: str = _NOTHING_TO_DO,
     ) -> None:
         self.norm = norm
+        self._clipped = clipped
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
@@ -170,6 +171,11 @@ class StepResult:
         """The loss scale after the update that followed; ``scale_before`` until it is applied."""
         return float(self._scale_after[0].item()) if self._scale_after else self.scale_before
 
+    @property
+    def clipped_norm(self) -> Tensor | None:
+        """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
+        return self.norm if self._clipped is None else self._clipped()
+
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""
         report = self._report()
@@ -220,7 +226,6 @@ class _Record:
     def begin_anew(self) -> None:
         """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
-        self.since_update = 0
         self.in_a_row = 0
         self.owed = 0  # skips that have not held the schedulers back yet
         self.is_held = False
@@ -242,6 +247,19 @@ _Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], No
 # What the host learns later: the flag if it is known, the flag waited for, and what is done then.
 
 
+_followers: list[Callable[[StepLog], None]] = []
+
+
+@contextmanager
+def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
+    """Call ``follower`` with each log that is made while the block is open: of programs nobody edits."""
+    _followers.append(follower)
+    try:
+        yield
+    finally:
+        _followers.remove(follower)
+
+
 class StepLog:
     """The steps of a scaler's optimizers.
 
@@ -252,14 +270,19 @@ class StepLog:
         skipped_before: As given.
         exact: Whether each step waits for the device, so that every skip is known at once.
         replaying: Whether a step is being run again at the moment.
+        hear_loss: Called with each loss that a backward pass begins from, before it is scaled; None: nobody.
+        keeps_window: Whether the calls of a window are kept while no step is skipped too.
         has_steps: Whether a step was taken or skipped.
-        calls: The forward and backward passes of the present window; empty unless steps are being skipped.
+        calls: The forward and backward passes of the present window; empty unless steps are being skipped,
+            or ``keeps_window``.
     """
 
     def __init__(self, skipped_before: int = 0) -> None:
         self.skipped_before = skipped_before
         self.exact = False
         self.replaying = False
+        self.hear_loss: Callable[[Any], None] | None = None
+        self.keeps_window = False
         self.has_steps = False
         self._records: dict[int, _Record] = {}
         self._late: deque[_Late] = deque()
@@ -268,14 +291,17 @@ class StepLog:
         self.calls: list[RecordedCall] = []
         self._window_is_over = True
         self._keeps_calls = False
+        self._has_taken = False  # a step since the last run
+        self._last_skip: LoggedStep | None = None  # of a run that has taken none
+        for follower in _followers:
+            follower(self)
 
-    def add(self, optimizer: Optimizer, result: StepResult, *, scaled_dynamically: bool) -> None:
+    def add(self, optimizer: Optimizer, result: StepResult) -> None:
         """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.
 
         Args:
             optimizer: Whose step it was.
             result: Its result.
-            scaled_dynamically: Whether an update is expected to follow.
 
         Raises:
             Exception: What a subscriber raises.
@@ -285,13 +311,6 @@ class StepLog:
         record.count(found, skipped=result.skipped_if_known())
         self.has_steps = True
         self._window_is_over = True
-        record.since_update += 1
-        if record.since_update == _STEPS_WITHOUT_UPDATE and scaled_dynamically:
-            warn_user(
-                f"{record.since_update} steps of {record.kind} without scaler.update(): the loss "
-                "scale stays where it is, and if it is too high every step is skipped. Call update() once "
-                "per iteration, or make the scaler with dynamic=False."
-            )
         if not capturing(found.device):
             learn = partial(self._learn, record, result)
             self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
@@ -307,10 +326,10 @@ class StepLog:
             on_its_way = HostFlag(flag)
             self._late.append((on_its_way.known, on_its_way.wait, then))
 
-    def note_update(self) -> None:
-        """Record that an update was requested."""
-        for record in self._records.values():
-            record.since_update = 0
+    def note_loss(self, loss: Any) -> None:
+        """Hand a loss that a backward pass begins from to who listens."""
+        if self.hear_loss is not None and not self.replaying:
+            self.hear_loss(loss)
 
     def begin_anew(self, skipped_before: int) -> None:
         """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
@@ -333,9 +352,16 @@ class StepLog:
         """Return how many results the host does not know yet."""
         return len(self._late)
 
-    def subscribe(self, subscriber: Subscriber) -> None:
-        """Call ``subscriber`` with each step, in order, once the host knows it."""
-        self._subscribers.append(subscriber)
+    def end_run(self, warn: Callable[[str], Any] = warn_user) -> None:
+        """End a run of any length: warn if it has skipped every step since the last one; a host sync."""
+        self.read(wait=True)
+        last, self._last_skip, self._has_taken = self._last_skip, None, False
+        if last is not None:
+            warn(f"the run has ended and no optimizer step was taken: {_skipped_text(last)}")
+
+    def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
+        """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
+        self._subscribers.insert(0 if first else len(self._subscribers), subscriber)
 
     def unsubscribe(self, subscriber: Subscriber) -> None:
         """Call ``subscriber`` no more."""
@@ -346,9 +372,11 @@ class StepLog:
         record.in_a_row = record.in_a_row + 1 if skipped else 0
         record.owed += skipped
         step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row)
+        self._has_taken |= not skipped
+        self._last_skip = None if self._has_taken else step
         if step.in_a_row == RUN and id(record) not in self._warned_of_run:
             self._warned_of_run.add(id(record))
-            warn_user(_all_skipped_text(step))
+            warn_user(_skipped_text(step))
         for subscriber in list(self._subscribers):
             subscriber(step)
 
@@ -384,12 +412,12 @@ class StepLog:
         return record
 
     def remember(self, call: Callable[[], Any]) -> None:
-        """Remember a call that is about to run forward and backward passes, while steps are being skipped."""
+        """Remember a call that is about to run forward and backward passes, where calls are kept."""
         if self.replaying:
             return
         if self._window_is_over:
             self.calls.clear()
-            self._window_is_over, self._keeps_calls = False, self.is_skipping()
+            self._window_is_over, self._keeps_calls = False, self.keeps_window or self.is_skipping()
         if self._keeps_calls:
             self.calls.append(RecordedCall(call, random_state()))
 
@@ -413,15 +441,13 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
     return look
 
 
-def _all_skipped_text(step: LoggedStep) -> str:
+def _skipped_text(step: LoggedStep) -> str:
     result, report = step.result, step.result.overflow_report()
     rest = (
-        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; else look "
-        "for nan in the loss or the data, or use bfloat16."
+        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; otherwise "
+        "look for nan in the loss or the data, or use bfloat16."
         if result.is_scaled
         else f"although nothing is scaled. {report.meaning()}"
     )
-    return (
-        f"{RUN} steps of {step.kind} in a row were skipped: its gradients are not finite "
-        f"({report.summary()}), {rest}"
-    )
+    steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
+    return f"{steps} in a row were skipped: its gradients are not finite ({report.summary()}), {rest}"

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.amp.grad_scaler import OptState
 from torch.optim import SGD, Optimizer
 
 from amp_plugin.messages import warn_user
@@ -56,19 +55,20 @@ class Steps:
             scales.require("step")
         state = self.registry.state(optimizer)
         state.obstacle = self.why_not_one_pass(state, optimizer, has_arguments=bool(args or kwargs))
-        call = partial(optimizer.step, *args, **kwargs)
+        call = partial(state.step_by, optimizer, *args, **kwargs)
+        if scales.enabled and self.registry.is_step_refused(state, repeats=closure is not None):
+            msg = (
+                "step() has already been called since the last update(). Call update() once per iteration, "
+                "or make the scaler with dynamic=False; if another optimizer has yet to step in this "
+                "iteration, register() both before the first."
+            )
+            raise RuntimeError(msg)
         if closure is None:
-            if scales.enabled and state.stage is OptState.STEPPED and not state.is_awaited():
-                msg = (
-                    "step() has already been called since the last update(). "
-                    "Run backward() or update() first."
-                )
-                raise RuntimeError(msg)
             value, result = self._once(state, optimizer, call, scaler)
         elif state.obstacle:
 
             def checked(run: Callable[[], Any]) -> Any:
-                return optimizer.step(run, *args, **kwargs)
+                return state.step_by(optimizer, run, *args, **kwargs)
 
             value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
         else:  # torch's own steps of these optimizers begin with the closure
@@ -77,8 +77,7 @@ class Steps:
                 scales.require("step")
             _, result = self._once(state, optimizer, call, scaler)
             value = None if scales.enabled and result.skipped_if_known() else value
-        dynamic = scales.enabled and scales.default.options.dynamic
-        self.log.add(state.optimizer, result, scaled_dynamically=dynamic)
+        self.log.add(state.optimizer, result)
         return value
 
     def why_not_one_pass(self, state: PerOptimizerState, optimizer: Optimizer, *, has_arguments: bool) -> str:
@@ -96,7 +95,7 @@ class Steps:
         """Record a step that was taken without a look at its gradients, and return its result."""
         state.obstacle = obstacle
         result = state.close(StepResult.unscaled(state.norm, obstacle=obstacle))
-        self.log.add(state.optimizer, result, scaled_dynamically=False)
+        self.log.add(state.optimizer, result)
         return result
 
     def _once(

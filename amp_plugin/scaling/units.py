@@ -24,7 +24,8 @@ from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
 
 _NO_STEP = (
-    "update(): a scaled loss ran backward(), but this scaler knows no optimizer. Call scaler.step(optimizer) "
+    "update(): no gradient was checked: a scaled loss ran backward(), but this scaler knows no optimizer. "
+    "Call scaler.step(optimizer) "
     "instead of optimizer.step(), which takes the scaled gradients as they are; if the first step is still "
     "to come, call scaler.register(optimizer) before."
 )
@@ -88,10 +89,9 @@ class Units:
 
     def request(self) -> None:
         """Ask for an update; applied at once if no gradient waits."""
-        self._scales.updates_requested += 1
-        self._log.note_update()
         if not self._log.has_steps and self._registry.last_backward is not None and not self._registry:
-            warn_user(_NO_STEP)
+            raise RuntimeError(_NO_STEP)
+        self._scales.updates_requested += 1
         self.requested = True
         self.settle(force=False)
 
@@ -100,7 +100,6 @@ class Units:
         value = _checked(new_scale)
         self.refuse_half(f"update({new_scale!r})")
         self._scales.updates_requested += 1
-        self._log.note_update()
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
         for loss_scale, _ in before:
             loss_scale.found_inf = None

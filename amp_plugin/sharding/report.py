@@ -5,7 +5,8 @@ What torch keeps of ``fully_shard`` and of FullyShardedDataParallel is read here
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -225,16 +226,31 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
 
 def _calls(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[ModuleDtypes]:
     """Run a model once, without gradients, and return what goes into and comes out of each module."""
+    with module_calls(model) as rows, torch.no_grad():
+        model(*inputs, **named)
+    return rows
+
+
+@contextmanager
+def module_calls(model: nn.Module) -> Iterator[list[ModuleDtypes]]:
+    """Collect what goes into and comes out of each module that is called, in the order they were entered.
+
+    The list is complete when the block has ended.
+    """
     rows: list[ModuleDtypes | None] = []
-    open_calls: list[tuple[int, Dtypes]] = []
+    open_calls: list[tuple[nn.Module, int, Dtypes]] = []
     names = {module: name for name, module in model.named_modules()}
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-        open_calls.append((len(rows), _dtypes((args, kwargs))))
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        open_calls.append((module, len(rows), _dtypes((args, kwargs))))
         rows.append(None)
 
     def leave(module: nn.Module, _: Any, output: Any) -> None:
-        place, taken = open_calls.pop()
+        if not any(entered is module for entered, _, _ in open_calls):
+            return  # it was entered before the block
+        entered, place, taken = open_calls.pop()
+        while entered is not module:  # an error has ended its calls
+            entered, place, taken = open_calls.pop()
         rows[place] = ModuleDtypes(
             module=names[module],
             kind=type(module).__name__,
@@ -245,13 +261,13 @@ def _calls(model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> 
 
     hooks = [module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(leave) for module in names]
+    collected: list[ModuleDtypes] = []
     try:
-        with torch.no_grad():
-            model(*inputs, **named)
+        yield collected
     finally:
         for hook in hooks:
             hook.remove()
-    return [row for row in rows if row is not None]
+        collected += [row for row in rows if row is not None]
 
 
 def _dtypes(values: Any) -> Dtypes:

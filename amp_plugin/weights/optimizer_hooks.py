@@ -46,7 +46,7 @@ from amp_plugin.weights.weight import (
 )
 
 _ATTRIBUTE: Final = "_amp_plugin_weights"
-_ENTRY_OF_0_2: Final = "amp_plugin_weights"
+ENTRY_OF_0_2: Final = "amp_plugin_weights"
 _LOAD_HOOKS: Final = "_optimizer_load_state_dict_pre_hooks"
 
 
@@ -283,7 +283,7 @@ def load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
     The model is loaded by now; a weight that is not the one that was saved is left as it is.
     """
-    entry = state_dict.get(_ENTRY_OF_0_2)
+    entry = state_dict.get(ENTRY_OF_0_2)
     if entry is None:
         return
     params = list(dict.fromkeys(_params(optimizer)))

@@ -90,6 +90,48 @@ class TestSeveralOptimizers:
         assert last_gradient(opt_a) == pytest.approx(0.5)
         assert last_gradient(opt_b) == 3.0
 
+    def test_an_optimizer_that_was_not_prepared(self):
+        def run(accelerator, prepares):
+            (model, other), (optimizer, _) = prepared(accelerator, 2)
+            late = accelerator.prepare_model(Weights())
+            unprepared = torch.optim.SGD(late.parameters(), lr=1.0)
+            unprepared = accelerator.prepare(unprepared) if prepares else unprepared
+            for _ in range(2):
+                optimizer.zero_grad()
+                unprepared.zero_grad()
+                accelerator.backward(model(3.0) + other(1.0) + late(5.0))
+                optimizer.step()
+                unprepared.step()
+            return late.weight[0].item()
+
+        assert run(stock(init_scale=8.0), prepares=False) == -80.0
+        with pytest.raises(
+            RuntimeError, match=r"SGD.step\(\): .* multiplied by the loss scale.*accelerator.prepare"
+        ):
+            run(ours(init_scale=8.0), prepares=False)
+        assert run(ours(init_scale=8.0), prepares=True) == -10.0
+
+    def test_the_prepared_one_is_not_the_one_that_steps(self):
+        accelerator = ours(init_scale=8.0)
+        model = Weights()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, _ = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(3.0))
+        with pytest.raises(RuntimeError, match=r"past the scaler.* in Accelerate"):
+            optimizer.step()
+
+    def test_unscaled_by_hand_an_optimizer_need_not_be_prepared(self):
+        accelerator = ours(init_scale=8.0)
+        model = accelerator.prepare(Weights())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        accelerator.backward(model(3.0))
+        model.weight.grad.div_(8.0)
+        optimizer.step()
+        assert model.weight[0].item() == -3.0
+        accelerator.backward(model(3.0))
+        accelerator.end_training()
+        optimizer.step()  # nobody looks any more
+
 
 class TestClipping:
     def test_by_norm_within_accumulate_without_a_guard(self):
@@ -286,7 +328,7 @@ class TestSkips:
         optimizer = accelerator.prepare(torch.optim.SGD(other.parameters(), lr=1.0))
         accelerator.backward(other(OVERFLOW))
         optimizer.step()
-        assert accelerator.last_step(optimizer).overflow_report().inf == ("group 0[0]",)
+        assert accelerator.last_step(optimizer).overflow_report().inf == ("param_groups[0]['params'][0]",)
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
     def test_any_precision_tells_of_its_steps(self, precision):

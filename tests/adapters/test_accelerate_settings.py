@@ -5,7 +5,8 @@ import torch
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
-from amp_plugin.adapters.accelerate.settings import OPTIONS, resolve
+from amp_plugin.adapters.accelerate.settings import resolve
+from amp_plugin.adapters.option_sources import OPTIONS
 from tests.adapters.accelerate_pair import reset
 
 

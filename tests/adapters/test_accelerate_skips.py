@@ -74,3 +74,23 @@ def test_training_on_a_gpu(precision, dtype):
         losses.append(loss.item())
     assert set(seen) == {dtype}
     assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_run_that_took_no_step_ends_with_a_warning(precision, steps):
+    def run(factors):
+        accelerator = ours(precision=precision)
+        (model,), (optimizer,) = prepared(accelerator)
+        for factor in factors:
+            accelerator.backward(model(factor))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.end_training()
+
+    with pytest.warns(
+        UserWarning, match=rf"no optimizer step was taken: {steps} steps? of GradientKeeper in a row"
+    ):
+        run([torch.inf] * steps)
+    run([torch.inf] * steps + [1.0])
+    run([])

@@ -78,6 +78,17 @@ def test_a_scale_below_one_warns_once():
     assert sum("below 1" in str(warning.message) for warning in caught) == 1
 
 
+@pytest.mark.parametrize("callbacks", [[], [AmpMonitor()]])
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_fit_that_took_no_step_ends_with_a_warning(precision, callbacks):
+    plugin = AmpPrecision(precision)
+    with pytest.warns(
+        UserWarning, match=r"no optimizer step was taken: 2 steps of SGD in a row were skipped"
+    ):
+        fit(OneWeight(overflow_at=(0, 1)), plugin, steps=2, callbacks=callbacks)
+    fit(OneWeight(overflow_at=(1, 2)), plugin, steps=3, callbacks=callbacks)
+
+
 def test_skips_in_a_row_stop_the_run_and_name_the_parameters():
     module = OneWeight(overflow_at=(0, 1, 3, 4, 5, 6, 7))
     monitor = AmpMonitor(max_skips_in_a_row=3)

@@ -724,7 +724,7 @@ def test_schedulers_are_held_for_as_many_steps_as_the_log_says():
     never = sys.maxsize
     for skipped in (True, False, True):
         result = StepResult.unscaled() if not skipped else skipped_result()
-        log.add(optimizers[0], result, scaled_dynamically=False)
+        log.add(optimizers[0], result)
         held.after_step(optimizers[0], log)
         assert (config.frequency, other.frequency) == (never if skipped else 1, 1)
     held.take([], log)  # as at the end of a run
@@ -1016,8 +1016,23 @@ def test_a_plugin_follows_its_model_to_another_device():
 def test_plugins_of_the_other_kind_say_so():
     with pytest.raises(Exception, match=r"FabricAmpPrecision.*the Trainer takes AmpPrecision"):
         make_trainer(FabricAmpPrecision())
-    with pytest.raises(Exception, match=r"delete precision=\.\.\. and keep this plugin"):
+    text = r"delete precision=\.\.\. and keep this plugin.*trainer=Trainer\(plugins.*amp-plugin run"
+    with pytest.raises(Exception, match=text):
         make_trainer(AmpPrecision(), precision="16-mixed")
+
+
+@pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
+def test_a_plugin_of_the_other_package_says_where_the_right_one_is(package):
+    """A library may use one package (neuralforecast) and the program that calls it the other."""
+    pytest.importorskip("pytorch_lightning")
+    import lightning.pytorch
+    import pytorch_lightning
+
+    other = "pytorch_lightning" if package == "lightning" else "lightning"
+    trainer = pytorch_lightning.Trainer if package == "lightning" else lightning.pytorch.Trainer
+    text = rf"AmpPrecision\('bf16'\) of .*takes AmpPrecision from .*classes_for\('{other}'\)"
+    with pytest.raises(Exception, match=text):
+        trainer(plugins=[classes_for(package).AmpPrecision("bf16")], accelerator="cpu", logger=False)
 
 
 @pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
@@ -1065,5 +1080,11 @@ def test_the_package_is_that_of_the_program(monkeypatch):
     assert adapter.AmpPrecision is ours
     with pytest.raises(ValueError, match="package='keras' is unknown"):
         classes_for("keras")
+    assert classes_for("lightning.fabric") is classes_for("lightning")
+    monkeypatch.setitem(sys.modules, "pytorch_lightning", None)
+    monkeypatch.delitem(sys.modules, "amp_plugin.adapters.lightning.for_pytorch_lightning")
+    monkeypatch.delattr(adapter, "for_pytorch_lightning")
+    with pytest.raises(ImportError, match="for pytorch_lightning, which is not installed; run: pip install"):
+        classes_for("pytorch_lightning")
     with pytest.raises(AttributeError, match="has no attribute 'Amp'"):
         adapter.Amp  # noqa: B018

@@ -75,6 +75,9 @@ def is_disputed(model: Model, o: int) -> bool:
 def error_of_unscale(model: Model, o: int) -> str:
     """Whether ``unscale_`` is an error: called twice, or after ``step``, without new gradients."""
     window = model.windows[o]
+    due = error_of_missing_update(model, o)
+    if due != NO:
+        return due
     if window.fresh == YES or window.stages == {"ready"}:
         return NO
     sure = window.explicit or window.stages == {"stepped"}
@@ -82,14 +85,25 @@ def error_of_unscale(model: Model, o: int) -> str:
 
 
 def error_of_step(model: Model, o: int) -> str:
-    """Whether ``step`` is an error: called twice without new gradients or an update."""
+    """Whether ``step`` is an error: called twice without new gradients, or all have stepped without an update."""
     window = model.windows[o]
     if window.folded and window.edited:
         return MAYBE
+    due = error_of_missing_update(model, o)
+    if due != NO:
+        return due
     if window.fresh == YES or "stepped" not in window.stages:
         return NO
     sure = window.fresh == NO and window.stages == {"stepped"} and not window.grown
     return YES if sure else MAYBE
+
+
+def error_of_missing_update(model: Model, o: int) -> str:
+    """Whether an optimizer may not begin again: each one known has stepped since the last update."""
+    stages = [model.windows[other].stages for other in {*model.known, o}]
+    if not model.scales.is_dynamic or any("stepped" not in s for s in stages):
+        return NO
+    return YES if all(s == {"stepped"} for s in stages) else MAYBE
 
 
 def error_of_copy(model: Model) -> str:

@@ -92,6 +92,11 @@ class ScaleModel:
 
     # -- what happens ---------------------------------------------------------------------------
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether updates change the scales."""
+        return self._dynamic
+
     def record(self, name: str, found: set[bool], certain: bool) -> None:
         """A check counts for a scale: for sure, or perhaps."""
         place = self.names.index(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from amp_plugin import log_casts
-from amp_plugin.kernels import build
+from amp_plugin.kernels import build, build_cache
 from amp_plugin.kernels.build import NativeCore, build_core, core_name, native_core, require_native
 from tests.cuda_emulation.emulated_kernels import torch_headers
 from tests.warm_processes import WarmProcess, call
@@ -205,6 +206,20 @@ def test_the_compiler_is_the_one_that_cxx_names(
         build_core()
 
 
+@needs_compiler
+def test_a_compiler_that_writes_nothing_is_named(
+    sources: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "silent-g++"
+    script.write_text("#!/bin/sh\ncase $1 in *version*|-v) echo g++ 13.2.0;; esac\nexit 0\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    text = r"CXX='.*silent-g\+\+' ended without an error and wrote no core; set CXX to a C\+\+20 compiler, or unset it"
+    with pytest.raises(RuntimeError, match=text):
+        build_core()
+    assert not list(cache.glob("*.so"))
+
+
 def test_no_sources(sources: Path) -> None:
     (sources / "all_small.cpp").unlink()
     with pytest.raises(FileNotFoundError, match="sources are missing .*; install amp-plugin again"):
@@ -223,6 +238,36 @@ def test_a_core_others_can_write_to_is_not_loaded(sources: Path, cache: Path, sm
     place(small_core, cache).chmod(0o620)
     with pytest.warns(RuntimeWarning, match=r"others can write to .*\.so in the build cache \(mode 0620\)"):
         assert not native_core().loaded
+
+
+@needs_compiler
+def test_a_core_of_another_user_is_not_loaded(
+    sources: Path, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = place(small_core, cache)
+    if os.geteuid() == 0:
+        os.chown(file, 4321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 4321)
+    with pytest.warns(RuntimeWarning, match="belongs to user .*not to you .*; set AMP_PLUGIN_CACHE_DIR"):
+        assert not native_core().loaded
+
+
+@needs_compiler
+def test_a_whole_cache_on_a_read_only_file_system_is_used(
+    no_compiler: None, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = place(small_core, cache)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for owner, name in (
+        *((os, "utime"), (os, "chmod"), (os, "replace"), (os, "open")),
+        *((build_cache, "FileLock"), (build_cache.tempfile, "TemporaryDirectory")),
+    ):
+        monkeypatch.setattr(owner, name, refuse)
+    assert (native_core().library, native_core().seconds) == (file, 0.0)
 
 
 @needs_compiler

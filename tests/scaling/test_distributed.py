@@ -36,7 +36,7 @@ def test_one_rank_overflows(two, fused, has_gradients):
     there, here = (0, 1) if has_gradients else (1, 0)
     assert ranks[there][0]["elsewhere"]
     assert ranks[there][0]["found"] == []
-    assert ranks[here][0]["found"] == ["group 0[0]"]
+    assert ranks[here][0]["found"] == ["param_groups[0]['params'][0]"]
 
 
 @pytest.mark.parametrize("clip", [False, True])

@@ -117,5 +117,6 @@ def test_the_state_of_stored_weights_keeps_its_dtype():
         for name, value in state.items():
             state[name] = value.to(memory_format=torch.channels_last) if value.dim() == 4 else value
         scaler.step(optimizer)
+        scaler.update()
     assert optimizer.state[conv.weight]["exp_avg"].dtype is torch.float32
     assert optimizer.state[conv.weight]["exp_avg"].is_contiguous()

@@ -168,7 +168,7 @@ def test_what_a_clip_has_measured_is_not_read_again(weights, scale):
         return scaler.last_step(one.optimizer)
 
     assert not step(1.0).skipped
-    assert step(math.nan).overflow_report().nan == tuple(f"group 0[{i}]" for i in range(3))
+    assert step(math.nan).overflow_report().nan == tuple(f"param_groups[0]['params'][{i}]" for i in range(3))
     assert not step(1e30).skipped  # squares overflow float32, the norm does not
     assert one.value == pytest.approx(-2 * 12**-0.5)
 
@@ -258,7 +258,7 @@ def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
     train(math.inf, 49)
     train(1.0, 1)
     train(math.inf, 49)
-    text = r"50 steps of SGD in a row were skipped.*inf in 3 gradients: group 0"
+    text = r"50 steps of SGD in a row were skipped.*inf in 3 gradients: param_groups"
     with pytest.warns(UserWarning, match=text + (".*although nothing is scaled" if scale is None else "")):
         train(math.inf, 1)
     train(math.inf, 100)  # once is enough

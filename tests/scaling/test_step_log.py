@@ -33,7 +33,7 @@ def sgd():
 
 
 def add(log, optimizer, result):
-    log.add(optimizer, result, scaled_dynamically=False)
+    log.add(optimizer, result)
 
 
 def held(skips, delays, *, exact=False, of_one=False):

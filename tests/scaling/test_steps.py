@@ -78,7 +78,7 @@ def test_a_skip_is_told_and_counted(weights, poison, scale):
     assert (result.skipped, result.skipped_if_known(), result.found_inf.item()) == (True, True, 1.0)
     assert (result.scale_before, result.scale_after) == (scale or 1.0, scale or 1.0)
     report = result.overflow_report()
-    assert (report.nan if math.isnan(poison) else report.inf) == ("group 0[1]",)
+    assert (report.nan if math.isnan(poison) else report.inf) == ("param_groups[0]['params'][1]",)
     assert scaler.skipped_steps() == scaler.skipped_steps(one.optimizer) == 1
     assert one.value == 0.0
     scaler.update()

@@ -77,12 +77,14 @@ def different_cadences(scaler_for, weights):
 
 def critic_steps_twice(scaler_for, weights):
     """n_critic: the same optimizer steps again before update()."""
-    a = weights()
-    scaler = scaler_for(a.optimizer)
+    a, generator = weights(), weights()
+    scaler = scaler_for(a.optimizer, generator.optimizer)
     for _ in range(2):
         a.optimizer.zero_grad()
         scaler.scale(a.loss(3.0)).backward()
         scaler.step(a.optimizer)
+    scaler.scale(generator.loss(1.0)).backward()
+    scaler.step(generator.optimizer)
     scaler.update()
     return a.value
 

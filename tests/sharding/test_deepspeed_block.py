@@ -1,4 +1,4 @@
-"""A forward in the block that DeepSpeed's ``torch_autocast`` opens; DeepSpeed itself is not installed here."""
+"""A forward in the block that DeepSpeed's ``torch_autocast`` opens; with DeepSpeed: tests/adapters/test_deepspeed.py."""
 
 import pytest
 import torch

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -16,14 +18,19 @@ from accelerate.utils import AutocastKwargs, DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from amp_plugin.adapters.accelerate import deepspeed, sharding
 from amp_plugin.adapters.accelerate import optimizer as optimizers
-from amp_plugin.adapters.accelerate import sharding
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from amp_plugin.adapters.accelerate.optimizer import AmpOptimizer, Parameters, Stepping, torch_optimizer
+from amp_plugin.adapters.accelerate.optimizer import (
+    AmpOptimizer,
+    Parameters,
+    Stepping,
+    Unprepared,
+    torch_optimizer,
+)
 from amp_plugin.adapters.accelerate.settings import (
     AmpKwargs,
     is_ours,
-    naming,
     precision_for_accelerate,
     ranks_without_gpu,
     refuse_misplaced,
@@ -31,6 +38,7 @@ from amp_plugin.adapters.accelerate.settings import (
     warn_of_missing_processes,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
+from amp_plugin.adapters.option_sources import naming
 from amp_plugin.adapters.scaler import HasScaler, StepNorms, endless_skips, register, scaler_for
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
@@ -39,6 +47,7 @@ from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.casting.threads import RegionState
 from amp_plugin.kernels.tracers import outside_graphs
+from amp_plugin.messages import warn_user
 from amp_plugin.options import refuse_misfits
 from amp_plugin.patterns import found_patterns, require_matches
 from amp_plugin.precision import TRAINING_DTYPES, warn_of_slow_fp16
@@ -47,6 +56,9 @@ from amp_plugin.scaling.step_log import LoggedStep
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded
 from amp_plugin.weights.store import restore_weights
+
+if TYPE_CHECKING:
+    from amp_plugin.run_page.report import RunReport
 
 T = TypeVar("T")
 _REDUCE_UNDER_DDP = "DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.BF16)"
@@ -103,8 +115,10 @@ class AmpAccelerator(HasScaler, Accelerator):
         given["cpu"] = given.get("cpu", False) or ranks_without_gpu(os.environ)
         self._stepping = Stepping()
         self._norms = StepNorms()
+        self._unprepared = Unprepared()
         self._found: set[str] = set()  # of the patterns of fp32_modules, in models prepared so far
-        self._engaged = False
+        self._engaged = self._under_deepspeed = False
+        self._page: RunReport | None = None
         super().__init__(**given)
         self._engaged = is_ours(
             self.distributed_type,
@@ -113,8 +127,11 @@ class AmpAccelerator(HasScaler, Accelerator):
             explicit=len(given["kwargs_handlers"]) != len(handlers),
             float8_recipe=self.ao_recipe_handler,
         )
+        self._under_deepspeed = self.distributed_type == DistributedType.DEEPSPEED
         if self._engaged:
             self._engage()
+        elif self._under_deepspeed:
+            deepspeed.translate(self._settings, self.deepspeed_plugin.deepspeed_config)
 
     def _engage(self) -> None:
         """Replace Accelerate's scaler by ours and let autocast blocks follow our rules."""
@@ -164,6 +181,10 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._scaler.step_log.exact = self._settings.exact_schedulers
         self._scaler.step_log.subscribe(self._look)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy without the page, which belongs to this run."""
+        return {**vars(self), "_page": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Look at the steps of the copied scaler, whose log is empty."""
         self.__dict__.update(state)
@@ -206,7 +227,12 @@ class AmpAccelerator(HasScaler, Accelerator):
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         """Prepare as Accelerator does, and tell the scaler the names of the parameters."""
         if not self._engaged:
-            return super().prepare(*args, **kwargs)
+            if self._under_deepspeed:
+                deepspeed.announce_skips(args, self.deepspeed_plugin.deepspeed_config)
+            prepared = super().prepare(*args, **kwargs)
+            if self._under_deepspeed:
+                self._join_engine()
+            return prepared
         models = [module for module in args if isinstance(module, nn.Module)]
         self._set_up(models)
         if self._settings.changes_forward and self.is_fsdp2:  # Accelerate leaves autocast out there
@@ -221,7 +247,41 @@ class AmpAccelerator(HasScaler, Accelerator):
                     self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
         self._register_names()
         self._weights.add(self._models, map(torch_optimizer, self._optimizers))
+        self._begin_page()
         return prepared
+
+    def _join_engine(self) -> None:
+        """Let our scaler step, or observe, DeepSpeed's engine; once it is made."""
+        engine = getattr(self.deepspeed_engine_wrapped, "engine", None)
+        if engine is None or self._scaler.optimizers or isinstance(self._scaler, deepspeed.EngineScaler):
+            return
+        settings = self._settings
+        if settings.op_rules is not None:
+            set_default_rules(settings.op_rules)
+        apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
+        config = self.deepspeed_plugin.deepspeed_config
+        self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
+        self._stepping.shown = self._scaler if self._scaler.is_enabled() else None
+        register(self._scaler, engine.optimizer, [engine.module])
+
+    def _begin_page(self) -> None:
+        """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
+        if self._settings.report is None or self._page is not None or not self._models:
+            return
+        from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
+
+        models = [self.unwrap_model(model) for model in self._models]
+        model = models[0] if len(models) == 1 else nn.ModuleList(models)
+        self._page = RunReport(self, model, self._settings.report, options=self._settings)
+        self._page.__enter__()
+        atexit.register(self._end_page)
+
+    def _end_page(self) -> None:
+        page, self._page = self._page, None
+        if page is not None:
+            atexit.unregister(self._end_page)
+            error: BaseException | None = getattr(sys, "last_value", None)
+            page.__exit__(None if error is None else type(error), error, None)
 
     def _set_up(self, models: Sequence[nn.Module], *, trained: bool = True) -> None:
         """Store weights of models and put ``fp32_modules`` under fp32, before they are wrapped or moved.
@@ -335,6 +395,25 @@ class AmpAccelerator(HasScaler, Accelerator):
         with block:
             yield
 
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Scale the loss and run backward, as Accelerator does.
+
+        Optimizers of the models that were not prepared are refused its gradients: they carry the loss scale.
+        """
+        if self._scaler.is_enabled() or self._under_deepspeed:
+            self._watched_backward(loss, **kwargs)
+        else:
+            if self._engaged:
+                self._scaler.step_log.note_loss(loss.detach() / self.gradient_accumulation_steps)
+            super().backward(loss, **kwargs)
+
+    @outside_graphs
+    def _watched_backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with self._unprepared.watching([] if self._under_deepspeed else self._models, self._scaler):
+            super().backward(loss, **kwargs)
+        if isinstance(self._scaler, deepspeed.EngineScaler):
+            self._scaler.observe()
+
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Run one micro-batch; the last one of a window ends the iteration: the loss scale may change."""
@@ -432,7 +511,7 @@ class AmpAccelerator(HasScaler, Accelerator):
     # -- what became of steps --------------------------------------------------------------------
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
-        if not self._engaged:
+        if not self._knows_steps:
             msg = (
                 f"last_step(): steps are left to Accelerate's own code here ({self.distributed_type}, "
                 f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
@@ -440,12 +519,17 @@ class AmpAccelerator(HasScaler, Accelerator):
             raise RuntimeError(msg)
         return torch_optimizer(optimizer)
 
+    @property
+    def _knows_steps(self) -> bool:
+        """Whether steps are ours, or those of an engine that we know."""
+        return self._engaged or self._under_deepspeed
+
     def amp_metrics(self) -> dict[str, float | int]:
         """Return ``loss_scale`` and ``skipped_steps`` for ``accelerator.log``: a host sync.
 
-        1.0 and 0 where nothing is scaled; empty where another engine steps (DeepSpeed, ...).
+        1.0 and 0 where nothing is scaled; empty where another engine steps (Megatron-LM, ...).
         """
-        if not self._engaged:
+        if not self._knows_steps:
             return {}
         return {"loss_scale": self._scaler.get_scale(), "skipped_steps": self._scaler.skipped_steps()}
 
@@ -465,7 +549,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         With several optimizers that have stepped there is a ``grad_norm/0``, ``grad_norm/1``, ... each, in
         the order they were prepared in. Before clipping, unscaled.
         """
-        if not self._engaged:
+        if not self._knows_steps:
             return {}
         norms = self._norms.among(map(self.result_of, self._optimizers))
         if norms is None:
@@ -498,8 +582,15 @@ class AmpAccelerator(HasScaler, Accelerator):
             optimizers.warn_of_lost_states(self.state.fsdp_plugin, self._optimizers, Path(folder))
 
     def end_training(self) -> None:
-        """End the run: models are float32, torch.autocast blocks in the process torch's again."""
+        """End the run: models are float32, torch.autocast blocks in the process torch's again.
+
+        Warns if all of its steps were skipped.
+        """
         super().end_training()
-        if self._engaged:
-            self._weights.restore()
+        self._end_page()
+        if self._knows_steps:
+            self._unprepared.release()
+            self._scaler.step_log.end_run(self.on_main_process(warn_user))
+            if self._engaged:
+                self._weights.restore()
             set_default_rules(None)

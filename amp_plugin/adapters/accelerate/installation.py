@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from amp_plugin.adapters.accelerate.accelerator import AmpAccelerator
 from amp_plugin.adapters.accelerate.settings import AmpKwargs
+from amp_plugin.adapters.stand_in import standing_in
 from amp_plugin.casting.dispatcher import set_default_rules
+from amp_plugin.messages import warn_user
 
 _IN_CHILDREN = "amp_plugin.adapters.accelerate"
-_originals: list[Callable[..., None]] = []
-_classes: dict[type, type] = {AmpAccelerator: AmpAccelerator, Accelerator: AmpAccelerator}
+_installed = ExitStack()
 
 
-def install(options: AmpKwargs | None = None) -> None:
+def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator], object] = id) -> None:
     """Turn each ``accelerate.Accelerator`` made from now on into an AmpAccelerator.
 
     For code that makes its own, such as ``transformers.Trainer``; subclasses of Accelerator keep
-    their methods. Accelerators that exist stay as they are. Child processes of ``multiprocessing`` have it
-    too, however they are started. May be repeated; the last options hold.
+    their methods. Accelerators that exist stay as they are, with a warning. Child processes of
+    ``multiprocessing`` have it too, however they are started. May be repeated; the last options hold.
 
     Args:
         options: used where the Accelerator's own ``kwargs_handlers`` have no AmpKwargs.
+        made: called with each Accelerator that was turned.
 
     Example:
         >>> import accelerate
@@ -37,30 +42,37 @@ def install(options: AmpKwargs | None = None) -> None:
         (True, 1024.0)
         >>> uninstall()
     """
-    if _originals:
-        uninstall()
-    original = Accelerator.__init__
-    _originals.append(original)
+    uninstall()
+    _warn_of_earlier_ones()
 
-    @functools.wraps(original)
-    def init(self: Accelerator, *args: Any, **kwargs: Any) -> None:
+    def arguments(_args: Sequence[Any], given: dict[str, Any]) -> dict[str, Any]:
         _set_weights_up_before_transformers_loads()
-        if isinstance(self, AmpAccelerator):
-            original(self, *args, **kwargs)
-            return
-        self.__class__ = _class_for(type(self))
-        AmpAccelerator.__init__(self, *args, **_with_options(kwargs, options))
+        return _with_options(given, options)
 
-    Accelerator.__init__ = init
-    multiprocessing.current_process()._config[_IN_CHILDREN] = _InstalledInChildren(options)  # type: ignore[attr-defined]
+    _installed.enter_context(standing_in(AmpAccelerator, Accelerator, arguments=arguments, made=made))
+    configured: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    configured[_IN_CHILDREN] = _InstalledInChildren(options)
+    _installed.callback(set_default_rules, None)
+    _installed.callback(configured.pop, _IN_CHILDREN, None)
 
 
 def uninstall() -> None:
     """Let ``accelerate.Accelerator`` make Accelerate's own again; those that exist keep running."""
-    if _originals:
-        Accelerator.__init__ = _originals.pop()
-        multiprocessing.current_process()._config.pop(_IN_CHILDREN, None)  # type: ignore[attr-defined]
-        set_default_rules(None)
+    _installed.close()
+
+
+def _warn_of_earlier_ones() -> None:
+    """Warn where the process has an Accelerator that is not ours: it trains without amp_plugin."""
+    if not AcceleratorState._shared_state:  # none was made
+        return
+    kinds = {type(instance) for instance in gc.get_objects()}
+    stock = [kind for kind in kinds if issubclass(kind, Accelerator) and not issubclass(kind, AmpAccelerator)]
+    if stock:
+        warn_user(
+            f"install() has no effect on the {stock[0].__name__} that was made before it: that one computes "
+            "without amp_plugin; call install() before the program makes an Accelerator, or run the program "
+            "unedited: amp-plugin run train.py"
+        )
 
 
 class _InstalledInChildren:
@@ -81,29 +93,6 @@ class _InstalledInChildren:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self).here, (self.options,)
-
-
-def _class_for(kind: type[Accelerator]) -> type[AmpAccelerator]:
-    """Return the class that puts our methods between a subclass's and Accelerator's."""
-    if kind not in _classes:
-        names = {"__module__": kind.__module__, "__reduce__": _pickled_as(kind)}
-        _classes[kind] = type(kind.__name__, (kind, AmpAccelerator), names)
-    return _classes[kind]
-
-
-def _pickled_as(kind: type[Accelerator]) -> Callable[[AmpAccelerator], tuple[Any, ...]]:
-    """Return a ``__reduce__``: a class made here is found by no name, that of the program is."""
-
-    def __reduce__(self: AmpAccelerator) -> tuple[Any, ...]:  # noqa: N807 -- the class made here has it
-        state = self.__getstate__() if hasattr(self, "__getstate__") else vars(self)  # Python 3.10 has none
-        return _of_class_for, (kind,), state
-
-    return __reduce__
-
-
-def _of_class_for(kind: type[Accelerator]) -> AmpAccelerator:
-    cls = _class_for(kind)
-    return cls.__new__(cls)
 
 
 def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:

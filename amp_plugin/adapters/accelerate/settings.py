@@ -11,37 +11,23 @@ One order of precedence; the first source that names an option decides it::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import torch
-import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, GradScalerKwargs, KwargsHandler, PrecisionType
 from typing_extensions import Self
 
+from amp_plugin.adapters.option_sources import OPTIONS, decided, naming, outside_program, read_all
 from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.messages import warn_user
-from amp_plugin.options import (
-    PREFIX,
-    AccelerateOptions,
-    lists_options,
-    option_names,
-    option_types,
-    takes,
-    unknown_option,
-    unknown_variables,
-)
+from amp_plugin.options import AccelerateOptions, lists_options, takes
 from amp_plugin.precision import WEIGHTS_IN_16_BITS, checked_precision, known_precision
 
-CONFIG = "AMP_PLUGIN_CONFIG"
 PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
-OPTIONS = option_names(AccelerateOptions)
 _LEFT = {
-    DistributedType.DEEPSPEED: "DeepSpeed",
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
@@ -124,83 +110,9 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
     scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
     enabled = all(given.pop("enabled", True) for given in scaling)
     layers += [("GradScalerKwargs", given) for given in scaling]
-    layers += [*_from_environment(environment), *_from_file(environment)]
-    given, sources = {}, {}
-    for source, values in reversed(layers):
-        given.update(values)
-        sources.update(dict.fromkeys(values, source))
+    given, sources = decided([*layers, *outside_program(environment)])
     with naming(sources):
-        options = {name: _read(name, value) for name, value in given.items()}
-        return Settings(**options, sources=sources, enabled=enabled)
-
-
-@contextmanager
-def naming(sources: Mapping[str, str]) -> Iterator[None]:
-    """Let an error about options be a ValueError that names what has set them."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        text = str(error)
-        named = [f"{name} comes from {source}" for name, source in sources.items() if name in text]
-        if not named:
-            raise
-        msg = f"{text} ({'; '.join(named)})"
-        raise ValueError(msg) from error
-
-
-def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for variable, hint in unknown_variables(environment).items():
-        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
-        msg = f"the environment sets {variable}, which is no option{hint or allowed}"
-        raise ValueError(msg)
-    return [
-        (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
-    ]
-
-
-def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    if not environment.get(CONFIG):
-        return []
-    path = Path(environment[CONFIG])
-    if not path.is_file():
-        msg = f"{CONFIG}={path} is no file; give the path of a YAML file with AmpKwargs' options, or unset it"
-        raise FileNotFoundError(msg)
-    source = f"{CONFIG}={path}"
-    given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(given, dict):
-        msg = f"{source} holds no mapping; write lines such as 'init_scale: 1024'"
-        raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
-    for name in given:
-        if name not in OPTIONS:
-            raise ValueError(unknown_option(source, name, OPTIONS))
-    return [(source, {name: value for name, value in given.items() if value is not None})]
-
-
-_SWITCHES = {
-    **dict.fromkeys(("1", "true", "yes", "on"), True),
-    **dict.fromkeys(("0", "false", "no", "off"), False),
-}
-
-
-def _read(name: str, value: Any) -> Any:
-    """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
-    wanted = option_types(AccelerateOptions)[name]
-    kinds = {wanted, *get_args(wanted)}
-    if bool in kinds:
-        return _SWITCHES.get(str(value).lower(), value)
-    if name == "fp32_modules":
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
-    if not kinds & {int, float} or isinstance(value, bool):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return value
-    if int in kinds and not number.is_integer():
-        msg = f"{name}={value!r} is not allowed; give a whole number"
-        raise ValueError(msg)
-    return int(number) if int in kinds else number
+        return Settings(**read_all(given), sources=sources, enabled=enabled)
 
 
 def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
@@ -243,6 +155,8 @@ def is_ours(
     Raises:
         ValueError: it is another's, and the program asked for options by AmpKwargs (``explicit``).
     """
+    if distributed == DistributedType.DEEPSPEED:  # whose engine is told, and observed
+        return False
     other = _LEFT.get(distributed, "fp8 training" if precision == "fp8" and float8_recipe is None else None)
     if other is None:
         return True

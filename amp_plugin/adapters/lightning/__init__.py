@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from amp_plugin.adapters.lightning.for_lightning import AmpPrecision as AmpPrecision
     from amp_plugin.adapters.lightning.for_lightning import FabricAmpPrecision as FabricAmpPrecision
 
+_PARTS = {
+    **dict.fromkeys(("lightning.pytorch", "lightning.fabric"), "lightning"),
+    "lightning_fabric": "pytorch_lightning",
+}
 _MODULES = {"lightning": "for_lightning", "pytorch_lightning": "for_pytorch_lightning"}
 
 __all__ = ["AmpMonitor", "AmpPrecision", "FabricAmpPrecision", "classes_for"]
@@ -27,20 +31,31 @@ def classes_for(package: str) -> ModuleType:
     """Return the module with AmpPrecision, FabricAmpPrecision and AmpMonitor for a package.
 
     Args:
-        package: ``"lightning"`` or ``"pytorch_lightning"``.
+        package: ``"lightning"`` or ``"pytorch_lightning"``, or the part that a program imports, such as
+            ``"lightning.fabric"``.
 
     Raises:
         ValueError: another name.
-        ImportError: the package is not installed, or is a release that must not be imported.
+        ImportError: the package is not installed.
 
     Example:
         >>> classes_for("lightning").AmpPrecision("bf16")
         AmpPrecision('bf16')
     """
-    if package not in _MODULES:
+    name = _PARTS.get(package, package)
+    if name not in _MODULES:
         msg = f"package={package!r} is unknown; allowed are {', '.join(map(repr, _MODULES))}"
         raise ValueError(msg)
-    return importlib.import_module(f"{__name__}.{_MODULES[package]}")
+    try:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        msg = (
+            f"classes_for({package!r}): the classes are for {name}, which is not installed; run: pip install "
+            f"'{name.replace('_', '-')}>=2.6.4', or take classes_for of the package that the program imports"
+        )
+        raise ModuleNotFoundError(msg, name=name) from error
 
 
 def _imported_package() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typing_extensions import Doc
@@ -17,6 +18,7 @@ from amp_plugin.weights.store import weight_bytes
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from amp_plugin.run_page.report import RunReport
     from amp_plugin.scaling.step_log import LoggedStep, StepResult
     from amp_plugin.weights.store import WeightBytes
 
@@ -34,12 +36,17 @@ class MonitorOptions:
         ),
     ] = None
 
+    report: Annotated[
+        str | Path | None,
+        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
+    ] = None
+
     def __post_init__(self) -> None:
         for name, wanted in option_types(MonitorOptions).items():
-            value = getattr(self, name)
-            check_type(name, value, wanted)
-            if value is not None:
-                whole(name, value)
+            check_type(name, getattr(self, name), wanted)
+        for name in ("max_skips_in_a_row", "every_n_steps"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name))
 
 
 @lists_options(MonitorOptions)
@@ -77,6 +84,8 @@ class Monitor:
     def __init__(self, **given: Any) -> None:
         options = MonitorOptions(**given)
         self.max_skips_in_a_row, self.every_n_steps = options.max_skips_in_a_row, options.every_n_steps
+        self.report = options.report
+        self._page: RunReport | None = None
         self._read: list[LoggedStep] = []
         self._skipped_steps = 0
         self._norms = StepNorms()
@@ -102,6 +111,7 @@ class Monitor:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop watching."""
+        self._end_page(None)
         plugin = trainer.precision_plugin
         if isinstance(plugin, TrainerPrecision):
             plugin.measures_norms = False
@@ -109,6 +119,7 @@ class Monitor:
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop watching: after an exception the Trainer does not call ``teardown``."""
+        self._end_page(exception)
         self.teardown(trainer, pl_module, "")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -117,14 +128,26 @@ class Monitor:
         self._read.clear()
         self._new_norms(trainer)
         self.weight_bytes = None
+        if self.report is not None:
+            from amp_plugin.run_page.report import RunReport  # noqa: PLC0415 - loads the diagnosis
+
+            plugin = trainer.precision_plugin
+            self._page = RunReport(plugin, pl_module, self.report, options=plugin.settings).__enter__()
+            self.package.utilities.rank_zero_info(f"the run is drawn in {self._page.path}")
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Read what the last optimizer steps have left."""
         trainer.precision_plugin.step_log.read(wait=True)
         self._look(trainer, pl_module)
+        self._end_page(None)
+
+    def _end_page(self, error: BaseException | None) -> None:
+        page, self._page = self._page, None
+        if page is not None:
+            page.__exit__(type(error) if error else None, error, None)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """While steps are being skipped, note how to run this one again."""
+        """While steps are being skipped, or for a page, note how to run this one again."""
         again = partial(trainer.precision_plugin.run_again, pl_module, batch, batch_idx)
         trainer.precision_plugin.step_log.remember(again)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, ClassVar, Final
 
@@ -13,32 +11,27 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
-from typing_extensions import Self
 
-from amp_plugin.adapters.float8 import checked_config, convert_linear_layers, refuse_device
+from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
+from amp_plugin.adapters.lightning.settings import PrecisionSettings
 from amp_plugin.adapters.scaler import HasScaler, scaler_for
-from amp_plugin.adapters.settings import AdapterSettings
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
 from amp_plugin.casting.rules import OpRules, environment_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
-from amp_plugin.options import LightningOptions, option_defaults, takes
+from amp_plugin.options import LightningOptions, takes
 from amp_plugin.precision import (
     STOCK_NAMES,
     TRAINING_DTYPES,
-    checked_training_precision,
     warn_of_slow_fp16,
-    weights_meant,
 )
 from amp_plugin.scaling.grad_scaler import GradScaler
-from amp_plugin.scaling.step_log import StepLog
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
 from amp_plugin.weights.ddp import refuse_sharded
 
-_DEVICES: Final = ("cpu", "cuda", "xpu", "mps")
 _DEEPSPEED: Final = (
     "DeepSpeed scales losses, clips and steps by itself and would never ask this plugin; "
     "delete the plugin and use precision='16-mixed' or 'bf16-mixed', or use strategy='fsdp'"
@@ -59,32 +52,10 @@ _SHARDED: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class PrecisionSettings(AdapterSettings, LightningOptions):
-    """The options of AmpPrecision and FabricAmpPrecision, checked, in our own names."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.device not in {None, *_DEVICES}:
-            hint = " (a device type, without an index)" if ":" in str(self.device) else ""
-            allowed = ", ".join(map(repr, _DEVICES))
-            msg = f"device={self.device!r} is unknown; allowed are {allowed}{hint}, or None for the model's"
-            raise ValueError(msg)
-
-    @classmethod
-    def from_arguments(cls, owner: str, given: Mapping[str, Any]) -> Self:
-        """Check the arguments that were given to a plugin, ``owner``."""
-        stated = {**option_defaults(LightningOptions), **given, "scaler": None}
-        name, config = stated["precision"], stated["float8_config"]
-        stated["precision"] = precision = checked_training_precision(name)
-        stated["weights"] = weights_meant(name, stated["weights"])
-        stated["float8_config"] = checked_config(f"{owner}('fp8')", config) if precision == "fp8" else None
-        return cls(**stated)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether training needs a loss scale: fp16 only."""
-        return self.precision == "fp16"
+def own_precision(strategy: object) -> str:
+    """Return why a strategy or engine takes no plugin of ours, and what to do; empty if it takes one."""
+    names = [kind.__name__ for kind in type(strategy).__mro__ if kind.__name__ in _OWN_PRECISION]
+    return _OWN_PRECISION[names[0]] if names else ""
 
 
 class PrecisionCore(HasScaler):
@@ -99,7 +70,11 @@ class PrecisionCore(HasScaler):
 
     package: ClassVar[Any]
     """The framework: the module ``lightning.pytorch``, ``lightning.fabric``, or their like."""
-    advice: ClassVar[str] = "which sets the precision itself: delete precision=... and keep this plugin"
+    advice: ClassVar[str] = (
+        "which sets the precision itself: delete precision=... and keep this plugin. Where a library passes "
+        "precision=, hand it a Trainer of your own, fit(..., trainer=Trainer(plugins=[...])), or give no "
+        "plugin and run the program by amp-plugin run"
+    )
     """What to do where a framework complains of the plugin."""
     shares_casts: ClassVar[bool] = True
     """Whether all uses of a weight in a region share one cast; their gradients then add up in 16 bits."""
@@ -127,8 +102,12 @@ class PrecisionCore(HasScaler):
         return f"{type(self).__name__}({self.settings.precision!r}{weights})"
 
     def __format__(self, spec: str) -> str:
-        """Say what to do too: Lightning's errors, such as that of two precisions, hold ``f"{plugin}"``."""
-        return format(f"{self!r} ({self.advice})", spec)
+        """Say what to do too: Lightning's errors of two precisions or packages hold ``f"{plugin}"``."""
+        ours = self.package.__name__
+        other = "pytorch_lightning" if ours.startswith("lightning.") else "lightning"
+        classes = f"amp_plugin.adapters.lightning.classes_for({other!r})"
+        text = f"a program that uses {other} takes {type(self).__name__} from {classes}"
+        return format(f"{self!r} of {ours} ({self.advice}; {text})", spec)
 
     @property
     def scaler(self) -> Any:
@@ -199,11 +178,11 @@ class PrecisionCore(HasScaler):
 
     def _refuse_strategy(self, strategy: object, weights: str = "fp32") -> None:
         """Raise TypeError if a strategy or engine does mixed precision itself, or shards stored weights."""
+        advice = own_precision(strategy)
+        if advice:
+            msg = f"{type(self).__name__} does not work under {type(strategy).__name__}: {advice}"
+            raise TypeError(msg)
         for kind in type(strategy).__mro__:
-            if kind.__name__ in _OWN_PRECISION:
-                plugin, shown = type(self).__name__, type(strategy).__name__
-                msg = f"{plugin} does not work under {shown}: {_OWN_PRECISION[kind.__name__]}"
-                raise TypeError(msg)
             if kind.__name__ in _SHARDED:
                 refuse_sharded(weights, _SHARDED[kind.__name__])
 
@@ -307,11 +286,6 @@ class PrecisionCore(HasScaler):
             return False
         scheduler.step(*args)
         return True
-
-    @property
-    def step_log(self) -> StepLog:
-        """The log of the scaler's steps."""
-        return self._scaler.step_log
 
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count a step; only once it is over, since a closure may raise."""

@@ -12,6 +12,7 @@ all numbers are theirs. One optimizer step::
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -128,7 +129,9 @@ class TrainerPrecision(PrecisionCore):
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
-        """End the run."""
+        """End the run; warn if all of its steps were skipped."""
+        if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
+            self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
         self._strays.release()
         self._averages.release()
         self._schedulers.take([], self.step_log)

@@ -10,7 +10,7 @@ import torch
 
 from tests.fuzz.events.edits import zero_grad
 from tests.fuzz.oracle import GaveUpError
-from tests.fuzz.predictions import is_disputed, may_meet
+from tests.fuzz.predictions import error_of_missing_update, is_disputed, may_meet
 from tests.fuzz.run import Run
 from tests.fuzz.scale_model import Disagreement
 from tests.fuzz.scene import named, terms, value_of
@@ -82,7 +82,8 @@ def closure(
         name=name,
     )
     oracle.meet(o)
-    run.scene.run(made.lines(o, own))
+    if run.scene.run(made.lines(o, own), error_of_missing_update(oracle, o), "already been called"):
+        return
     gave_up = _mirror(run, o, made)
     oracle.close(o, gave_up)
     run.count_skip(o, gave_up)

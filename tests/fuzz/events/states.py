@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.fuzz.predictions import error_of_copy, may_meet, may_update
 from tests.fuzz.run import NOT_SCALED_YET, Run
 from tests.fuzz.scene import params
-from tests.fuzz.seen_overflows import YES
+from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.setups import PARAMS
 
 
@@ -14,8 +14,9 @@ def update(run: Run) -> None:
     if not run.oracle.used:
         run.scene.run("scaler.update()", YES, NOT_SCALED_YET)
     elif may_update(run.oracle):
-        run.scene.run("scaler.update()")
-        run.oracle.update(None)
+        past = run.oracle.last_backward is not None and not run.oracle.known
+        if not run.scene.run("scaler.update()", YES if past else NO, "knows no optimizer"):
+            run.oracle.update(None)
 
 
 def set_scale(run: Run, value: float) -> None:

@@ -1,0 +1,210 @@
+"""DeepSpeed under Accelerate: options in its own keys, and its steps in our log.
+
+The engine casts, clips and steps. What can be ours there is decided by its config::
+
+    no ZeRO stage, neither fp16 nor bf16    our GradScaler stands where the engine has torch's, or none: it
+                                            scales (torch_autocast in float16), checks, skips and steps
+    anything else                           the engine scales and skips; EngineScaler observes
+
+DeepSpeed is never imported here: an engine is at hand once it is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from amp_plugin.adapters.accelerate.settings import Settings
+from amp_plugin.messages import warn_user
+from amp_plugin.options import LossScaleOptions, option_defaults, option_names
+from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.overflows import OverflowReport
+from amp_plugin.scaling.step_log import LoggedStep, StepResult
+
+# Options that cannot act, and what says the same to DeepSpeed.
+_INSTEAD: Final = {
+    "weights": "'fp16_master_weights_and_grads' of 'fp16' or 'bf16_master_weights_and_grads' of 'bf16'",
+    "reduce": "'communication_data_type'",
+    "fold_clip": "'gradient_clipping', which the engine does in its step",
+    "eval_precision": "'dtype' of 'torch_autocast', which holds in evaluation too",
+    "fp32_outputs": "'auto_cast' of 'fp16' for inputs; outputs keep their dtype",
+    "fp16_gradients": "'fp16_master_weights_and_grads' of 'fp16'",
+}
+_IN_AUTOCAST: Final = ("rules", "fp32_modules")
+_SCALED_IN_ZERO: Final = (
+    "DeepSpeed's 'torch_autocast' in float16 with a ZeRO stage clips gradients still multiplied by the loss "
+    "scale, and does not lower the scale after an overflow (seen in 0.19): set 'stage' of "
+    "'zero_optimization' to 0, or use 'fp16' or bfloat16"
+)
+# Option -> key of the section fp16, its value (None: there is none), and what it takes.
+_FP16_KEYS: Final[dict[str, tuple[str, Callable[[Any], Any], str]]] = {
+    "init_scale": ("initial_scale_power", lambda scale: _whole(math.log2(scale)), "powers of 2"),
+    "growth_interval": ("loss_scale_window", int, ""),
+    "min_scale": ("min_loss_scale", lambda scale: _whole(scale) or None, "whole numbers from 1 on"),
+    "hysteresis": ("hysteresis", int, ""),
+    "hysteresis_mode": (
+        "consecutive_hysteresis",
+        {"apex": True, "deepspeed": False}.get,
+        "'apex' and 'deepspeed'",
+    ),
+}
+_FIXED: Final = {"growth_factor": 2.0, "backoff_factor": 0.5, "max_scale": None, "on_min_scale": "raise"}
+
+
+def translate(settings: Settings, config: dict[str, Any]) -> None:
+    """Write options that a program, the environment or a file has set into DeepSpeed's config.
+
+    Raises:
+        ValueError: One cannot act under this config, or the config says something else; it names the key.
+    """
+    given = {name: getattr(settings, name) for name in settings.sources}
+    defaults = option_defaults(type(settings))
+    for name in [name for name in _INSTEAD if name in given and given[name] != defaults[name]]:
+        raise _refused(settings, name, f"set {_INSTEAD[name]} in its config")
+    for name in _IN_AUTOCAST:
+        if name in given and not _is_on(config, "torch_autocast"):
+            raise _refused(settings, name, "it acts in autocast only: set 'enabled' of 'torch_autocast'")
+    if _is_on(config, "fp16"):
+        _translate_scale(settings, given, config)
+    elif not is_ours(config) and _is_on(config, "torch_autocast"):
+        scaling = [name for name in option_names(LossScaleOptions) if name in given]
+        if scaling and config["torch_autocast"].get("dtype") == "float16":
+            remedy = "its loss scale has no key there: set 'stage' of 'zero_optimization' to 0, or use 'fp16'"
+            raise _refused(settings, scaling[0], remedy)
+    if "on_nonfinite" in given and not is_ours(config):
+        _translate_checks(settings, config)
+
+
+def _translate_checks(settings: Settings, config: dict[str, Any]) -> None:
+    looks = settings.on_nonfinite != "ignore"
+    if _is_on(config, "bf16"):
+        _set(settings, config, ("bf16", "check_grad_overflow"), looks, "on_nonfinite")
+    elif looks != _is_on(config, "fp16") and not _is_on(config, "torch_autocast"):
+        remedy = "fp16 always checks, fp32 never: see 'enabled' of 'bf16', and 'stage' of 'zero_optimization'"
+        raise _refused(settings, "on_nonfinite", remedy)
+
+
+def _translate_scale(settings: Settings, given: Mapping[str, Any], config: dict[str, Any]) -> None:
+    """Write the options of the loss scale into the section fp16."""
+    for name, only in _FIXED.items():
+        if name in given and given[name] != only:
+            raise _refused(settings, name, f"it has no key there, and is always {only!r}")
+    if not settings.dynamic:
+        _set(settings, config, ("fp16", "loss_scale"), settings.init_scale, "dynamic")
+    for name in given.keys() & _FP16_KEYS.keys():
+        key, convert, wanted = _FP16_KEYS[name]
+        value = convert(given[name])
+        if value is None:
+            raise _refused(settings, name, f"{key!r} of 'fp16' takes {wanted}")
+        _set(settings, config, ("fp16", key), value, name)
+
+
+def _set(settings: Settings, config: dict[str, Any], path: tuple[str, str], value: Any, name: str) -> None:
+    section, key = path
+    known = config[section].get(key, "auto")
+    if known not in {"auto", value}:
+        asked = f"{name}={getattr(settings, name)!r} (from {settings.sources[name]})"
+        msg = f"{asked} disagrees with DeepSpeed's {key!r}: {known!r} of {section!r}; set one of the two"
+        raise ValueError(msg)
+    config[section][key] = value
+
+
+def _refused(settings: Settings, name: str, remedy: str) -> ValueError:
+    value = getattr(settings, name)
+    return ValueError(
+        f"{name}={value!r} cannot act under DeepSpeed (from {settings.sources[name]}): {remedy}"
+    )
+
+
+def _whole(number: float) -> int | None:
+    return int(number) if float(number).is_integer() else None
+
+
+def _is_on(config: Mapping[str, Any], section: str) -> bool:
+    return config.get(section, {}).get("enabled") is True
+
+
+def is_ours(config: Mapping[str, Any]) -> bool:
+    """Whether the engine steps torch's optimizer, so that our scaler can stand in its place."""
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    return not (stage or _is_on(config, "fp16") or _is_on(config, "bf16"))
+
+
+def announce_skips(prepared: Iterable[Any], config: Mapping[str, Any]) -> None:
+    """Give optimizers that our scaler will step the attribute that tells engine and Accelerate of skips."""
+    for optimizer in prepared:
+        if is_ours(config) and isinstance(optimizer, Optimizer):
+            optimizer.overflow = False  # type: ignore[attr-defined]
+
+
+def scaler_for_engine(engine: Any, settings: Settings, config: Mapping[str, Any]) -> GradScaler:
+    """Return a scaler that stands in an engine's place, or one that observes what the engine does."""
+    if not is_ours(config):
+        return EngineScaler(engine, settings)
+    scales = settings.enabled and engine.torch_autocast_z0_gradscaler is not None
+    scaler = settings.new_scaler(engine.device.type, enabled=scales)
+    if not scales:  # which the engine calls before it clips: the norm is of unclipped gradients
+        scaler.unscale_ = scaler.measure  # type: ignore[method-assign, assignment]
+    engine.torch_autocast_z0_gradscaler = scaler
+    scaler.step_log.exact = True
+    scaler.step_log.subscribe(_show_overflow)
+    return scaler
+
+
+def _show_overflow(step: LoggedStep) -> None:
+    optimizer: Any = step.optimizer()
+    optimizer.overflow = step.result.skipped
+
+
+class EngineScaler(GradScaler):
+    """Answers for an engine that scales and steps by itself: its loss scale, its skips, its norms."""
+
+    def __init__(self, engine: Any, settings: Settings) -> None:
+        floor = settings.min_scale
+        super().__init__("cpu", enabled=False, on_nonfinite=settings.on_nonfinite, min_scale=floor)
+        self._engine, self._steps_seen, self._skips_seen = engine, engine.global_steps, engine.skipped_steps
+        self._result: StepResult | None = None
+        self._torchs: Any = getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+        if self._torchs is not None:
+            warn_user(_SCALED_IN_ZERO)
+        self._scale_now = self.get_scale()
+
+    def get_scale(self, name: str | None = None) -> float:
+        """Return the engine's loss scale; 1.0 where it scales nothing."""
+        del name
+        optimizer = self._engine.optimizer
+        if self._torchs is not None:
+            return float(self._torchs.get_scale())
+        return float(getattr(getattr(optimizer, "loss_scale_config", optimizer), "cur_scale", None) or 1.0)
+
+    def observe(self) -> None:
+        """Log the step that the engine has taken or skipped, if it has."""
+        engine, before = self._engine, self._scale_now
+        self._scale_now = self.get_scale()
+        if engine.global_steps == self._steps_seen:
+            return
+        skipped = engine.skipped_steps > self._skips_seen
+        self._steps_seen, self._skips_seen = engine.global_steps, engine.skipped_steps
+        norm, tensor = engine.get_global_grad_norm(), partial(torch.tensor, dtype=torch.float32)
+        if norm is not None and self._torchs is not None:
+            norm = norm / before  # ZeRO's is of scaled gradients there
+        self._result = StepResult(
+            norm=None if norm is None else tensor(float(norm)),
+            found_inf=tensor(float(skipped)),
+            scale_before=tensor(before) if before != 1.0 else None,
+            scale_after=[tensor(self._scale_now)],
+            report=partial(OverflowReport, unattributed=skipped),
+            known=skipped,
+            obstacle="DeepSpeed's engine steps",
+        )
+        self.step_log.add(engine.optimizer, self._result)
+
+    def result_of(self, optimizer: Optimizer) -> StepResult | None:
+        """Return the result of the engine's last step; None if it has not stepped yet."""
+        del optimizer
+        return self._result

@@ -1,0 +1,120 @@
+"""Where options come from that a program does not state: variables of the environment and a YAML file.
+
+The first source that names an option decides it: the program, ``AMP_PLUGIN_<OPTION>``, the file that
+``AMP_PLUGIN_CONFIG`` names, the default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, get_args
+
+import yaml
+
+from amp_plugin.options import (
+    PREFIX,
+    AccelerateOptions,
+    option_names,
+    option_types,
+    unknown_option,
+    unknown_variables,
+)
+
+CONFIG: Final = "AMP_PLUGIN_CONFIG"
+OPTIONS: Final = option_names(AccelerateOptions)
+
+
+def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return option -> value and option -> what set it, of layers of which the first decides."""
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, values in layers:
+        for name in values.keys() - given.keys():
+            given[name], sources[name] = values[name], source
+    return given, sources
+
+
+def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    """Return what the environment and the file that it names set, as layers: source, option -> text or value.
+
+    Raises:
+        ValueError: an unknown option; the text names its source.
+        FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
+    """
+    return [*_from_environment(environment), *_from_file(environment)]
+
+
+def read_all(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options, which may be text, as their types; what does not fit is left to its check."""
+    return {name: _read(name, value) for name, value in given.items()}
+
+
+@contextmanager
+def naming(sources: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about options be a ValueError that names what has set them."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        text = str(error)
+        named = [f"{name} comes from {source}" for name, source in sources.items() if name in text]
+        if not named:
+            raise
+        msg = f"{text} ({'; '.join(named)})"
+        raise ValueError(msg) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
+    for variable, hint in unknown_variables(environment).items():
+        allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
+        msg = f"the environment sets {variable}, which is no option{hint or allowed}"
+        raise ValueError(msg)
+    return [
+        (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
+    ]
+
+
+def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
+    if not environment.get(CONFIG):
+        return []
+    path = Path(environment[CONFIG])
+    if not path.is_file():
+        msg = f"{CONFIG}={path} is no file; give the path of a YAML file with AmpKwargs' options, or unset it"
+        raise FileNotFoundError(msg)
+    source = f"{CONFIG}={path}"
+    given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not isinstance(given, dict):
+        msg = f"{source} holds no mapping; write lines such as 'init_scale: 1024'"
+        raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
+    for name in given:
+        if name not in OPTIONS:
+            raise ValueError(unknown_option(source, name, OPTIONS))
+    return [(source, {name: value for name, value in given.items() if value is not None})]
+
+
+_SWITCHES = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def _read(name: str, value: Any) -> Any:
+    """Return a value, which may be text, as the option's type; what does not fit is left to its check."""
+    wanted = option_types(AccelerateOptions)[name]
+    kinds = {wanted, *get_args(wanted)}
+    if bool in kinds:
+        return _SWITCHES.get(str(value).lower(), value)
+    if name == "fp32_modules":
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+    if not kinds & {int, float} or isinstance(value, bool):
+        return value
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return value
+    if int in kinds and not number.is_integer():
+        msg = f"{name}={value!r} is not allowed; give a whole number"
+        raise ValueError(msg)
+    return int(number) if int in kinds else number

@@ -1,0 +1,199 @@
+"""The flight recorder: keeps the last window's batches, and runs a skipped step again under diagnose.
+
+::
+
+    a call went through recorded(), or AmpMonitor    it runs again: the same batch, random numbers and weights
+    a loop that records nothing                      the model's calls run again, with the gradients of their
+                                                     results; and the step that follows is watched as it runs
+
+The first of a row of skips is looked at where nothing is scaled, and the third under a loss scale, which
+overflows while it is found; the first at once if its gradients hold a nan, which a loss scale seldom makes.
+So is the first of a row of losses that are not finite, also if the step was taken: it ran with weights
+that are one update older then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from amp_plugin.casting.threads import RegionState, current_state
+from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
+from amp_plugin.numerics.finding import Finding
+from amp_plugin.numerics.values import unwatched
+from amp_plugin.scaling.replay import Replay, explain
+from amp_plugin.scaling.step_log import LoggedStep, StepLog
+
+_MOST_LOOKS: Final = 5  # at skipped steps of one run: each takes as long as many steps
+_IN_A_ROW: Final = 3  # skips that a loss scale may need while it is found
+
+Found = Callable[[Sequence[Finding], str], None]
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelCall:
+    """A call of the model in training that can be run again, back to its parameters.
+
+    Attributes:
+        model: What was called.
+        args, kwargs: With what.
+        regions: The autocast state it ran in.
+        gradients: Of its results, filled by the backward pass.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    regions: tuple[RegionState, ...]
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def follow(self, output: Any) -> None:
+        """Keep the gradients of the results once they are there."""
+        for place, result in _differentiable(output):
+            result.register_hook(partial(self.gradients.__setitem__, place))  # type: ignore[no-untyped-call]
+
+    def __call__(self) -> None:
+        """Run it again; its backward pass too, if the loss has sent finite gradients into it."""
+        with ExitStack() as stack:
+            for state in self.regions:
+                stack.enter_context(state.region())
+            output = self.model(*self.args, **self.kwargs)
+        results = [
+            (result, self.gradients[i]) for i, result in _differentiable(output) if i in self.gradients
+        ]
+        with unwatched():
+            are_finite = all(bool(torch.isfinite(given).all()) for _, given in results)
+        if results and are_finite:
+            torch.autograd.backward([result for result, _ in results], [given for _, given in results])
+
+
+class FlightRecorder:
+    """Keeps what the last window needs to be run again, and looks at the steps that are skipped.
+
+    Args:
+        log: The steps; it waits for the device after each, so that the batch at hand is that of the step.
+        model: What is trained.
+        found: Called with the findings of a skipped step, and how they were found.
+        watches: Whether the step after it may be watched: its weights are sound if the bad one was skipped.
+    """
+
+    def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
+        self._log, self._model, self._found, self._watches = log, model, found, watches
+        self._was_exact = log.exact
+        self._hooks: list[RemovableHandle] = []
+        self._running: ModelCall | None = None
+        self._watching: Diagnosis | None = None
+        self._looks = 0
+        self._was_wrong = self._is_explained = False
+
+    def open(self) -> None:
+        """Keep windows from now on."""
+        self._log.keeps_window = self._log.exact = True
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True),
+            self._model.register_forward_hook(self._leave),
+        ]
+
+    def close(self) -> None:
+        """Keep nothing any more."""
+        self._end_watch()
+        while self._hooks:
+            self._hooks.pop().remove()
+        self._log.keeps_window, self._log.exact = False, self._was_exact
+        self._log.calls.clear()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Remember a call of the model where the program records nothing itself."""
+        watched = module.training and torch.is_grad_enabled() and not is_compiling()
+        in_backward = torch._C._current_graph_task_id() != -1  # checkpoint's recomputation
+        if not watched or in_backward or self._log.replaying:
+            return
+        if all(isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
+            call = ModelCall(model=module, args=args, kwargs=kwargs, regions=current_state())
+            self._log.remember(call)
+            self._running = call
+
+    def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
+        call, self._running = self._running, None
+        if call is not None:
+            call.follow(output)
+
+    def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
+        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that.
+
+        Args:
+            step: What has just been.
+            is_wrong: Whether its loss was not finite, or its gradients though it was taken.
+        """
+        self._end_watch()
+        is_worth_it = (is_wrong and not self._was_wrong) or self._is_worth_it(step)
+        self._was_wrong = is_wrong
+        if not (is_wrong or step.result.skipped):
+            self._is_explained = False
+        if self._is_explained or self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
+            return
+        self._looks += 1
+        with _buffers_kept(self._model):
+            explained = explain(self._log, step, self._run_again, list(self._model.parameters()))
+        findings, how = explained or ((), "")
+        if findings or any(not isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
+            self._tell(findings, how)
+            return
+        if not self._watches:
+            self._is_explained = True  # the weights are lost from now on
+            self._found(
+                (), "The model's calls were run again and were finite: amp-plugin diagnose watches all."
+            )
+            return
+        self._watching = Diagnosis(self._model, keep_going=True)
+        self._watching.__enter__()
+
+    def _is_worth_it(self, step: LoggedStep) -> bool:
+        result = step.result
+        if not result.skipped:
+            return False
+        usual = _IN_A_ROW if result.is_scaled else 1
+        return step.in_a_row == usual or (step.in_a_row == 1 and bool(result.overflow_report().nan))
+
+    def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
+        diagnosis, failed = diagnosed(replay.run, self._model)
+        how = f"The step was run again{f'; then it raised {failed}' if failed else ''}."
+        return diagnosis.findings, how if diagnosis.findings else f"{how} {diagnosis.report()}"
+
+    def _end_watch(self) -> None:
+        watching, self._watching = self._watching, None
+        if watching is not None:
+            watching.__exit__(None, None, None)
+            findings = watching.findings
+            nothing = "Nothing like it was found: record the step with scaler.recorded(call, batch)."
+            self._tell(findings, "The step after it was watched." + (f" {nothing}" if not findings else ""))
+
+    def _tell(self, findings: Sequence[Finding], how: str) -> None:
+        self._is_explained = self._is_explained or bool(findings)
+        self._found(findings, how)
+
+
+def _differentiable(output: Any) -> list[tuple[int, Tensor]]:
+    leaves = enumerate(tree_leaves(output))
+    return [(i, leaf) for i, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back what forward passes write into buffers, such as the statistics of batch norm."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)

@@ -1,0 +1,204 @@
+"""A model out of a checkpoint of Lightning, Accelerate or a plain loop, as one safetensors file."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from amp_plugin.messages import did_you_mean
+from amp_plugin.precision import DTYPES
+from amp_plugin.weights.formats import FORMATS, HALVES
+from amp_plugin.weights.optimizer_hooks import ENTRY_OF_0_2
+
+_KEYS: Final = ("state_dict", "model", "model_state_dict")  # of Lightning, and of plain loops
+_COMPILED: Final = "_orig_mod."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        tensors: their number.
+        elements: numbers in them.
+        size: of the file in bytes.
+        restored: weights whose low halves came from the optimizer's state, as 0.2 saved them.
+        left_out: entries that are not tensors.
+    """
+
+    tensors: int
+    elements: int
+    size: int
+    restored: int
+    left_out: tuple[str, ...]
+
+
+def export(
+    source: Path, target: Path, *, dtype: str = "fp32", prefix: str = "", key: str = "", trust: bool = False
+) -> Exported:
+    """Write the weights of a checkpoint as safetensors, each under its name and once.
+
+    ::
+
+        read     a Lightning file, a folder of Accelerate or transformers, a file of torch.save
+        widen    16 bits and what 0.2 kept of them in the optimizer's state make the float32 number
+        name     drop the prefix and what torch.compile adds
+        write    floating-point tensors in the dtype; others, and float64 in fp32, as they are
+
+    Args:
+        source: a file, or a folder that Accelerate or transformers has written.
+        target: a new file, ``*.safetensors``.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"``.
+        prefix: takes only entries whose names begin with it, and drops it: ``"model."``.
+        key: where a file of ``torch.save`` holds the state dict.
+        trust: unpickle any object: whoever wrote the file can run code here.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint, or none in the folder.
+        ValueError: the file holds no state dict, or one that does not say which weight is which.
+    """
+    from safetensors.torch import save_file  # noqa: PLC0415 - for this command only
+
+    weights, optimizers = _read(source, key, trust=trust)
+    named = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    left_out = tuple(name for name in weights if name not in named)
+    restored = _restore(named, optimizers)
+    chosen = _named(named, prefix)
+    made = {name: _in_dtype(value, dtype) for name, value in chosen.items()}
+    save_file(made, target, metadata={"format": "pt"})
+    return Exported(
+        tensors=len(made),
+        elements=sum(value.numel() for value in made.values()),
+        size=target.stat().st_size,
+        restored=restored,
+        left_out=left_out,
+    )
+
+
+# -- reading -------------------------------------------------------------------------------------------
+
+
+def _read(source: Path, key: str, *, trust: bool) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    """Return a state dict, and the state dicts of the optimizers beside it."""
+    if source.is_dir():
+        return _read_folder(source, trust=trust)
+    if not source.is_file():
+        msg = f"checkpoint {str(source)!r} does not exist"
+        raise FileNotFoundError(msg)
+    if source.suffix == ".safetensors":
+        return _load(source, trust=trust), ()
+    saved = _load(source, trust=trust)
+    found = next((saved[name] for name in (key, *_KEYS) if _is_state_dict(saved.get(name))), None)
+    if key and not _is_state_dict(saved.get(key)):
+        msg = (
+            f"{source} holds no state dict under {key!r}; it holds {_listed(saved)}{did_you_mean(key, saved)}"
+        )
+        raise ValueError(msg)
+    if found is None and _is_state_dict(saved):
+        found = saved
+    if found is None:
+        msg = f"{source} holds no state dict under {', '.join(_KEYS)}; give --key, one of {_listed(saved)}"
+        raise ValueError(msg)
+    return found, saved.get("optimizer_states", ())
+
+
+def _read_folder(folder: Path, *, trust: bool) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
+    if (folder / ".metadata").is_file():
+        msg = (
+            f"{folder} is a sharded checkpoint: run python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {folder} whole.pt, and export whole.pt"
+        )
+        raise ValueError(msg)
+    models = sorted([*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    if not models:
+        msg = f"{folder} holds no model.safetensors and no pytorch_model.bin; give the file itself"
+        raise FileNotFoundError(msg)
+    shards = [file for file in models if "-of-" in file.name]
+    if len(models) > 1 and models != shards:
+        msg = f"{folder} holds several models: export {' or '.join(str(file) for file in models)}"
+        raise ValueError(msg)
+    weights: dict[str, Any] = {}
+    for file in models:
+        weights.update(_load(file, trust=trust))
+    return weights, [_load(file, trust=trust) for file in sorted(folder.glob("optimizer*.bin"))]
+
+
+def _load(file: Path, *, trust: bool) -> dict[str, Any]:
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file  # noqa: PLC0415 - for this command only
+
+        return load_file(file)
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=not trust)
+    except pickle.UnpicklingError as error:
+        why = str(error).strip().splitlines()
+        line = next((line.strip() for line in why if "GLOBAL" in line), why[0])
+        msg = f"{file} holds more than tensors and plain data ({line}); if you trust its author, give --trust"
+        raise ValueError(msg) from error
+    if not isinstance(saved, dict):
+        msg = f"{file} holds a {type(saved).__name__}, not a dict; save model.state_dict() and export that"
+        raise ValueError(msg)  # noqa: TRY004 - the file's content is wrong, not a type
+    return saved
+
+
+def _is_state_dict(value: object) -> bool:
+    return isinstance(value, Mapping) and any(isinstance(entry, Tensor) for entry in value.values())
+
+
+def _listed(saved: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, saved)) or "nothing"
+
+
+# -- what is written -----------------------------------------------------------------------------------
+
+
+def _restore(named: dict[str, Tensor], optimizers: Sequence[Mapping[str, Any]]) -> int:
+    """Make float32 of the weights of which 0.2 kept something in the optimizers' state; return how many.
+
+    It numbered the parameters of an optimizer. They are the 16-bit weights of the model in order, which their
+    shapes confirm.
+
+    Raises:
+        ValueError: they do not.
+    """
+    rests: list[Tensor] = []
+    for optimizer in optimizers:
+        kept = optimizer.get(ENTRY_OF_0_2, {}).get("rests", {})
+        rests += [kept[number] for number in sorted(kept)]
+    stored = [name for name, value in named.items() if value.dtype in HALVES]
+    if rests and [named[name].shape for name in stored] != [rest.shape for rest in rests]:
+        msg = (
+            f"the optimizers keep the low halves of {len(rests)} weights by number, and the {len(stored)} "
+            "weights in 16 bits do not match them: load the checkpoint in the program that wrote it and save "
+            "it again, this release saves float32"
+        )
+        raise ValueError(msg)
+    for name, rest in zip(stored, rests, strict=False):
+        form = "fp16" if rest.dtype is torch.float32 else "bf16"
+        named[name] = FORMATS[form].join([named[name]], [rest])[0]
+    return len(rests)
+
+
+def _named(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    chosen = {
+        name.removeprefix(prefix).replace(_COMPILED, ""): value
+        for name, value in named.items()
+        if name.startswith(prefix)
+    }
+    if not chosen:
+        msg = f"no weight's name begins with {prefix!r}; the names are {', '.join(list(named)[:3])}, ..."
+        raise ValueError(msg)
+    return chosen
+
+
+def _in_dtype(value: Tensor, dtype: str) -> Tensor:
+    """Return a tensor of its own memory: tied weights are written under each name."""
+    keeps = not value.is_floating_point() or (dtype == "fp32" and value.dtype is torch.float64)
+    wanted = value if keeps else value.to(DTYPES[dtype])
+    return wanted.detach().clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,144 @@
+"""DeepSpeed under AmpAccelerator: options in its keys, our scaler in its engine, its steps in our log."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from amp_plugin import OpRules
+from amp_plugin.adapters.accelerate import AmpKwargs
+from amp_plugin.adapters.accelerate.deepspeed import translate
+from amp_plugin.adapters.accelerate.settings import resolve
+
+FP16, BF16 = {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+ZERO = {"zero_optimization": {"stage": 2}}
+
+
+def translated(config, **options):
+    config = json.loads(json.dumps(config))
+    translate(resolve([AmpKwargs(**options)], {}), config)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        ({}, {}),
+        ({"init_scale": 256.0, "growth_interval": 7}, {"initial_scale_power": 8, "loss_scale_window": 7}),
+        ({"min_scale": 4.0, "hysteresis": 3}, {"min_loss_scale": 4, "hysteresis": 3}),
+        ({"hysteresis_mode": "apex"}, {"consecutive_hysteresis": True}),
+        ({"hysteresis_mode": "deepspeed"}, {"consecutive_hysteresis": False}),
+        ({"dynamic": False, "init_scale": 256.0}, {"loss_scale": 256.0, "initial_scale_power": 8}),
+        ({"growth_factor": 2.0, "backoff_factor": 0.5, "max_skips_in_a_row": 3}, {}),
+        ({"on_nonfinite": "raise"}, {}),
+    ],
+)
+def test_options_of_the_loss_scale_are_written_into_its_section(options, keys):
+    assert translated(FP16, **options)["fp16"] == {"enabled": True, **keys}
+    assert translated({"fp16": {"enabled": True, **dict.fromkeys(keys, "auto")}}, **options)["fp16"] == {
+        "enabled": True,
+        **keys,
+    }
+
+
+@pytest.mark.parametrize(("given", "checks"), [("skip", True), ("raise", True), ("ignore", False)])
+def test_bf16_is_told_whether_to_check(given, checks):
+    assert translated(BF16 | ZERO, on_nonfinite=given)["bf16"]["check_grad_overflow"] is checks
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "text"),
+    [
+        (FP16, {"init_scale": 100.0}, "init_scale=100.0 cannot act .*'initial_scale_power' of 'fp16' takes powers of 2"),
+        (FP16, {"min_scale": 0.5}, "'min_loss_scale' of 'fp16' takes whole numbers"),
+        (FP16, {"hysteresis_mode": "megatron"}, "'consecutive_hysteresis' of 'fp16' takes 'apex' and"),
+        (FP16, {"growth_factor": 4.0}, "growth_factor=4.0 cannot act .*no key there, and is always 2.0"),
+        (FP16, {"max_scale": 2.0**20}, "max_scale=1048576.0 .* no key"),
+        (FP16, {"rules": OpRules.default("cpu")}, "'torch_autocast'"),
+        (BF16, {"fp32_modules": ["LayerNorm"]}, "fp32_modules=.*'enabled' of 'torch_autocast'"),
+        (BF16, {"weights": "bf16"}, r"weights='bf16' cannot act under DeepSpeed \(from AmpKwargs\).*'bf16_master_"),
+        (FP16, {"reduce": "bf16"}, "'communication_data_type'"),
+        (FP16, {"fold_clip": True}, "'gradient_clipping'"),
+        (FP16, {"eval_precision": "fp32"}, "'dtype' of 'torch_autocast'"),
+        (FP16, {"on_nonfinite": "ignore"}, "on_nonfinite='ignore' cannot act .*fp16 always checks"),
+        (ZERO, {"on_nonfinite": "raise"}, "fp32 never"),
+        (AUTOCAST | ZERO, {"init_scale": 4.0}, "init_scale=4.0 .*'stage' of 'zero_optimization' to 0"),
+        ({"fp16": {"enabled": True, "hysteresis": 2}}, {"hysteresis": 4}, "disagrees with DeepSpeed's 'hysteresis': 2"),
+    ],
+)  # fmt: skip
+def test_what_cannot_act_is_an_error_that_names_the_key(config, options, text):
+    with pytest.raises(ValueError, match=text):
+        translated(config, **options)
+
+
+@pytest.mark.parametrize("config", [{}, AUTOCAST])
+def test_where_our_scaler_steps_all_of_its_options_act(config):
+    assert translated(config, init_scale=100.0, growth_factor=4.0, on_nonfinite="ignore") == config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What every config of the worker showed, in a process of its own."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    file = tmp_path_factory.mktemp("deepspeed") / "seen.json"
+    worker = [sys.executable, "-m", "tests.adapters.deepspeed_run", str(file)]
+    done = subprocess.run(worker, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(file.read_text())
+
+
+IN_ENGINE = ["autocast fp16", "autocast bf16", "fp32"]
+OBSERVED = ["fp16", "fp16 in ZeRO", "bf16 in ZeRO", "autocast fp16 in ZeRO"]
+
+
+@pytest.mark.slow
+class TestRuns:
+    @pytest.mark.parametrize("run", IN_ENGINE + OBSERVED)
+    def test_a_poisoned_batch_is_skipped_and_told(self, runs, run):
+        steps = runs[run]["steps"]
+        assert [step["skipped"] for step in steps] == [[i == 1, i == 1] for i in range(4)]
+        assert [step["metrics"]["skipped_steps"] for step in steps] == [0, 1, 1, 1]
+        assert steps[1]["moved"] == 0.0
+        assert [step["rate"] for step in steps] == [0.25, 0.25, 0.125, 0.0625]
+
+    @pytest.mark.parametrize("run", ["fp16", "fp16 in ZeRO", "bf16 in ZeRO", *IN_ENGINE])
+    def test_norms_are_those_of_unscaled_and_unclipped_gradients(self, runs, run):
+        assert runs[run]["steps"][0]["norm"] == pytest.approx(runs["fp32"]["steps"][0]["norm"], rel=0.01)
+
+    def test_scales_follow_our_options(self, runs):
+        assert [step["scales"] for step in runs["autocast fp16"]["steps"]] == [
+            [1024.0, 1024.0],
+            [1024.0, 512.0],
+            [512.0, 512.0],
+            [512.0, 1024.0],
+        ]
+        in_zero = [step["scales"] for step in runs["fp16 in ZeRO"]["steps"]]
+        assert in_zero == [[256.0, 256.0], [256.0, 128.0], [128.0, 128.0], [128.0, 256.0]]
+
+    def test_deepspeeds_own_scaler_in_zero_clips_scaled_gradients(self, runs):
+        right, seen = runs["autocast fp16"], runs["autocast fp16 in ZeRO"]
+        assert seen["steps"][0]["moved"] == pytest.approx(right["steps"][0]["moved"] / 65536, rel=0.05)
+        assert any("clips gradients still multiplied" in text for text in seen["told"])
+
+    def test_rules_and_fp32_modules_act_in_its_autocast(self, runs):
+        assert runs["autocast fp16"]["steps"][0]["output"] == "torch.float16"
+        for run in ("autocast fp16, rules", "autocast fp16, fp32 modules"):
+            assert runs[run]["steps"][0]["output"] == "torch.float32"
+
+    def test_nothing_is_checked_where_that_was_asked_for(self, runs):
+        for run in ("fp32, ignored", "bf16, ignored"):
+            assert str(runs[run]["steps"][1]["moved"]) == "nan"
+
+    @pytest.mark.parametrize(
+        ("run", "text"),
+        [
+            ("bf16, raised", "FloatingPointError: .*gradients are not finite"),
+            ("fp16, endless", r"RuntimeError: 2 optimizer steps in a row .*AmpKwargs\(max_skips_in_a_row"),
+            ("autocast fp16, endless", "RuntimeError: 2 optimizer steps in a row .*inf in 2 gradients: 0.bias, 0.weight"),
+        ],
+    )  # fmt: skip
+    def test_endless_skips_and_raised_ones(self, runs, run, text):
+        with pytest.raises(RuntimeError, match=text):
+            raise RuntimeError(runs[run]["error"])

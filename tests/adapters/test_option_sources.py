@@ -1,0 +1,87 @@
+"""Options that a program does not state, from the environment and its file, in Lightning as in Accelerate."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("lightning")
+
+from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
+from amp_plugin.adapters.accelerate import AmpAccelerator, install, uninstall
+from tests.adapters.accelerate_pair import reset
+
+
+@pytest.fixture(params=[AmpPrecision, FabricAmpPrecision], ids=["trainer", "fabric"])
+def plugin(request):
+    return request.param
+
+
+def test_the_environment_sets_what_the_program_leaves_open(plugin, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "1024")
+    monkeypatch.setenv("AMP_PLUGIN_FP32_MODULES", "LayerNorm, head.*")
+    assert plugin("fp16").scaler.get_scale() == 1024.0
+    assert plugin("fp16").settings.fp32_modules == ("LayerNorm", "head.*")
+    assert plugin("fp16", init_scale=8.0).scaler.get_scale() == 8.0
+
+
+def test_the_file_comes_after_the_environment(plugin, monkeypatch, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("init_scale: 32\nhysteresis: 2\n")
+    monkeypatch.setenv("AMP_PLUGIN_CONFIG", str(file))
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "64")
+    settings = plugin("fp16").settings
+    assert (settings.init_scale, settings.hysteresis) == (64.0, 2)
+
+
+def test_a_bad_value_names_its_source(plugin, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_DYNAMIC", "maybe")
+    with pytest.raises(ValueError, match=r"dynamic='maybe' .* \(dynamic comes from AMP_PLUGIN_DYNAMIC\)"):
+        plugin("fp16")
+    monkeypatch.delenv("AMP_PLUGIN_DYNAMIC")
+    monkeypatch.setenv("AMP_PLUGIN_INITSCALE", "8")
+    with pytest.raises(
+        ValueError, match="AMP_PLUGIN_INITSCALE, which is no option; did you mean AMP_PLUGIN_INIT_SCALE"
+    ):
+        plugin("fp16")
+
+
+def test_an_option_of_accelerate_alone_is_told(plugin, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_FOLD_CLIP", "1")
+    with pytest.warns(UserWarning, match="fold_clip from AMP_PLUGIN_FOLD_CLIP has no effect in Lightning"):
+        plugin("fp16")
+
+
+@pytest.mark.parametrize("scaler", [GradScaler("cpu"), torch.amp.GradScaler("cpu")], ids=["ours", "torchs"])
+def test_options_beside_a_scaler_are_refused(plugin, scaler, monkeypatch):
+    kind = "amp_plugin" if isinstance(scaler, GradScaler) else "torch.amp"
+    with pytest.raises(
+        TypeError, match=rf"give {kind}.GradScaler\(init_scale=8\) as scaler=, or leave scaler= out"
+    ):
+        plugin("fp16", scaler=scaler, init_scale=8)
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "8")
+    assert plugin("fp16", scaler=scaler).scaler.get_scale() == 65536.0
+
+
+def test_torchs_scaler_leaves_our_options_to_the_plugin(plugin):
+    scaler = plugin("fp16", scaler=torch.amp.GradScaler("cpu"), hysteresis=3).scaler
+    assert scaler.loss_scale.options.hysteresis == 3
+    with pytest.raises(TypeError, match="hysteresis=3"):
+        plugin("fp16", scaler=GradScaler("cpu"), hysteresis=3)
+
+
+def test_install_after_an_accelerator_was_made_warns():
+    from accelerate import Accelerator
+
+    reset()
+    try:
+        AmpAccelerator(cpu=True)
+        install()  # ours: nothing to tell
+        uninstall()
+        stock = Accelerator(cpu=True)
+        with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
+            install()
+        assert type(stock) is Accelerator
+    finally:
+        uninstall()
+        reset()

@@ -1,0 +1,477 @@
+"""`amp-plugin run`: programs that are not edited, on amp_plugin while they run and on their own afterwards."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tomllib
+import torch
+from typer.testing import CliRunner
+
+from amp_plugin import GradScaler, autocast
+from amp_plugin.adapters.takeover import Takeover, when_imported
+from amp_plugin.cli import app
+from tests.adapters.accelerate_pair import reset
+
+ROOT = Path(__file__).parents[2]
+LOOP = """\
+import sys
+import torch
+from torch.amp import GradScaler, autocast
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = GradScaler("cpu")
+for _ in range(3):
+    with {block}:
+        output = model(torch.ones(4, 8))
+        loss = torch.nn.functional.mse_loss(output, torch.ones(4, 1))
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print(type(scaler).__module__, output.dtype, loss.item(), sys.argv[1:])
+"""
+ACCELERATE = """\
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+print(type(accelerator).__name__, accelerator.mixed_precision)
+"""
+LIGHTNING = """\
+import warnings
+warnings.simplefilter("ignore")
+from {package} import Trainer
+{more}
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", max_steps=2, {chosen}, **quiet)
+print(trainer.precision_plugin)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Write a program, run it by the command; return the result and the lines of amp-plugin."""
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+
+    def run_text(text: str, *words: str, arguments: tuple[str, ...] = ()):
+        program = tmp_path / "train.py"
+        program.write_text(text)
+        result = CliRunner().invoke(app, ["run", *words, str(program), *arguments])
+        said = [line for line in result.stderr.splitlines() if line.startswith("amp-plugin run")]
+        return result, said
+
+    return run_text
+
+
+@pytest.fixture
+def taken():
+    with Takeover("a test", precision="fp16") as takeover:
+        yield takeover
+
+
+def names() -> list[object]:
+    return [
+        torch.autocast,
+        torch.amp.autocast,
+        torch.cuda.amp.autocast,
+        torch.amp.GradScaler,
+        torch.autocast.__init__,
+        torch.autocast.__enter__,
+        torch.cpu.amp.autocast.__init__.__defaults__,
+        torch.amp.GradScaler.__init__,
+        torch.compiler.config.cache_key_tag,
+        list(sys.meta_path),
+        {name: value for name, value in os.environ.items() if "AMP_PLUGIN" in name or "ACCELERATE" in name},
+    ]
+
+
+class TestTorchAmp:
+    def test_a_plain_loop_runs_on_ours_with_its_own_numbers(self, run):
+        result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.float16)'), arguments=("--lr", "3"))
+        assert result.exit_code == 0, result.output
+        module, dtype, loss, *arguments = result.stdout.split()
+        assert (module, dtype) == ("amp_plugin.scaling.grad_scaler", "torch.float16")
+        assert arguments == ["['--lr',", "'3']"]
+        space: dict[str, object] = {}
+        stock = LOOP.format(block='autocast("cpu", dtype=torch.float16)').replace("print", "loss.item() #")
+        exec(stock, space)
+        assert float(loss) == space["loss"].item()  # type: ignore[attr-defined]
+        begin, end = said
+        assert "torch.autocast, torch.amp.GradScaler" in begin
+        assert end == "amp-plugin run: train.py used torch.autocast on cpu in float16 (3 blocks), GradScaler"
+
+    def test_precision_is_for_blocks_that_name_no_dtype(self, run):
+        result, said = run(LOOP.format(block='autocast("cpu")'), "--precision", "fp16")
+        assert "torch.float16" in result.stdout
+        assert "--precision sets torch.autocast(dtype=torch.float16)" in said[0]
+        assert len(said) == 2
+        result, said = run(LOOP.format(block='autocast("cpu", dtype=torch.bfloat16)'), "--precision", "fp16")
+        assert "torch.bfloat16" in result.stdout
+        assert "--precision fp16 set nothing: train.py chooses its own" in said[2]
+
+    def test_a_program_without_mixed_precision_is_told(self, run):
+        result, said = run("print('hello')", "--precision", "bf16")
+        assert result.exit_code == 0
+        assert "train.py used none of them and ran as without amp-plugin; in a plain loop, open" in said[1]
+
+    def test_float16_without_a_scaler_is_told(self, run):
+        text = "import torch\nwith torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
+        assert "without an enabled GradScaler" in run(text)[1][2]
+
+    @pytest.mark.parametrize(
+        ("end", "code"), [("raise KeyError('gone')", 1), ("import sys; sys.exit(7)", 7), ("pass", 0)]
+    )
+    def test_everything_is_given_back(self, run, end, code):
+        before = names()
+        result, _ = run(f"import torch\ntorch.amp.GradScaler('cpu')\n{end}", "--precision", "bf16")
+        assert result.exit_code == code
+        assert names() == before
+        assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
+
+    def test_each_rank_says_which_it_is(self, run, monkeypatch):
+        monkeypatch.setenv("RANK", "1")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        assert all(line.startswith("amp-plugin run [rank 1 of 2]: ") for line in run("")[1])
+
+    def test_a_scaler_is_ours_under_every_name(self, taken):
+        with pytest.warns(FutureWarning):
+            made = [torch.amp.GradScaler("cpu"), torch.cpu.amp.GradScaler(2.0), torch.GradScaler("cpu")]
+        for scaler in made:
+            assert isinstance(scaler, GradScaler)
+            assert isinstance(scaler, torch.amp.GradScaler)
+        assert isinstance(made[1], torch.cpu.amp.GradScaler)
+        assert made[1].get_scale() == 2.0
+        with pytest.warns(FutureWarning):
+            assert not torch.cuda.amp.GradScaler(enabled=False).is_enabled()
+
+    def test_a_subclass_keeps_its_methods_and_copies(self, taken):
+        scaler = Counting("cpu", init_scale=4.0)
+        optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(2))], lr=0.5)
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        assert scaler.steps == 1
+        assert not scaler.last_step(optimizer).skipped
+        assert weight.tolist() == [0.5, 0.5]
+        scaler.update()
+        for twin in (pickle.loads(pickle.dumps(scaler)), copy.deepcopy(scaler)):
+            assert type(twin) is type(scaler)
+            assert twin.get_scale() == 4.0
+
+    def test_a_scaler_that_overrides_torchs_own_steps_is_left(self, taken, capfd):
+        scaler = Inner("cpu")
+        assert type(scaler) is Inner
+        assert not isinstance(scaler, GradScaler)
+        taken.__exit__(None)
+        assert (
+            "Inner overrides torch's own steps of a loss scale and was left as it is"
+            in capfd.readouterr().err
+        )
+
+    def test_autocast_stays_torchs_class(self, taken):
+        class Mine(torch.autocast):
+            pass
+
+        @torch.autocast("cpu")
+        def product(a):
+            assert torch.is_autocast_enabled("cpu")
+            return a @ a
+
+        a = torch.ones(2, 2)
+        assert product(a).dtype is torch.float16
+        with Mine("cpu") as block:
+            assert isinstance(block, torch.autocast)
+            assert (a @ a).dtype is torch.float16
+        with pytest.warns(FutureWarning), torch.cpu.amp.autocast():
+            assert (a @ a).dtype is torch.float16
+        with autocast("cpu", dtype=torch.bfloat16):
+            assert (a @ a).dtype is torch.bfloat16
+
+    def test_a_compiled_program_goes_on(self, taken):
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def product(a):
+            with torch.autocast("cpu"):
+                return a @ a
+
+        assert product(torch.ones(2, 2)).dtype is torch.float16
+        assert "amp_plugin autocast torch.float16" in torch.compiler.config.cache_key_tag
+
+
+class Counting(torch.amp.GradScaler):
+    steps = 0
+
+    def step(self, optimizer, *args, **kwargs):
+        self.steps += 1
+        return super().step(optimizer, *args, **kwargs)
+
+
+class Inner(torch.amp.GradScaler):
+    def _unscale_grads_(self, *args):
+        return super()._unscale_grads_(*args)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_autocast_assigned_by_hand_does_not_recurse(monkeypatch, compiled):
+    monkeypatch.setattr(torch, "autocast", autocast)
+    monkeypatch.setattr(torch.amp, "autocast", autocast)
+
+    def product(a):
+        with torch.autocast("cpu", dtype=torch.float16):
+            return a @ a
+
+    call = torch.compile(product, fullgraph=True, backend="aot_eager") if compiled else product
+    assert call(torch.ones(2, 2)).dtype is torch.float16
+
+
+class TestAccelerate:
+    @pytest.fixture(autouse=True)
+    def fresh_state(self):
+        reset()
+        yield
+        reset()
+
+    def test_an_accelerator_is_ours_and_gets_the_precision(self, run):
+        from accelerate import Accelerator
+
+        original = Accelerator.__init__
+        result, said = run(ACCELERATE)
+        assert result.stdout == "AmpAccelerator no\n"
+        reset()
+        result, said = run(ACCELERATE, "--precision", "bf16")
+        assert said[1] == "amp-plugin run: train.py used Accelerator(mixed_precision='bf16') by --precision"
+        assert Accelerator.__init__ is original
+
+    def test_two_precisions_are_refused(self, run, monkeypatch):
+        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        result, _ = run(ACCELERATE, "--precision", "fp16")
+        assert result.exit_code == 2
+        assert "ask for two precisions; leave one of them out" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+class TestLightning:
+    def test_a_trainer_takes_our_plugin(self, run, package):
+        pytest.importorskip(package)
+        result, said = run(LIGHTNING.format(package=package, more="", chosen='precision="16-mixed"'))
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith("AmpPrecision('fp16')")
+        assert said[-1] == "amp-plugin run: train.py used Trainer(precision='16-mixed')"
+
+    def test_precision_is_for_a_trainer_without_one(self, run, package):
+        pytest.importorskip(package)
+        text = LIGHTNING.format(package=package, more="", chosen="precision=32")
+        result, said = run(text, "--precision", "bf16")
+        assert result.stdout.startswith("AmpPrecision('bf16')")
+        assert said[-1].endswith("Trainer(precision='bf16-mixed') by --precision")
+        assert run(text)[0].stdout.startswith("<")  # Lightning's own again
+
+    def test_a_stock_plugin_gives_its_scaler(self, run, package):
+        pytest.importorskip(package)
+        more = (
+            f"from {package}.plugins import MixedPrecision\nimport torch\n"
+            "own = MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=64.0))"
+        )
+        text = LIGHTNING.format(package=package, more=more, chosen="plugins=[own]")
+        result, _ = run(text + "\nprint(trainer.precision_plugin.scaler.get_scale())")
+        assert result.stdout.splitlines()[0].startswith("AmpPrecision('fp16')")
+        assert result.stdout.splitlines()[1] == "64.0"
+
+    @pytest.mark.native
+    def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
+        pytest.importorskip(package)
+        (tmp_path / "rules.yaml").write_text("device_type: cpu\nrules: {aten::linear: fp32}\n")
+        demo = "lightning.pytorch" if package == "lightning.pytorch" else package
+        more = (
+            f"from {demo}.demos.boring_classes import BoringModel\ndtypes = set()\n"
+            "class Model(BoringModel):\n"
+            "    def forward(self, x):\n"
+            "        out = super().forward(x)\n"
+            "        dtypes.add(out.dtype)\n"
+            "        return out\n"
+        )
+        text = LIGHTNING.format(
+            package=package, more=more, chosen='precision="bf16-mixed", limit_val_batches=0'
+        )
+        fit = "trainer.fit(Model())\nprint(*dtypes)"
+        assert run(text + fit)[0].stdout.splitlines()[-1] == "torch.bfloat16"
+        result, _ = run(text + fit, "--rules", str(tmp_path / "rules.yaml"))
+        assert result.stdout.splitlines()[-1] == "torch.float32"
+        assert "nothing has read the rules" not in result.stderr
+
+    def test_fabric_takes_our_plugin(self, run, package):
+        pytest.importorskip(package)
+        fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
+        text = (
+            "import warnings; warnings.simplefilter('ignore')\n"
+            f"import {fabric} as fabric\n"
+            "print(repr(fabric.Fabric(accelerator='cpu', precision='16-mixed')._precision))"
+        )
+        result, said = run(text)
+        assert result.stdout == "FabricAmpPrecision('fp16')\n"
+        assert said[-1].endswith("used Fabric(precision='16-mixed')")
+
+
+def test_looking_for_a_module_is_not_importing_it(tmp_path, monkeypatch):
+    """transformers looks whether accelerate is installed, and imports it later."""
+    (tmp_path / "found_then_imported.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+
+    @contextmanager
+    def around(module):
+        seen.append(module.value)
+        yield
+        seen.append("over")
+
+    with when_imported({"found_then_imported": around}):
+        assert importlib.util.find_spec("found_then_imported") is not None
+        assert seen == []
+        module = importlib.import_module("found_then_imported")
+        assert seen == [1]
+        importlib.reload(module)
+        assert seen == [1]
+    assert seen == [1, "over"]
+
+
+@pytest.fixture
+def installed(tmp_path) -> dict[str, str]:
+    """An environment in which the entry points of pyproject.toml are installed, as pip installs them."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "torch.backends"
+    ]
+    folder = tmp_path / "site" / "amp_plugin_entries-0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: amp_plugin_entries\nVersion: 0\n")
+    lines = "".join(f"{name} = {value}\n" for name, value in entries.items())
+    (folder / "entry_points.txt").write_text(f"[torch.backends]\n{lines}")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder.parent), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+PARENT = """\
+import subprocess, sys
+print(subprocess.run([sys.executable, "child.py"], check=True, capture_output=True, text=True).stdout)
+"""
+CHILD = """\
+import torch
+print(type(torch.amp.GradScaler("cpu")).__module__, torch.autocast("cpu").fast_dtype)
+"""
+
+
+@pytest.mark.dist
+def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
+    (tmp_path / "parent.py").write_text(PARENT)
+    (tmp_path / "child.py").write_text(CHILD)
+    command = [sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "parent.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"], done.stderr
+    wrong = subprocess.run(
+        [sys.executable, "child.py"],
+        cwd=tmp_path,
+        env={**installed, "AMP_PLUGIN_TAKEOVER": "fp8"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert "AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-written" in wrong.stderr
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_torchrun_takes_each_rank_over(tmp_path, installed):
+    (tmp_path / "train.py").write_text(CHILD)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"),
+        *(sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "train.py"),
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
+    for rank in (0, 1):
+        assert done.stderr.count(f"amp-plugin run [rank {rank} of 2]: train.py used") == 1
+
+
+def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "16")
+    monkeypatch.setenv("AMP_PLUGIN_HYSTERESIS", "3")
+    with pytest.warns(FutureWarning):
+        open_ = [torch.amp.GradScaler("cpu"), torch.cpu.amp.GradScaler()]
+    assert [scaler.get_scale() for scaler in open_] == [16.0, 16.0]
+    assert open_[0].loss_scale.options.hysteresis == 3
+    assert torch.amp.GradScaler("cpu", 8.0).get_scale() == 8.0
+    assert torch.amp.GradScaler("cpu", init_scale=8.0).get_scale() == 8.0
+
+
+RANKS = """\
+import sys, warnings
+warnings.simplefilter("ignore")
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, precision="bf16-mixed", **quiet)
+trainer.fit(BoringModel())
+print(f"\\nrank {trainer.global_rank} {trainer.precision_plugin}", flush=True)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_ranks_that_lightning_starts_itself_are_taken_over(tmp_path, installed):
+    """Lightning starts each other rank by the script's own path, without the launcher."""
+    pytest.importorskip("lightning")
+    (tmp_path / "train.py").write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
+    assert lines[0].startswith("rank 0 AmpPrecision('bf16')"), done.stderr
+    assert lines[1].startswith("rank 1 AmpPrecision('bf16')"), done.stderr
+    assert "amp-plugin run [rank 1 of 2]: train.py used Trainer(precision='bf16-mixed')" in done.stderr
+
+
+SPAWNING = """\
+import torch
+
+def work(rank):
+    print(type(torch.amp.GradScaler("cpu")).__module__, flush=True)
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(work, nprocs=2)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_spawned_children_are_taken_over(tmp_path, installed):
+    (tmp_path / "train.py").write_text(SPAWNING)
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler"] * 2, done.stderr

@@ -1,0 +1,220 @@
+"""Programs of other libraries, from small synthetic data, under `amp-plugin run`: the losses of the bare program.
+
+Each prints its losses as its last line. Their libraries are not among ours; what is not installed is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.whole_run, pytest.mark.slow, pytest.mark.dist]
+
+ROOT = Path(__file__).parents[2]
+IGNITE = """
+import torch
+from ignite.engine import Events, create_supervised_trainer
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+x = torch.randn(64, 8)
+batches = [(rows, rows.sum(1, keepdim=True)) for rows in x.split(16)]
+
+def loss(output, target):
+    return torch.nn.functional.mse_loss(output, target)
+
+class Model(torch.nn.Module):
+    def forward(self, rows):
+        with torch.autocast("cpu", dtype=torch.float16):  # ignite's own blocks are for CUDA
+            return model(rows)
+
+trainer = create_supervised_trainer(
+    Model(), optimizer, loss, device="cpu", amp_mode="amp", scaler=torch.amp.GradScaler("cpu"))
+losses = []
+trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(float(engine.state.output)))
+trainer.run(batches, max_epochs=5)
+print(*losses)
+"""
+MONAI = """
+import torch
+from monai.engines import SupervisedTrainer
+from monai.losses import DiceLoss
+from monai.networks.nets import UNet
+from torch.utils.data import DataLoader
+torch.manual_seed(0)
+images = [{"image": torch.rand(1, 16, 16), "label": (torch.rand(1, 16, 16) > 0.5).float()} for _ in range(8)]
+losses = []
+
+class Net(UNet):
+    def forward(self, images):
+        with torch.autocast("cpu", dtype=torch.bfloat16):  # MONAI's own blocks are for CUDA
+            return super().forward(images)
+
+class Loss(DiceLoss):
+    def forward(self, *pair):
+        loss = super().forward(*pair)
+        losses.append(loss.item())
+        return loss
+
+net = Net(spatial_dims=2, in_channels=1, out_channels=1, channels=(4, 8), strides=(2,))
+SupervisedTrainer(
+    device=torch.device("cpu"), max_epochs=4, train_data_loader=DataLoader(images, batch_size=4), network=net,
+    optimizer=torch.optim.Adam(net.parameters(), 1e-2), loss_function=Loss(sigmoid=True), amp=True,
+    amp_kwargs={"dtype": torch.bfloat16},
+).run()
+print(*losses)
+"""
+TIMM = """
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from timm.utils import NativeScaler
+torch.manual_seed(0)
+model = timm.create_model("resnet18", num_classes=3, pretrained=False)
+optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3)
+scaler = NativeScaler(device="cpu")
+x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 3, (8,))
+losses = []
+for _ in range(5):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+    losses.append(loss.item())
+print(*losses)
+"""
+ULTRALYTICS = """  # the loop of its trainer: warm-up, unscale, clip, EMA by deepcopy, a scaler that may be off
+import copy
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.SiLU(), torch.nn.Flatten(), torch.nn.Linear(288, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
+scaler = torch.amp.GradScaler("cpu", enabled=True)
+x, y = torch.randn(16, 3, 8, 8), torch.randn(16, 2)
+losses = []
+for step in range(8):
+    optimizer.param_groups[0]["lr"] = 1e-2 * min(1.0, step / 3)
+    with torch.amp.autocast("cpu", dtype=torch.float16):
+        loss = torch.nn.functional.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    if step % 2:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=10.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        ema = copy.deepcopy(model).eval()
+    losses.append(loss.item())
+saved = copy.deepcopy(scaler.state_dict())
+torch.amp.GradScaler("cpu").load_state_dict(saved)
+print(*losses)
+"""
+SKORCH = """
+import numpy
+import torch
+from skorch import NeuralNetRegressor
+torch.manual_seed(0)
+
+class Model(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(8, 1)
+
+    @torch.autocast("cpu", dtype=torch.bfloat16)
+    def forward(self, rows):
+        return super().forward(rows).float()
+
+x = numpy.random.default_rng(0).normal(size=(64, 8)).astype("float32")
+net = NeuralNetRegressor(Model, max_epochs=4, lr=0.05, verbose=0, train_split=None)
+net.fit(x, x.sum(1, keepdims=True))
+print(*net.history[:, "train_loss"])
+"""
+TRANSFORMERS = """
+import tempfile
+import torch
+import transformers
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+words = torch.randint(2, 64, (32, 8))
+arguments = transformers.TrainingArguments(
+    tempfile.mkdtemp(), per_device_train_batch_size=8, learning_rate=5e-3, num_train_epochs=3, bf16=True, use_cpu=True,
+    report_to=[], logging_steps=1, disable_tqdm=True, save_strategy="no")
+trainer = transformers.Trainer(
+    transformers.BertForSequenceClassification(config), arguments,
+    train_dataset=[{"input_ids": line, "labels": (line[0] > 32).long()} for line in words])
+trainer.train()
+print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
+"""
+LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+seed_everything(0)
+losses = []
+
+class Model(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+
+    def training_step(self, rows, _):
+        loss = torch.nn.functional.mse_loss(self.layers(rows), rows.sum(1, keepdim=True))
+        losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+Trainer(
+    accelerator="cpu", precision="bf16-mixed", max_epochs=4, gradient_clip_val=1.0, logger=False,
+    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+).fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16))
+print(*losses)
+"""
+PROGRAMS = {
+    "ignite": ("ignite", IGNITE, "torch.autocast on cpu in float16 (20 blocks), GradScaler"),
+    "monai": ("monai", MONAI, "torch.autocast on cpu in bfloat16 (8 blocks), GradScaler"),
+    "timm": ("timm", TIMM, "torch.autocast on cpu in float16 (5 blocks), GradScaler"),
+    "ultralytics-like": ("torch", ULTRALYTICS, "torch.autocast on cpu in float16 (8 blocks), 2 GradScaler"),
+    "skorch": ("skorch", SKORCH, "torch.autocast on cpu in bfloat16 (4 blocks)"),
+    "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
+    "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
+}
+
+
+def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", *launcher, script.name],
+        cwd=script.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
+    return [float(word) for word in done.stdout.splitlines()[-1].split()]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_has_its_own_losses_on_ours(name, tmp_path):
+    library, text, used = PROGRAMS[name]
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    taken = run(script, "-m", "amp_plugin", "run")
+    assert f"train.py used {used}" in taken.stderr
+    bare = losses(run(script))
+    assert bare[-1] < bare[0]
+    assert losses(taken) == pytest.approx(bare, rel=2e-3)

@@ -1,0 +1,90 @@
+"""`amp-plugin report`: programs that nobody edits are drawn, with a scaler of ours and without."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_plugin.cli import app
+from tests.run_page.test_report import data_of, text_of
+from tests.run_page.test_seeded_faults import wrong_in
+
+PLAIN = """
+import sys, torch
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Softplus(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(net.parameters())
+for step in range(10):
+    batch = torch.randn(4, 8)
+    if step == 6 and "bad" in sys.argv:
+        batch[2] = float("nan")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = net(batch)
+    out.float().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SCALED = """
+import torch, amp_plugin
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(net.parameters())
+scaler = amp_plugin.GradScaler("cpu")
+for step in range(10):
+    with amp_plugin.autocast("cpu", dtype=torch.float16):
+        out = net(torch.randn(4, 8))
+    shares = out.float().sigmoid() * (step < 5)
+    loss = shares.log().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+"""
+
+
+def run(folder: Path, source: str, *words: str) -> Path:
+    script = folder / "train.py"
+    script.write_text(source)
+    words = ["amp-plugin", "report", "--page", str(folder / "run.html"), str(script), *words]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            app()
+    assert ended.value.code == 0
+    return folder / "run.html"
+
+
+@pytest.mark.native
+def test_a_program_without_a_scaler(tmp_path, capsys):
+    page = run(tmp_path, PLAIN)
+    assert f"train.py is drawn in {page}" in capsys.readouterr().err
+    curves = data_of(page)["curves"]
+    assert curves["step"] == [*range(1, 11)]
+    assert all(norm > 0 for norm in curves["before"])
+    assert "none of 10 steps" in text_of(page)
+    assert "bf16" in text_of(page)
+
+
+@pytest.mark.native
+def test_its_bad_batch_is_named(tmp_path):
+    text = wrong_in(run(tmp_path, PLAIN, "bad"))
+    assert "the data held nan: row 2, read by aten::addmm" in text
+    assert "in <module>: out = net(batch)" in text
+
+
+@pytest.mark.native
+def test_a_program_with_a_scaler(tmp_path):
+    page = run(tmp_path, SCALED)
+    data = data_of(page)
+    assert data["curves"]["scale"][:5] == [2.0**16] * 5
+    assert data["curves"]["loss"][0] < 0
+    assert "aten::log" in wrong_in(page)
+    assert "in <module>: loss = shares.log().mean()" in wrong_in(page)
+
+
+def test_a_program_that_trains_nothing_has_no_page(tmp_path, capsys):
+    page = run(tmp_path, "print('hello')")
+    assert not page.exists()
+    assert "called no model to be trained: no page" in capsys.readouterr().err

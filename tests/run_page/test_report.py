@@ -1,0 +1,301 @@
+"""The page of a run: what it holds, that a run with one trains as one without, and that it is always whole."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import amp_plugin
+from amp_plugin.run_page import headroom, history
+from amp_plugin.run_page.headroom import Headroom
+from amp_plugin.run_page.report import RunReport
+from amp_plugin.scaling.step_log import StepResult
+from tests.warm_processes import ROOT
+
+
+def text_of(path: Path) -> str:
+    """Return the words of a page, without the script's."""
+    body = re.sub(r"<(script|style).*?</\1>", " ", path.read_text(), flags=re.DOTALL)
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
+
+
+def data_of(path: Path) -> dict:
+    return json.loads(re.search(r'id="data">(.*?)</script>', path.read_text(), re.DOTALL).group(1))["data"]
+
+
+def make_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 4))
+
+
+def train(
+    path: Path | None, *, steps=12, bad=(), precision="fp16", clip=None, records=False
+) -> tuple[nn.Module, RunReport]:
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = amp_plugin.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**8)
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
+
+    def passes(x: torch.Tensor, is_bad: bool) -> None:
+        with amp_plugin.autocast("cpu", dtype=dtype):
+            out = net(x)
+            loss = (out * (1e30 if is_bad else 1.0)).float().square().mean()
+        scaler.scale(loss).backward()
+
+    def run() -> None:
+        for step in range(steps):
+            x = torch.randn(16, 8)
+            scaler.recorded(passes, x, step in bad) if records else passes(x, step in bad)
+            if clip:
+                scaler.clip_grad_norm_(optimizer, clip, fold=True)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+
+    if path is None:
+        run()
+        return net, None
+    with amp_plugin.report(scaler, net, path) as page:
+        run()
+    return net, page
+
+
+def test_the_curves_are_those_of_the_steps(tmp_path):
+    _, page = train(tmp_path / "run.html", bad=(5,), clip=0.05)
+    curves = data_of(page.path)["curves"]
+    assert curves["step"] == [*range(1, 13)]
+    assert curves["scale"] == [2.0**8] * 6 + [2.0**7] * 6
+    assert curves["before"][5] is curves["loss"][5] is None
+    for place in set(range(12)) - {5}:
+        assert curves["before"][place] > 0.05
+        assert curves["after"][place] == pytest.approx(0.05, rel=1e-3)
+        assert math.isfinite(curves["loss"][place])
+    marks = data_of(page.path)["skips"]
+    assert marks["step"] == [6]
+    assert "nan in 6 gradients: 4.bias, 4.weight, 1.bias" in marks["parameters"][0]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@pytest.mark.parametrize("records", [False, True])
+def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
+    bad = (3, 4, 5, 8)
+    plain, _ = train(None, bad=bad, precision=precision, records=records)
+    net, page = train(tmp_path / "run.html", bad=bad, precision=precision, records=records)
+    assert page.looks
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, net.state_dict()[name]), name
+
+
+def test_everything_is_given_back(tmp_path):
+    net = make_net()
+    scaler = amp_plugin.GradScaler("cpu")
+    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
+        assert scaler.step_log.exact
+    log = scaler.step_log
+    assert not any((log.exact, log.keeps_window, log.calls, log.hear_loss))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
+    assert {file.name for file in tmp_path.iterdir()} <= {"run.html", ".run.html.lock"}
+    assert "no optimizer step yet" in text_of(tmp_path / "run.html")
+
+
+def test_an_error_of_the_program_is_told_and_goes_on(tmp_path):
+    with (
+        pytest.raises(KeyError, match="lost"),
+        amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), tmp_path / "run.html"),
+    ):
+        raise KeyError("lost")
+    assert "ended by KeyError: 'lost'" in text_of(tmp_path / "run.html")
+
+
+def test_a_skip_that_raises_is_on_the_page(tmp_path):
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = amp_plugin.GradScaler("cpu", enabled=False, on_nonfinite="raise")
+    scaler.scale(net(torch.full((4, 8), torch.nan)).sum()).backward()
+    with pytest.raises(FloatingPointError), amp_plugin.report(scaler, net, tmp_path / "run.html"):
+        scaler.step(optimizer)
+    text = text_of(tmp_path / "run.html")
+    assert "1 of 1 steps: step 1" in text
+    assert "nan in 4 gradients: 4.weight" in text
+
+
+@pytest.mark.native
+def test_dtypes_bytes_casts_and_rules(tmp_path):
+    net = make_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scaler = amp_plugin.GradScaler("cpu", enabled=False)
+    rules = amp_plugin.OpRules.default("cpu").with_rule("aten::linear", "fp32")
+    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
+        for _ in range(2):
+            with amp_plugin.autocast("cpu", dtype=torch.bfloat16, rules=rules):
+                loss = net(torch.randn(16, 8).bfloat16()).float().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+    text = text_of(tmp_path / "run.html")
+    assert re.search(r"4 Linear fp32 fp32 fp32 fp32 68 16(\.\d)? 0 ", text), text[:4000]
+    assert "aten::linear" in text
+    assert "Rules unlike torch's" in text
+
+
+def test_without_the_extra_the_error_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "altair", None)
+    with pytest.raises(ImportError, match=r"altair.*pip install 'amp-plugin\[report\]'"):
+        amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), tmp_path / "run.html")
+
+
+def test_a_full_disk_ends_no_training(tmp_path, monkeypatch):
+    net, scaler = make_net(), amp_plugin.GradScaler("cpu")
+    page = amp_plugin.report(scaler, net, tmp_path / "run.html")
+    with pytest.warns(UserWarning, match="No space.*training goes on"), page:
+        monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError("No space")))
+    assert "running" in text_of(tmp_path / "run.html")
+
+
+# -- headroom ------------------------------------------------------------------------------------
+
+
+def test_bits_are_those_of_the_gradients_that_backward_made():
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1))
+    room = Headroom(net)
+    for param, value in zip(net.parameters(), (2.0**4, 0.0, 2.0**-3), strict=True):
+        param.grad = torch.full_like(param, value)
+    norm = torch.tensor(4.0)
+    result = StepResult(
+        norm=norm,
+        clipped=lambda: norm / 2,
+        found_inf=torch.zeros(()),
+        scale_before=torch.tensor(8.0),
+        report=None,
+    )
+    room.read(1, result)
+    room.note_overflow(2, ["1.bias"])
+    bits = room.bits({"0": 2.0**16, "1": 2.0**16})
+    assert bits[:, 0].tolist() == [16 - 4 - 3 - 1, 16 + 3 - 3 - 1]  # x 8 by the scale, x 2 before the clip
+    assert bits[1, 1] == -1
+    assert bits[0, 1].isnan()
+    assert room.zeros()[:, 0].tolist() == [0.0, pytest.approx(2 / 3)]
+
+
+def test_reads_stay_within_their_budget(monkeypatch):
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(50)))
+    for param in net.parameters():
+        param.grad = torch.ones_like(param)
+    room, result = Headroom(net), StepResult.unscaled(torch.tensor(1.0))
+    start = time.perf_counter()
+    longest = 0.0
+    while time.perf_counter() - start < 1.5:
+        if room.is_due():
+            before = room.seconds
+            room.read(1, result)
+            longest = max(longest, room.seconds - before)
+    assert room.reads > 1
+    assert room.seconds <= headroom.BUDGET * 1.5 + longest
+
+
+def test_long_runs_stay_small(tmp_path, monkeypatch):
+    """10 000 steps of 200 modules: at most 8 MB."""
+    net = nn.Sequential(*(nn.Linear(2, 2) for _ in range(200)))
+    scaler = amp_plugin.GradScaler("cpu")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    page = amp_plugin.report(scaler, net, tmp_path / "run.html")
+    page.__enter__()
+    scaler.register(optimizer)
+    for param in net.parameters():
+        param.grad = torch.randn_like(param)
+    scaler.scale(net(torch.ones(1, 2)).sum()).backward()
+    scaler.step(optimizer)
+    result = scaler.last_step(optimizer)
+    (step,) = page.history._points
+    monkeypatch.setattr(page.history, "steps", 10_000)
+    page.history._points[:] = [step._replace(step=i, loss=round(1 / (i + 1), 9)) for i in range(10_000)]
+    for i in range(1000):  # reads, over and above what the columns hold
+        page._headroom.read(10 * i, result)
+    page.__exit__(None, None, None)
+    cells = data_of(page.path)["cells"]
+    assert len(cells["modules"]) == 200
+    assert len(cells["first"]) > 100
+    assert len(data_of(page.path)["curves"]["step"]) == 10_000
+    assert page.path.stat().st_size < 8_000_000
+
+
+def test_neighbours_become_one_point():
+    points = [history.Point(i, 0, 8.0 - i, 1.0 + i, None, float(i)) for i in range(3)]
+    first, second = history._halved(points)
+    assert first == history.Point(0, 0, 7.0, 2.0, None, 0.5)
+    assert second == points[2]
+
+
+# -- one page, whole -----------------------------------------------------------------------------
+
+ENDLESS = """
+import sys, torch, amp_plugin
+from pathlib import Path
+net = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+scaler = amp_plugin.GradScaler("cpu", enabled=False)
+with amp_plugin.report(scaler, net, sys.argv[1]) as page:
+    print(page.path, flush=True)
+    while True:
+        scaler.scale(net(torch.ones(2, 4)).sum()).backward()
+        scaler.step(optimizer)
+        page.write()
+"""
+
+
+def start(path: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", ENDLESS, path], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+
+
+@pytest.mark.dist
+def test_killed_while_it_writes_the_last_page_is_whole(tmp_path):
+    program = start(tmp_path / "run.html")
+    path = Path(program.stdout.readline().strip())
+    seen = set()
+    for _ in range(60):
+        time.sleep(0.02)
+        text = path.read_text()
+        assert text.startswith("<!doctype html>")
+        assert text.endswith("</html>")
+        seen.add(data_of(path)["steps"] if 'id="data"' in text else 0)
+    program.send_signal(signal.SIGKILL)
+    program.wait()
+    program.stdout.close()
+    assert len(seen) > 5
+    assert path.read_text().endswith("</html>")
+    with amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), path) as page:
+        assert page.path == path  # what was killed holds no name
+
+
+@pytest.mark.dist
+def test_two_runs_into_one_folder_do_not_mix(tmp_path):
+    program = start(tmp_path / "run.html")
+    first = Path(program.stdout.readline().strip())
+    with amp_plugin.report(amp_plugin.GradScaler("cpu"), make_net(), tmp_path / "run.html") as page:
+        pass
+    program.kill()
+    program.wait()
+    program.stdout.close()
+    assert first == tmp_path / "run.html"
+    assert page.path == tmp_path / "run-2.html"
+    assert "Sequential" in text_of(page.path)
+    assert "Sequential" not in text_of(first)
+
+
+def test_only_rank_0_writes(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    _, page = train(tmp_path / "run.html", bad=(2,))
+    assert page.history.skipped == 1
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,155 @@
+"""What test_elastic.py runs: torchrun's elastic launcher, and training that resumes from the newest checkpoint."""
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.nn.parallel import DistributedDataParallel
+
+from amp_plugin import GradScaler, autocast, fully_shard
+from tests.sharding.checkpoints import SCALING, SHARES, micro_batches, own_shares
+from tests.sharding.models import Net, loss_of, optimizer_of, plan
+
+END, SAVED_EVERY, KILLED_AT = 8, 2, 5  # in step 5 the newest checkpoint is that of 4 steps
+
+
+def launch(folder, layout, ranks, *, restarts=0, killed=False, end=END):
+    """Run torchrun's agent with forked ranks; return whether all of them came to their end."""
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        start_method="fork",
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        run_id=f"{Path(folder).name}-{ranks}",
+        max_restarts=restarts,
+        monitor_interval=0.1,
+    )
+    try:
+        elastic_launch(config, train)(folder, layout, killed, end)
+    except ChildFailedError:
+        return False
+    return True
+
+
+class Run:
+    """A small fp16 run whose steps 1 (poisoned) and later change the loss scale.
+
+    Args:
+        folder: Where checkpoints and losses are.
+        layout: ``"ddp"``, or ``"fsdp2"`` with torch.distributed.checkpoint.
+    """
+
+    def __init__(self, folder, layout):
+        self.folder, self.layout, self.net = folder, layout, Net()
+        if layout == "ddp":
+            self.model = DistributedDataParallel(self.net)
+        else:
+            self.model = fully_shard(self.net, plan("fp16"), units=self.net.blocks)
+        self.optimizer = optimizer_of(self.net.parameters())
+        self.scaler = GradScaler("cpu", **SCALING)
+
+    def step(self, step):
+        """Take a step; return the mean loss of all shares."""
+        self.optimizer.zero_grad()
+        total = torch.zeros(())
+        for share, is_last, factor in micro_batches(step):
+            if self.layout == "ddp":
+                self.model.require_backward_grad_sync = is_last
+            else:
+                self.model.set_requires_gradient_sync(is_last)
+            with autocast("cpu", dtype=torch.float16):
+                loss = loss_of(self.model, step, share, factor)
+            self.scaler.scale(loss / len(own_shares())).backward()
+            total += loss.detach() / SHARES
+        self.scaler.clip_grad_norm_(self.optimizer, 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        dist.all_reduce(total)
+        return total.item()
+
+    def save(self, steps):
+        """Write a checkpoint; it counts once all of it is written."""
+        path = self.folder / f"{self.layout}-{steps}"
+        if self.layout == "fsdp2":
+            dcp.save(self._state(), checkpoint_id=path)
+        elif dist.get_rank() == 0:
+            torch.save(self._state(), path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (self.folder / "newest").write_text(str(steps))
+        dist.barrier()
+
+    def load(self):
+        """Load the newest checkpoint; return how many steps it has seen."""
+        newest = self.folder / "newest"
+        if not newest.exists():
+            return 0
+        path = self.folder / f"{self.layout}-{newest.read_text()}"
+        if self.layout == "fsdp2":
+            state = self._state()
+            dcp.load(state, checkpoint_id=path)
+        else:
+            state = torch.load(path)
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+        self.scaler.load_state_dict(state["scaler"])
+        return int(newest.read_text())
+
+    def _state(self):
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+
+def train(folder, layout, killed, end):
+    """Train on one rank, from the newest checkpoint on; the last rank of the first attempt may be killed."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # forked with the agent's handler, which waits for Python
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(attempt, store)  # the agent's, which still holds the addresses of who was killed
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    run = Run(Path(folder), layout)
+    for step in range(run.load(), end):
+        if killed and attempt == "0" and step == KILLED_AT and dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss = run.step(step)
+        seen = [step, loss, run.scaler.get_scale(), run.scaler.skipped_steps()]
+        if dist.get_rank() == 0:
+            with (run.folder / "seen").open("a") as file:
+                file.write(json.dumps(seen) + "\n")
+        if (step + 1) % SAVED_EVERY == 0:
+            run.save(step + 1)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main(folder):
+    """Run each layout unbroken, broken and restarted, and broken and resumed by one rank."""
+    folder, ended = Path(folder), {}
+    for layout in ("ddp", "fsdp2"):
+        for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
+            (folder / f"{layout} {name}").mkdir()
+        ended[layout] = [
+            launch(folder / f"{layout} unbroken", layout, 2),
+            launch(folder / f"{layout} restarted", layout, 2, restarts=1, killed=True),
+            launch(folder / f"{layout} fewer", layout, 2, killed=True),
+            launch(folder / f"{layout} fewer", layout, 1),
+            launch(folder / f"{layout} fewer, unbroken", layout, 2, end=KILLED_AT - 1),
+            launch(folder / f"{layout} fewer, unbroken", layout, 1),
+        ]
+    (folder / "ended").write_text(json.dumps(ended))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

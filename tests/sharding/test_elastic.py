@@ -1,0 +1,50 @@
+"""A rank that is killed in the middle of a run: torchrun starts all again, or fewer, and nothing is lost."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.sharding.elastic_run import END, KILLED_AT, SAVED_EVERY
+
+pytestmark = [pytest.mark.slow, pytest.mark.dist]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Step, loss, loss scale and skipped steps of each step that each run took."""
+    folder = tmp_path_factory.mktemp("elastic")
+    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = {
+        path.parent.name: [json.loads(line) for line in path.read_text().splitlines()]
+        for path in folder.glob("*/seen")
+    }
+    return {"ended": json.loads((folder / "ended").read_text()), **seen}
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+class TestElastic:
+    def test_what_was_killed_has_failed_unless_it_was_restarted(self, runs, layout):
+        assert runs["ended"][layout] == [True, True, False, True, True, True]
+
+    def test_as_many_ranks_go_on_as_if_nothing_had_been(self, runs, layout):
+        unbroken, restarted = runs[f"{layout} unbroken"], runs[f"{layout} restarted"]
+        assert [step for step, *_ in unbroken] == list(range(END))
+        resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
+        assert restarted[:KILLED_AT] == unbroken[:KILLED_AT]
+        assert restarted[KILLED_AT:] == unbroken[resumed_at:]
+
+    def test_fewer_ranks_go_on_as_after_an_orderly_end(self, runs, layout):
+        fewer, orderly = runs[f"{layout} fewer"], runs[f"{layout} fewer, unbroken"]
+        resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
+        assert fewer[KILLED_AT:] == orderly[resumed_at:]
+        losses = [loss for _, loss, *_ in orderly]
+        assert losses == pytest.approx([loss for _, loss, *_ in runs[f"{layout} unbroken"]], rel=2e-3)
+
+    def test_scale_and_counts_are_resumed(self, runs, layout):
+        for name in ("unbroken", "restarted", "fewer"):
+            assert runs[f"{layout} {name}"][-1][2:] == runs[f"{layout} unbroken"][-1][2:]
+            assert runs[f"{layout} {name}"][-1][2:] == [2.0**11, 1]
