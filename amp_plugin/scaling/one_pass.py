@@ -146,7 +146,7 @@ def _begin(optimizer: Optimizer, rule: _Rule) -> None:
         if group.get("dampening"):  # not for the first gradient, which torch takes whole
             continue
         for param in group["params"]:
-            form = asked_for(param)
+            form = None if hasattr(param, "_local_tensor") else asked_for(param)  # DTensors: torch's own step
             counts_here = param.is_cpu or group.get("fused") or group.get("capturable")
             if form is None or param.grad is None or param in optimizer.state or not counts_here:
                 continue

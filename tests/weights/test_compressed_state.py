@@ -141,6 +141,7 @@ def test_second_moments_are_rounded_without_bias(form):
 # -- steps --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
 )
@@ -163,6 +164,7 @@ def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
         torch.testing.assert_close(ours.double(), theirs, rtol=2.0**-22, atol=2.0**-26)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "form"), list(itertools.product(OPTIMIZERS, FORMS)))
 def test_the_first_step_is_that_of_torch_and_holds_no_float32_states(name, form, weights):

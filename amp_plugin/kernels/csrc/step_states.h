@@ -89,10 +89,11 @@ template <typename Byte>
   return _mm256_cvtepi32_ps(
       std::is_signed_v<Byte> ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
 #else
-  using Bytes = Byte [[gnu::vector_size(sizeof(Floats) / 4)]];
-  Bytes bytes;
-  std::memcpy(&bytes, data, sizeof(bytes));
-  return floats_of(__builtin_convertvector(bytes, SignedWords));
+  int32_t numbers[Block::kHalf];
+  for (int64_t i = 0; i < Block::kHalf; ++i) numbers[i] = data[i];
+  SignedWords words;
+  std::memcpy(&words, numbers, sizeof(words));
+  return floats_of(words);
 #endif
 }
 
@@ -106,9 +107,15 @@ template <typename Narrow>
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), _mm512_cvtepi32_epi16(wide));
   }
 #else
-  using Narrows = Narrow [[gnu::vector_size(sizeof(Floats) / 4 * sizeof(Narrow))]];
-  const auto narrows = __builtin_convertvector(words, Narrows);
-  std::memcpy(data, &narrows, sizeof(narrows));
+  if constexpr (sizeof(Narrow) == 1) {
+    using Bytes = int8_t [[gnu::vector_size(sizeof(Floats) / 4)]];
+    const auto bytes = __builtin_convertvector(words, Bytes);
+    std::memcpy(data, &bytes, sizeof(bytes));
+  } else {
+    using Shorts = int16_t [[gnu::vector_size(sizeof(Floats) / 2)]];
+    const auto shorts = __builtin_convertvector(words, Shorts);
+    std::memcpy(data, &shorts, sizeof(shorts));
+  }
 #endif
 }
 
