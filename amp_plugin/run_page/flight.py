@@ -31,6 +31,7 @@ from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.numerics.values import unwatched
+from amp_plugin.run_page.ranks import ranks
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
@@ -140,11 +141,13 @@ class FlightRecorder:
             is_wrong: Whether its loss was not finite, or its gradients though it was taken.
         """
         self._end_watch()
-        is_worth_it = (is_wrong and not self._was_wrong) or self._is_worth_it(step)
+        alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
+        is_worth_it = (alone and is_wrong and not self._was_wrong) or self._is_worth_it(step)
         self._was_wrong = is_wrong
         if not (is_wrong or step.result.skipped):
             self._is_explained = False
-        if self._is_explained or self._looks == _MOST_LOOKS or not is_worth_it or self._log.replaying:
+        is_known = (self._is_explained and alone) or self._looks == _MOST_LOOKS
+        if is_known or not is_worth_it or self._log.replaying:
             return
         self._looks += 1
         with _buffers_kept(self._model):
@@ -167,7 +170,8 @@ class FlightRecorder:
         if not result.skipped:
             return False
         usual = _IN_A_ROW if result.is_scaled else 1
-        return step.in_a_row == usual or (step.in_a_row == 1 and bool(result.overflow_report().nan))
+        has_nan = result.norm is not None and bool(result.norm.isnan())
+        return step.in_a_row == usual or (step.in_a_row == 1 and has_nan)
 
     def _run_again(self, replay: Replay) -> tuple[Sequence[Finding], str]:
         diagnosis, failed = diagnosed(replay.run, self._model)

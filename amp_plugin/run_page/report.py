@@ -27,6 +27,7 @@ from amp_plugin.run_page.flight import FlightRecorder
 from amp_plugin.run_page.headroom import BUDGET, Headroom
 from amp_plugin.run_page.history import History, Look
 from amp_plugin.run_page.page import Facts, render, require_libraries
+from amp_plugin.run_page.ranks import OtherRanks
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
@@ -71,6 +72,7 @@ class RunReport:
         self.path = Path(path)
         self._options = options
         self.looks: list[Look] = []
+        self._others = OtherRanks()
         self.history = History()
         self._survey, self._headroom = Survey(model), Headroom(model)
         self._flight = FlightRecorder(self._log, model, self._take_findings, watches=skips)
@@ -145,6 +147,8 @@ class RunReport:
     def _take_findings(self, findings: Sequence[Finding], how: str) -> None:
         self.looks.append(self.history.explain(findings, how))
         self._written = 0.0  # worth a page
+        if not self._writes:
+            self._others.send(self.looks)
 
     def _try_to_write(self) -> None:
         """Write the page; a disk that is full ends no training."""
@@ -182,7 +186,7 @@ class RunReport:
             dtypes={name: str(self._survey.dtype_of(name)).removeprefix("torch.") for name in modules},
             tree=self._survey.tree(self._optimizers.values()),
             rules=self._survey.rules_unlike_torchs(),
-            looks=self.looks,
+            looks=sorted([*self.looks, *self._others.received()], key=lambda look: look.step),
             surroundings=self._surroundings(),
             options={option.name: str(getattr(self._options, option.name)) for option in options},
             command=shlex.join(sys.orig_argv),

@@ -33,8 +33,9 @@ class Net(nn.Module):
 
 
 class Module(LightningModule):
-    def __init__(self, folder, sharded):
+    def __init__(self, folder, sharded, poisoned=False):
         super().__init__()
+        self.poisoned = poisoned
         self.net, self.folder, self.sharded, self.seen = Net(), folder, sharded, []
 
     def configure_model(self):
@@ -45,6 +46,9 @@ class Module(LightningModule):
 
     def training_step(self, batch, batch_idx):
         x, y = batch
+        if self.poisoned and self.global_step == OVERFLOW_AT and self.trainer.global_rank == 1:
+            x = x.clone()
+            x[0, 0] = torch.nan
         overflows = self.global_step == OVERFLOW_AT and self.trainer.precision_plugin.scaler is not None
         factor = torch.inf if overflows else 0.0
         out, extra = self.net(x, factor)
@@ -88,11 +92,11 @@ def strategy_of(name):
     return DDPStrategy(process_group_backend="gloo", start_method="spawn" if name == "ddp_spawn" else "popen")
 
 
-def fit(name, precision, folder):
+def fit(name, precision, folder, *, poisoned=False):
     folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(
         plugins=[AmpPrecision(precision, init_scale=2.0**12)],
-        callbacks=[AmpMonitor()],
+        callbacks=[AmpMonitor(report=folder / "run.html" if poisoned else None)],
         accelerator="cpu",
         strategy="auto" if name == "single" else strategy_of(name),
         devices=1 if name == "single" else 2,
@@ -105,16 +109,16 @@ def fit(name, precision, folder):
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    trainer.fit(Module(folder, sharded=name == "fsdp2"))
+    trainer.fit(Module(folder, sharded=name == "fsdp2", poisoned=poisoned))
 
 
 def main(folder, *runs):
     warnings.filterwarnings("ignore")
     started_again = "LOCAL_RANK" in os.environ
     for run in runs:
-        name, precision = run.split(":")
+        name, precision, *poisoned = run.split(":")
         if not (started_again and name in {"single", "ddp_spawn"}):
-            fit(name, precision, Path(folder) / f"{name}_{precision}")
+            fit(name, precision, Path(folder) / run.replace(":", "_"), poisoned=bool(poisoned))
 
 
 if __name__ == "__main__":

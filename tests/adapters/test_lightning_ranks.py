@@ -20,6 +20,8 @@ RUNS = (
     "ddp:fp16",
     "fsdp2:fp16",
     "fsdp2:bf16",
+    "ddp:bf16:poisoned",
+    "fsdp2:fp16:poisoned",
 )  # at first without autograd's threads
 
 
@@ -41,6 +43,7 @@ def reports(tmp_path_factory):
         ranks = sorted((folder / run.replace(":", "_")).glob("rank*.json"))
         return [json.loads(path.read_text()) for path in ranks]
 
+    of.folder = folder
     return of
 
 
@@ -73,3 +76,15 @@ def test_the_norm_of_shards_is_known_in_bf16_too(reports):
     for rank in ranks:
         assert (rank["skipped"], rank["scale"]) == (0, 1.0)
         assert rank["norm"] == pytest.approx(rank["norms"][-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("run", ["ddp:bf16:poisoned", "fsdp2:fp16:poisoned"])
+def test_ranks_write_one_page_with_what_each_has_found(run, reports):
+    """A nan in a batch of rank 1: both ranks run the step again, and the page of rank 0 names the row of rank 1."""
+    ranks = reports(run)
+    assert [rank["skipped"] for rank in ranks] == [1, 1]
+    folder = reports.folder / run.replace(":", "_")
+    assert [path.name for path in folder.glob("*.html")] == ["run.html"]
+    page = (folder / "run.html").read_text()
+    assert "The step was run again" in page
+    assert "the data held nan: row 0" in page  # of rank 1, which alone has read it
