@@ -951,7 +951,7 @@ def test_misspelt_options(make, message):
 def test_signatures_name_the_options():
     for cls in (AmpPrecision, FabricAmpPrecision):
         assert list(inspect.signature(cls).parameters)[:2] == ["precision", "init_scale"]
-    assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps"]
+    assert list(inspect.signature(AmpMonitor).parameters) == ["max_skips_in_a_row", "every_n_steps", "report"]
 
 
 @pytest.mark.parametrize("name", ["AmpPrecision", "FabricAmpPrecision", "AmpMonitor"])
