@@ -47,7 +47,9 @@ class Gradients:
         for param in self.params:
             param.grad = torch.randn(param.shape, generator=generator, device=device) * 1e-3
         self.grads = [param.grad for param in self.params]
-        self.optimizer = torch.optim.AdamW(self.params, lr=1e-9, fused=True)
+        self.optimizer, self.their_optimizer = (
+            torch.optim.AdamW(self.params, lr=1e-9, fused=True) for _ in range(2)
+        )
         self.ours = GradScaler(device, init_scale=SCALE, dynamic=False)
         self.theirs = torch.amp.GradScaler(device, init_scale=SCALE)
         self.ours.register(self.optimizer)
@@ -67,7 +69,7 @@ class Gradients:
     def clip_theirs(self) -> None:
         """Unscale and clip as torch does."""
         self.theirs._per_optimizer_states.clear()
-        self.theirs.unscale_(self.optimizer)
+        self.theirs.unscale_(self.their_optimizer)
         torch.nn.utils.clip_grad_norm_(self.params, MAX_NORM)
 
     def step_ours(self) -> None:
@@ -79,7 +81,7 @@ class Gradients:
     def step_theirs(self) -> None:
         """The whole step after a backward."""
         self.clip_theirs()
-        self.theirs.step(self.optimizer)
+        self.theirs.step(self.their_optimizer)
         self.theirs.update()
 
 

@@ -34,7 +34,8 @@ class Memory(Section):
             calls = variants(setting, make(setting))
             yield _comparison(name, "Forward + backward: peak above model and batches", calls, setting)
         bench = Gradients(shapes_of("ResNet-50", setting), setting.device)
-        bench.step_theirs()  # the optimizer's state is there before
+        bench.step_theirs()  # the optimizers' states are there before
+        bench.step_ours()
         for kind, fold in (("in place", False), ("folded", True)):
             calls = {OURS: partial(clip_scaled, bench, fold=fold), "torch": bench.clip_theirs}
             yield _comparison(f"clip, {kind}", "ResNet-50's gradients: peak above them", calls, setting)

@@ -74,7 +74,7 @@ def test_the_wheel_holds_what_runs_and_nothing_else(built: tuple[Path, Path]) ->
     in_tree = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "amp_plugin").rglob("*")
-        if path.suffix in {".py", ".pyi", ".yaml", ".cpp", ".h", ".cu", ".cuh", ".typed"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".cpp", ".h", ".cu", ".cuh", ".typed", ".jinja"}
     }
     assert {name for name in names if name.startswith("amp_plugin/")} == in_tree | {"amp_plugin/py.typed"}
     assert {name.partition("/")[0] for name in names} == {

@@ -41,7 +41,7 @@ _REASONS: dict[str, tuple[Cause, str, str]] = {
     "lost updates": (
         "lost updates",
         "{updates:.0%} of the elements with a gradient did not move in {steps} steps: {dtype} rounds it away",
-        "store the weights exactly: store_weights(model, optimizer), or AmpPrecision(weights='bf16').",
+        "store the weights exactly: fp32 weights under autocast, or store_weights(model, optimizer).",
     ),
     "underflow": (
         "underflow",

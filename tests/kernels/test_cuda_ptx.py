@@ -107,6 +107,6 @@ def test_one_thread_works_out_what_adam_multiplies_by():
 
 
 def test_a_number_that_divides_all_elements_is_not_divided_by_one_by_one():
-    """What is left of divisions: by the root of a second moment, once for each root."""
+    """What is left of divisions: by the root of a second moment, at most once for each root."""
     assert "div.rn.f32" not in ptx_of("sgd")
-    assert ptx_of("adam").count("div.rn.f32") == ptx_of("adam").count("sqrt.rn.f32") > 0
+    assert 0 < ptx_of("adam").count("div.rn.f32") <= ptx_of("adam").count("sqrt.rn.f32")
