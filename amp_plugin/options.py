@@ -136,9 +136,9 @@ class ScalingOptions(LossScaleOptions):
         OnNonfinite,
         Doc(
             'In every precision, a step with a gradient that is not finite changes nothing: ``"skip"``. '
-            '``"raise"``: it also raises FloatingPointError, at a loss scale above 1 only once that is '
-            'no longer the cause. ``"ignore"``: without a loss scale nothing is checked, as in torch; '
-            "with one, overflows are skipped all the same."
+            '``"raise"``: it also raises FloatingPointError; under a loss scale that '
+            'adapts, only once it has fallen to 1 or to ``min_scale``. ``"ignore"``: without a loss scale '
+            "nothing is checked, as in torch; with one, overflows are skipped all the same."
         ),
     ] = "skip"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -153,15 +154,20 @@ def endless_skips(
     second run of the step has found.
     """
     result, report = step.result, step.result.overflow_report()
-    if result.is_scaled:
-        why = f"because gradients overflowed (loss scale {result.scale_after:g}; {report.summary()})"
-        else_try = f"{in_fp16}, or"
-    else:
-        why = f"because gradients are not finite ({report.summary()}), although nothing is scaled"
-        else_try = "or"
+    scale = f"loss scale {result.scale_after:g}; " if result.is_scaled else ""
+    why = f"because gradients are not finite ({scale}{report.summary()})"
+    else_try = f"{in_fp16}, or" if result.is_scaled else "or"
+    diagnose = ""
+    if not result.is_scaled:
+        why += ", although nothing is scaled"
+    elif report.nan or not report.scaled:
+        why += f", {'which a loss scale seldom causes' if report.scaled else 'at a loss scale of 1 or less'}"
+        report = replace(report, scaled=False)
+        diagnose = "Run `amp-plugin diagnose train.py`: it names the op and its line. "
+        else_try = f"where that op overflows in fp16 alone {else_try}"
     msg = (
-        f"{step.in_a_row} optimizer steps in a row were skipped {why}. {report.meaning()} Look for nan "
-        f"in the loss or the data, {else_try} raise {option}"
+        f"{step.in_a_row} optimizer steps in a row were skipped {why}. {report.meaning()} {diagnose}Look for "
+        f"nan in the loss or the data, {else_try} raise {option}"
     )
     params = [param for model in models for param in model.parameters()]
     found = explain(log, step, lambda replay: _diagnosed(replay, models), params)

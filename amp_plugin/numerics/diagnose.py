@@ -27,6 +27,10 @@ from amp_plugin.numerics.watch import Watch
 if TYPE_CHECKING:
     from amp_plugin.scaling.replay import Replay
 
+_NOT_IN_REPLAY = (
+    "nothing was found in that run: the cause lies outside the calls that ran again, in the loss perhaps, "
+    "or did not come again. `amp-plugin diagnose train.py` watches the whole program"
+)
 _CHECKS = (ValueError, AssertionError, ArithmeticError)  # how programs refuse a nan
 
 
@@ -224,8 +228,8 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         model: gives the module names; default: whatever module is called.
 
     Returns:
-        The ops that made the first numbers which are not finite, and what to do. An error of the step itself
-        is part of the text.
+        The ops that made the first numbers which are not finite, and what to do; or that nothing was found.
+        An error of the step itself is part of the text.
 
     Example:
         >>> import torch
@@ -243,7 +247,8 @@ def diagnose_skip(replay: Replay, model: nn.Module | None = None) -> str:
         ...     scaler.update()
     """
     diagnosis, failed = diagnosed(replay.run, model)
-    return diagnosis.report() + (f"\n(then it raised {failed})" if failed else "")
+    found = "" if diagnosis.findings else f"{_NOT_IN_REPLAY}\n"
+    return found + diagnosis.report() + (f"\n(then it raised {failed})" if failed else "")
 
 
 def diagnosed(run: Callable[[], object], model: nn.Module | None = None) -> tuple[Diagnosis, str]:

@@ -41,11 +41,10 @@ def curve_charts(
 def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = None) -> Any:
     names = list(columns)
     scale = alt.Scale(zero=False) if base is None else alt.Scale(type="log", base=base)
-    axis = alt.Axis(format="~g" if base == 2 else "~e" if base else "~r", tickCount=5)
+    axis = alt.Axis(format=".3~g" if base == 10 else "~g", tickCount=5)
     found = alt.Chart(alt.NamedData("curves")).transform_fold(names, as_=["kind", "value"])
-    found = found.transform_filter(
-        "isValid(datum.value) && datum.value > 0" if base else "isValid(datum.value)"
-    )
+    if base:  # a logarithm cannot show 0
+        found = found.transform_calculate(value="datum.value > 0 ? datum.value : null")
     label = " : ".join(f"datum.kind == '{name}' ? '{text}'" for name, text in columns.items()) + " : ''"
     found = found.transform_calculate(what=label)
     legend = alt.Legend(title=None, orient="top", symbolOpacity=1, offset=4) if len(names) > 1 else None
@@ -60,7 +59,12 @@ def _line(alt: Any, columns: dict[str, str], several: bool, base: int | None = N
     tips += [alt.Tooltip("optimizer:N")] if several else []
     curve = {"interpolate": "step-after"} if base == 2 else {}
     encoded = found.mark_line(
-        strokeWidth=1.6, point={"size": 45, "opacity": 0.01}, clip=True, **curve
+        strokeWidth=1.6,
+        strokeCap="round",  # a step between two that are not finite is a dot
+        invalid="break-paths-show-domains",
+        point={"size": 45, "opacity": 0.01},
+        clip=True,
+        **curve,
     ).encode(
         x=alt.X(
             "step:Q",

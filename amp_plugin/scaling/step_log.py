@@ -443,11 +443,17 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
 
 def _skipped_text(step: LoggedStep) -> str:
     result, report = step.result, step.result.overflow_report()
-    rest = (
-        f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; otherwise "
-        "look for nan in the loss or the data, or use bfloat16."
-        if result.is_scaled
-        else f"although nothing is scaled. {report.meaning()}"
-    )
+    if not result.is_scaled:
+        rest = f"although nothing is scaled. {report.meaning()}"
+    elif report.nan or not report.scaled:
+        rest = (
+            f"and the loss scale is {result.scale_after:g}: lowering it further will not help. "
+            f"{replace(report, scaled=False).meaning()} `amp-plugin diagnose train.py` names the op."
+        )
+    else:
+        rest = (
+            f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; "
+            "otherwise look for nan in the loss or the data, or use bfloat16."
+        )
     steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
     return f"{steps} in a row were skipped: its gradients are not finite ({report.summary()}), {rest}"

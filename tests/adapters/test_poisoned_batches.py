@@ -12,6 +12,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule
 from torch import nn
 
+import amp_plugin
 from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision, FabricAmpPrecision
@@ -295,6 +296,42 @@ def test_the_monitor_names_the_op(precision, manual_steps):
         run.fit(module, loader)
     assert "aten::log.default" in str(error.value)
     assert "loss = self.net(batch).mul(0).log().mean()" in str(error.value)
+
+
+class LossOfZero(torch.nn.Module):
+    """A loss outside the model: its log is of 0."""
+
+    def forward(self, scores):
+        return scores.mul(0).log().mean()
+
+
+@pytest.mark.parametrize("scale", [2.0**10, 2.0])
+def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
+    reset()
+    accelerator = AmpAccelerator(
+        mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3, init_scale=scale)]
+    )
+    net, loss_of = network(), LossOfZero()
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def steps():
+        with amp_plugin.report(accelerator, model, tmp_path / "run.html"):
+            for batch in batches(poison=1.0):
+                optimizer.zero_grad()
+                accelerator.backward(loss_of(model(batch)))
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="3 optimizer steps in a row") as error:
+        steps()
+    text = str(error.value)
+    blameless = "which a loss scale seldom causes" if scale > 4 else "at a loss scale of 1 or less"
+    assert "gradients overflowed" not in text
+    assert "still too high" not in text
+    assert f"{blameless}. All gradients at once: the loss or the forward pass is not finite" in text
+    assert "Run `amp-plugin diagnose train.py`" in text
+    again = text.partition("The last of them was run once more:\n")[2]  # the model's calls alone: the page's
+    assert again.startswith("nothing was found in that run")
+    assert "`amp-plugin diagnose train.py` watches the whole program" in again
 
 
 def test_accelerate_names_the_op():

@@ -689,6 +689,17 @@ def test_the_monitor_tells_bytes_a_parameter(caplog):
     assert each["optimizer_state"] == pytest.approx(8, rel=0.05)
 
 
+def test_the_bytes_are_counted_once_a_step_was_taken():
+    monitor, told = AmpMonitor(), []
+    after = LambdaCallback(on_train_batch_end=lambda *_: told.append(monitor.weight_bytes))
+    skips_two = OneWeight(overflow_at=(0, 1))
+    skips_two.configure_optimizers = lambda: torch.optim.AdamW(skips_two.parameters())
+    fit(skips_two, AmpPrecision("fp16"), steps=4, callbacks=[monitor, after])
+    assert told[:2] == [None, None]
+    assert told[2].optimizer_state >= 8 * told[2].parameters
+    assert told[3] is told[2]
+
+
 def test_doctor_plans_bytes_a_parameter():
     assert plan("bf16", "cpu")["bytes_per_parameter"] == {
         "fp32": 16,

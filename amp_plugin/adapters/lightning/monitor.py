@@ -59,8 +59,8 @@ class Monitor:
     get ``grad_norm``, and ``skipped_steps`` from the first skip on.
     A run that is stopped has its last step run once more, with the same batch, random numbers and weights,
     under :func:`amp_plugin.diagnose`; the error holds its report.
-    After the first optimizer step one line tells the bytes a parameter (weights, what is kept beside them,
-    gradients, optimizer state); ``weight_bytes`` holds them.
+    After the first optimizer step that was taken, one line gives the bytes per parameter (weights, what is
+    kept next to them, gradients, optimizer state); ``weight_bytes`` holds them.
     On a GPU the device is read every few steps only, so warning and error come that much later.
 
     Args:
@@ -156,9 +156,6 @@ class Monitor:
         norms = self._new_norms(trainer)
         if norms is None:
             return
-        if self.weight_bytes is None:
-            self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
-            self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
         plugin = trainer.precision_plugin
         on_host = plugin.device == "cpu"
         if plugin.step_log.unread() >= (self.every_n_steps or (1 if on_host else trainer.log_every_n_steps)):
@@ -181,6 +178,9 @@ class Monitor:
         read, self._read[:] = list(self._read), []
         for step in read:
             self._skipped_steps += step.result.skipped
+            if not step.result.skipped and self.weight_bytes is None:  # a skipped step makes no state
+                self.weight_bytes = weight_bytes(pl_module, *trainer.strategy.optimizers)
+                self.package.utilities.rank_zero_info(f"training holds {self.weight_bytes}")
             if step.in_a_row == self.max_skips_in_a_row:
                 in_fp16 = "compute the named modules in fp32 (fp32_modules=[...]), use AmpPrecision('bf16')"
                 option = "AmpMonitor(max_skips_in_a_row=...)"
