@@ -6,13 +6,14 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import multiprocessing
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp16", "bf16"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
+_ADAPTER: Final = "amp_plugin.adapters.accelerate"
 _AS_WRITTEN: Final = "as-written"
 _PRECISIONS: Final = ("fp16", "bf16")
 _ACCELERATE: Final = "ACCELERATE_MIXED_PRECISION"
@@ -142,10 +144,14 @@ class Takeover:
         """Return module -> what to enter once it is imported."""
         from amp_plugin.adapters.lightning.installation import CONNECTORS  # noqa: PLC0415 - torch is loaded
 
-        return {"accelerate": self._accelerate, **dict.fromkeys(CONNECTORS, self._lightning)}
+        return {
+            "accelerate": _load_adapter,
+            _ADAPTER: self._accelerate,
+            **dict.fromkeys(CONNECTORS, self._lightning),
+        }
 
     @contextmanager
-    def _accelerate(self, module: ModuleType) -> Iterator[None]:
+    def _accelerate(self, adapter: ModuleType) -> Iterator[None]:
         from amp_plugin.adapters.accelerate.installation import install, uninstall  # noqa: PLC0415
 
         def made(accelerator: Any) -> None:
@@ -250,6 +256,12 @@ def _rank(environment: Mapping[str, str]) -> str:
     return f" [rank {rank} of {ranks}]" if ranks > 1 else ""
 
 
+def _load_adapter(accelerate: ModuleType) -> AbstractContextManager[object]:
+    """Import our adapter, unless it is what imports Accelerate: it is installed once it has run."""
+    importlib.import_module(_ADAPTER)
+    return nullcontext()
+
+
 def _counted(made: Mapping[str, int]) -> list[str]:
     return [f"{count} {name}" if count > 1 else name for name, count in made.items()]
 
@@ -281,9 +293,8 @@ def when_imported(
         finder = _Finder(actions.keys(), act)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-        for name in actions:
-            if name in sys.modules:
-                act(sys.modules[name])
+        for name in [name for name in actions if name in sys.modules]:  # acting imports others
+            act(sys.modules[name])
         yield
 
 

@@ -256,6 +256,39 @@ class TestAccelerate:
         assert "ask for two precisions; leave one of them out" in " ".join(result.stderr.split())
 
 
+OWN = """\
+{first}
+{second}
+accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+print(type(accelerator).__module__)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("from amp_plugin import AmpAccelerator", "import accelerate"),
+        ("import amp_plugin.adapters.accelerate.installation", "import accelerate"),
+        ("from transformers import Trainer", "import accelerate; from amp_plugin import AmpKwargs"),
+    ],
+)
+def test_our_adapter_may_be_imported_first(tmp_path, installed, first, second):
+    """Only a new process has imported neither Accelerate nor the adapter."""
+    (tmp_path / "train.py").write_text(OWN.format(first=first, second=second))
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.split() == ["amp_plugin.adapters.accelerate.accelerator"], done.stderr
+    assert "train.py used Accelerator(mixed_precision='bf16')" in done.stderr
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 class TestLightning:
     def test_a_trainer_takes_our_plugin(self, run, package):
