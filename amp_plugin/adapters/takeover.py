@@ -6,13 +6,15 @@ starts by ``AMP_PLUGIN_TAKEOVER``, which torch reads when they import it (the en
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import multiprocessing
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -20,7 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from amp_plugin.adapters.stand_in import standing_in
-from amp_plugin.casting.bound_rules import BoundAutocast, is_launcher, ours_by_default
+from amp_plugin.casting.bound_rules import BoundAutocast, is_launcher, ours_by_default, replaced
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp16", "bf16"]
 VARIABLE: Final = "AMP_PLUGIN_TAKEOVER"
+_ADAPTER: Final = "amp_plugin.adapters.accelerate"
 _AS_WRITTEN: Final = "as-written"
 _PRECISIONS: Final = ("fp16", "bf16")
 _ACCELERATE: Final = "ACCELERATE_MIXED_PRECISION"
@@ -71,7 +74,8 @@ class Takeover:
         self._asked: Counter[str] = Counter()  # what the program made, in the precision it chose
         self._set: Counter[str] = Counter()  # what got the precision of ours
         self._left: set[str] = set()  # classes of scalers that stayed torch's
-        self._scales = False
+        self._scales = self._has_own = False  # a scaler of ours; made by its own name or plugin
+        self._names_before = _loaded_names()
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -87,6 +91,7 @@ class Takeover:
             dtype = None if self._precision is None else DTYPES[self._precision]
             self._autocast = BoundAutocast(self._rules, self._rules_name, dtype=dtype)
             undo.enter_context(self._autocast)
+            undo.enter_context(replaced(GradScaler, "__init__", self._noting(GradScaler.__init__)))
             undo.enter_context(
                 standing_in(
                     GradScaler,
@@ -136,13 +141,27 @@ class Takeover:
 
     def _made_scaler(self, scaler: Any) -> None:
         self._asked[type(scaler).__name__] += 1
-        self._scales = self._scales or scaler.is_enabled()
+
+    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
+        """Return an ``__init__`` of our scaler that notes whether one scales, by whatever name it is made."""
+
+        @functools.wraps(original)
+        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
+            original(scaler, *args, **kwargs)
+            self._has_own = True
+            self._scales = self._scales or scaler.is_enabled()
+
+        return init
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
         """Return module -> what to enter once it is imported."""
         from amp_plugin.adapters.lightning.installation import CONNECTORS  # noqa: PLC0415 - torch is loaded
 
-        return {"accelerate": self._accelerate, **dict.fromkeys(CONNECTORS, self._lightning)}
+        return {
+            "accelerate": _load_adapter,
+            _ADAPTER: self._accelerate,
+            **dict.fromkeys(CONNECTORS, self._lightning),
+        }
 
     @contextmanager
     def _accelerate(self, module: ModuleType) -> Iterator[None]:
@@ -206,6 +225,11 @@ class Takeover:
             self._say(warning)
 
     def _unused(self) -> str:
+        if self._has_own or _loaded_names() - self._names_before:
+            text = f"{self._program} uses amp_plugin itself: nothing else was to be taken over"
+            return (
+                text if self._precision is None else f"{text}, and --precision {self._precision} set nothing"
+            )
         text = f"{self._program} used none of them and ran as without amp-plugin"
         if self._autocast.off:
             devices = " and ".join(sorted(self._autocast.off))
@@ -250,6 +274,18 @@ def _rank(environment: Mapping[str, str]) -> str:
     return f" [rank {rank} of {ranks}]" if ranks > 1 else ""
 
 
+def _load_adapter(_accelerate: ModuleType) -> AbstractContextManager[object]:
+    """Import our adapter, unless it is what imports Accelerate: it is installed once it has run."""
+    importlib.import_module(_ADAPTER)
+    return nullcontext()
+
+
+def _loaded_names() -> set[str]:
+    """Return the public names of this package that somebody has used: it loads each when first asked."""
+    package = sys.modules["amp_plugin"]
+    return vars(package).keys() & {*package.__all__}
+
+
 def _counted(made: Mapping[str, int]) -> list[str]:
     return [f"{count} {name}" if count > 1 else name for name, count in made.items()]
 
@@ -281,9 +317,8 @@ def when_imported(
         finder = _Finder(actions.keys(), act)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-        for name in actions:
-            if name in sys.modules:
-                act(sys.modules[name])
+        for name in [name for name in actions if name in sys.modules]:  # acting imports others
+            act(sys.modules[name])
         yield
 
 

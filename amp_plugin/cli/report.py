@@ -34,8 +34,8 @@ def report(
         fail(str(error), code=1)
     takeover = Takeover(Path(program.name).name)
     ran = run_program(program, arguments or [], around=_both(takeover, drawn))
-    told = f"is drawn in {drawn.page.path}" if drawn.page else "has called no model to be trained: no page"
-    print(f"amp-plugin report: {program.name} {told}", file=sys.stderr)
+    if drawn.page is not None or not ran.code:  # else why there is no page stands above
+        print(f"amp-plugin report: {program.name} {drawn.outcome()}", file=sys.stderr)
     raise typer.Exit(ran.code)
 
 

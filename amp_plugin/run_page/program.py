@@ -44,6 +44,8 @@ class ProgramPage:
         self._open = ExitStack()
         self._logs: list[weakref.ref[StepLog]] = []
         self.page: RunReport | None = None
+        self._is_compiled = False
+        self._observer = GradScaler("cpu", enabled=False)  # made before the program: not one of its own
 
     def __enter__(self) -> Self:
         """Wait for a model."""
@@ -60,10 +62,24 @@ class ProgramPage:
             if self.page is not None:
                 self.page.__exit__(kind, error, traceback)
 
+    def outcome(self) -> str:
+        """Return what became of the page, said of the program."""
+        if self.page is not None:
+            return f"is drawn in {self.page.path}"
+        if self._is_compiled:
+            return (
+                "trains a model that is called in compiled code only, where it cannot be followed: no page; "
+                "write `with amp_plugin.report(scaler, model, path):` around the loop"
+            )
+        return "has called no model to be trained: no page"
+
     def _begin(self, module: nn.Module, _: Any) -> None:
         """Follow the first module that is called to be trained."""
-        trained = module.training and torch.is_grad_enabled() and not is_compiling()
+        trained = module.training and torch.is_grad_enabled()
         if self.page is not None or not trained or not any(p.requires_grad for p in module.parameters()):
+            return
+        if is_compiling():
+            self._is_compiled = True
             return
         logs = [log for reference in self._logs if (log := reference()) is not None]
         steps = _Steps(logs[-1]) if logs else self._observed()
@@ -72,7 +88,7 @@ class ProgramPage:
 
     def _observed(self) -> GradScaler:
         """Return what follows the steps of a program that has nothing of this package."""
-        observer = GradScaler("cpu", enabled=False)
+        observer = self._observer
 
         def before_step(optimizer: Optimizer, _: Any, __: Any) -> None:
             observer.measure(optimizer)

@@ -16,6 +16,7 @@ import tomllib
 import torch
 from typer.testing import CliRunner
 
+import amp_plugin
 from amp_plugin import GradScaler, autocast
 from amp_plugin.adapters.takeover import Takeover, when_imported
 from amp_plugin.cli import app
@@ -88,6 +89,7 @@ def names() -> list[object]:
         torch.autocast.__enter__,
         torch.cpu.amp.autocast.__init__.__defaults__,
         torch.amp.GradScaler.__init__,
+        GradScaler.__init__,
         torch.compiler.config.cache_key_tag,
         list(sys.meta_path),
         {name: value for name, value in os.environ.items() if "AMP_PLUGIN" in name or "ACCELERATE" in name},
@@ -122,6 +124,24 @@ class TestTorchAmp:
         result, said = run("print('hello')", "--precision", "bf16")
         assert result.exit_code == 0
         assert "train.py used none of them and ran as without amp-plugin; in a plain loop, open" in said[1]
+
+    def test_a_program_that_uses_amp_plugin_itself_is_told_so(self, run):
+        text = "import amp_plugin\namp_plugin.GradScaler('cpu', enabled=False)"
+        end = "amp-plugin run: train.py uses amp_plugin itself: nothing else was to be taken over"
+        assert run(text)[1][1:] == [end]
+        assert run(text, "--precision", "bf16")[1][1:] == [f"{end}, and --precision bf16 set nothing"]
+
+    def test_a_public_name_is_use_enough(self, run, monkeypatch):
+        monkeypatch.delitem(vars(amp_plugin), "autocast", raising=False)
+        assert "uses amp_plugin itself" in run("from amp_plugin import autocast")[1][1]
+
+    @pytest.mark.parametrize(("enabled", "told"), [(True, 0), (False, 1)])
+    def test_a_scaler_by_our_own_name_counts(self, run, enabled, told):
+        text = (
+            f"import torch, amp_plugin\namp_plugin.GradScaler('cpu', enabled={enabled})\n"
+            "with torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
+        )
+        assert sum("without an enabled GradScaler" in line for line in run(text)[1]) == told
 
     def test_float16_without_a_scaler_is_told(self, run):
         text = "import torch\nwith torch.autocast('cpu', torch.float16): torch.ones(2, 2) @ torch.ones(2, 2)"
@@ -256,6 +276,39 @@ class TestAccelerate:
         assert "ask for two precisions; leave one of them out" in " ".join(result.stderr.split())
 
 
+OWN = """\
+{first}
+{second}
+accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+print(type(accelerator).__module__)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("from amp_plugin import AmpAccelerator", "import accelerate"),
+        ("import amp_plugin.adapters.accelerate.installation", "import accelerate"),
+        ("from transformers import Trainer", "import accelerate; from amp_plugin import AmpKwargs"),
+    ],
+)
+def test_our_adapter_may_be_imported_first(tmp_path, installed, first, second):
+    """Only a new process has imported neither Accelerate nor the adapter."""
+    (tmp_path / "train.py").write_text(OWN.format(first=first, second=second))
+    done = subprocess.run(
+        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
+        cwd=tmp_path,
+        env=installed,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.stdout.split() == ["amp_plugin.adapters.accelerate.accelerator"], done.stderr
+    assert "train.py used Accelerator(mixed_precision='bf16')" in done.stderr
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 class TestLightning:
     def test_a_trainer_takes_our_plugin(self, run, package):
@@ -305,6 +358,20 @@ class TestLightning:
         result, _ = run(text + fit, "--rules", str(tmp_path / "rules.yaml"))
         assert result.stdout.splitlines()[-1] == "torch.float32"
         assert "nothing has read the rules" not in result.stderr
+
+    def test_a_trainer_with_a_plugin_of_ours_is_told_so(self, run, package):
+        pytest.importorskip(package)
+        more = (
+            "from amp_plugin.adapters.lightning import classes_for\n"
+            f"AmpPrecision = classes_for({package!r}).AmpPrecision\n"
+            f"from {package}.demos.boring_classes import BoringModel"
+        )
+        text = LIGHTNING.format(
+            package=package, more=more, chosen='plugins=[AmpPrecision("bf16", device="cpu")]'
+        )
+        result, said = run(text + "trainer.fit(BoringModel())")
+        assert result.exit_code == 0, result.output
+        assert "train.py uses amp_plugin itself" in said[-1]
 
     def test_fabric_takes_our_plugin(self, run, package):
         pytest.importorskip(package)

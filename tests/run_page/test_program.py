@@ -42,9 +42,28 @@ for step in range(10):
     scaler.update()
     optimizer.zero_grad()
 """
+COMPILED = """
+import torch, amp_plugin
+net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(net.parameters())
+scaler = amp_plugin.GradScaler("cpu")
+
+@torch.compile(backend="aot_eager")
+def train(batch):
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = net(batch).float().mean()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+for step in range(3):
+    train(torch.randn(4, 8))
+assert not scaler.last_step(optimizer).skipped
+"""
 
 
-def run(folder: Path, source: str, *words: str) -> Path:
+def run(folder: Path, source: str, *words: str, code: int = 0) -> Path:
     script = folder / "train.py"
     script.write_text(source)
     words = ["amp-plugin", "report", "--page", str(folder / "run.html"), str(script), *words]
@@ -52,7 +71,7 @@ def run(folder: Path, source: str, *words: str) -> Path:
         patch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
             app()
-    assert ended.value.code == 0
+    assert ended.value.code == code
     return folder / "run.html"
 
 
@@ -65,6 +84,12 @@ def test_a_program_without_a_scaler(tmp_path, capsys):
     assert all(norm > 0 for norm in curves["before"])
     assert "none of 10 steps" in text_of(page)
     assert "bf16" in text_of(page)
+
+
+@pytest.mark.native
+def test_the_page_is_not_the_programs_own_use_of_amp_plugin(tmp_path, capsys):
+    run(tmp_path, PLAIN.replace("torch.autocast(", "torch.autocast(enabled=False, device_type="))
+    assert "train.py used none of them" in capsys.readouterr().err
 
 
 @pytest.mark.native
@@ -96,3 +121,21 @@ def test_a_program_that_trains_nothing_has_no_page(tmp_path, capsys):
     page = run(tmp_path, "print('hello')")
     assert not page.exists()
     assert "called no model to be trained: no page" in capsys.readouterr().err
+
+
+@pytest.mark.native
+def test_a_step_that_is_compiled_whole_is_told_how_to_get_a_page(tmp_path, capsys):
+    page = run(tmp_path, COMPILED)
+    said = capsys.readouterr().err
+    assert not page.exists()
+    assert "called in compiled code only" in said
+    assert "with amp_plugin.report(scaler, model, path):" in said
+    assert "without an enabled GradScaler" not in said
+
+
+def test_a_program_that_failed_is_only_told_why(tmp_path, capsys):
+    page = run(tmp_path, "raise KeyError('gone')", code=1)
+    assert not page.exists()
+    said = capsys.readouterr().err
+    assert "KeyError: 'gone'" in said
+    assert "no page" not in said
