@@ -359,6 +359,7 @@ class TestLightning:
         assert result.stdout.splitlines()[-1] == "torch.float32"
         assert "nothing has read the rules" not in result.stderr
 
+    @pytest.mark.native  # without the core a region of ours is a block of torch.autocast, and counted as one
     def test_a_trainer_with_a_plugin_of_ours_is_told_so(self, run, package):
         pytest.importorskip(package)
         more = (
