@@ -34,7 +34,7 @@ def report(
         fail(str(error), code=1)
     takeover = Takeover(Path(program.name).name)
     ran = run_program(program, arguments or [], around=_both(takeover, drawn))
-    if drawn.page is not None or not ran.code:  # else why there is no page stands above
+    if drawn.page is not None or not ran.code:  # otherwise the error above explains the missing page
         print(f"amp-plugin report: {program.name} {drawn.outcome()}", file=sys.stderr)
     raise typer.Exit(ran.code)
 

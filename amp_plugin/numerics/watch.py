@@ -238,7 +238,7 @@ class Watch(Observer):
             return self._new("made", call, result, judged, call.recorded_site)
         site = call.forward_site
         first = self._first_at.get(id(site))
-        if first is not None and first.is_reported:  # a derivative is no second origin
+        if first is not None and first.is_reported:  # a derivative is not a second origin
             return first
         origin = self._new("made", call, result, judged, site)
         if site is not None:
