@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 _WIDE = {"fp32": "float32", "fp64": "float64"}
 _NO_STOPS = "--compare measures errors and stops nowhere; leave --keep-going, --strict and --save out"
-_NO_PLOT = "--plot draws the errors of --compare fp32, not of --compare eager"
-_NO_MORE = "--save records a run; leave --keep-going, --strict and --plot out"
+_NO_MORE = "--save records a run; leave --keep-going and --strict out"
 _MOST_RUNS = 8  # of a program with --keep-going
 _NAMES = {"float32": "fp32", "float": "fp32", "float64": "fp64", "double": "fp64"}
 
@@ -51,7 +50,6 @@ def diagnose(
         bool, typer.Option("--strict", help="Report an infinity even if nothing comes of it.")
     ] = False,
     compare: Compare = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the errors into this file; with --compare.")] = None,
     save: Annotated[
         Path | None, typer.Option(help="Record what each op makes into this file, for `compare`.")
     ] = None,
@@ -63,14 +61,12 @@ def diagnose(
     program = program_of(script, as_module=as_module, command="diagnose")
     for given, others, why in (
         (compare, (keep_going, strict, save), _NO_STOPS),
-        (compare == "eager", (plot,), _NO_PLOT),
-        (save, (keep_going, strict, plot), _NO_MORE),
-        (not compare, (plot,), "--plot draws the errors of --compare fp32; give both"),
+        (save, (keep_going, strict), _NO_MORE),
     ):
         if given and any(others):
             fail(why, code=2)
     if compare or save:
-        _measure(program, arguments or [], compare, save, plot, steps, rows, as_json)
+        _measure(program, arguments or [], compare, save, steps, rows, as_json)
     else:
         _find_non_finite(program, arguments or [], keep_going, strict, as_json)
 
@@ -155,7 +151,6 @@ def _measure(
     arguments: list[str],
     than: str | None,
     file: Path | None,
-    plot: Path | None,
     steps: int,
     rows: int,
     as_json: bool,
@@ -163,8 +158,8 @@ def _measure(
     """Run a program in a region that records it into a file, or compares its ops or graphs with others."""
     import torch  # noqa: PLC0415 - takes seconds
 
+    from amp_plugin.numerics.compare import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.compiled import CompiledComparison  # noqa: PLC0415 - loads torch
-    from amp_plugin.numerics.record import RunRecorder  # noqa: PLC0415 - loads torch
     from amp_plugin.numerics.shadow import ShadowRun  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
 
@@ -176,11 +171,6 @@ def _measure(
         region = ShadowRun(dtype=getattr(torch, dtype)) if dtype else CompiledComparison()
     with output_of_script(as_json=as_json):
         run = run_program(program, arguments, around=region)
-    if plot is not None and isinstance(region, ShadowRun):
-        try:
-            region.plot(plot, rows=rows)
-        except (ImportError, OSError, ValueError) as error:
-            fail(str(error), code=1)
     if as_json:
         print(json.dumps({"script": program.name, "exit_code": run.code, **region.to_dict()}))
     elif not (run.failed and region.is_empty):

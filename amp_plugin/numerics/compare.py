@@ -10,18 +10,212 @@ for each result that both runs have:
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from amp_plugin.numerics.op import listed
-from amp_plugin.numerics.record import OpRecord, Run
-from amp_plugin.numerics.values import as_json
+import torch
+from torch import Tensor, nn
 
+from amp_plugin.numerics.op import Call, listed
+from amp_plugin.numerics.shadow import WideRun
+from amp_plugin.numerics.values import PLAIN, Fingerprint, Storages, as_json, distance, fingerprint, norm
+
+_FORMAT = "amp_plugin run 4"
+_SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
 _GROWTH = 3.0  # by which one op may enlarge differences that are there
+
+
+# -- a run -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpRecord:
+    """One result of one op."""
+
+    step: int  # optimizer steps before it
+    direction: str  # "forward" or "backward"
+    module: str  # path of the module; empty outside of modules
+    op: str  # full name
+    line: str  # the line that called it, or its forward op; empty if unknown
+    dtype: str  # of the result
+    shape: tuple[int, ...]  # of the result
+    checksum: int  # of its bits
+    held: Fingerprint  # of what it would be without rounding
+    reads: tuple[Fingerprint, ...]  # of the inputs without rounding
+    eps: float  # of the coarsest dtype among result and inputs
+    rounding: float  # how far the result is from the one without rounding, relative
+    # the op's own error over what rounding its result once and sums in fp32 may come to
+    excess: float
+    # that of the inputs, where the result is taken as exact since the op does not run in fp64; else 0
+    taken: float
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        where = f" in {self.module}" if self.module else ""
+        return f"{self.op}{where}, {self.direction}, step {self.step}, {self.dtype}[{shape}]"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A recorded run."""
+
+    format: str = _FORMAT
+    records: list[OpRecord] = field(default_factory=list)  # results in the order of the ops
+    # ops that did not run in fp64 -> how often
+    unmeasured: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """Read a run; nothing else is unpickled.
+
+        Raises:
+            ValueError: the file is no such run.
+            OSError: it cannot be read.
+        """
+        run, reason = None, None
+        with torch.serialization.safe_globals([cls, OpRecord, Fingerprint, Counter]):
+            try:
+                run = torch.load(path, weights_only=True)
+            except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+                reason = error
+        if not isinstance(run, cls) or run.format != _FORMAT:
+            msg = f"{path} is not a recorded run; make one with: amp-plugin diagnose --save run.pt train.py"
+            raise ValueError(msg) from reason
+        return run
+
+
+class RunRecorder(WideRun):
+    """A region whose results are written to a file when it ends; see ``record_run``.
+
+    Attributes:
+        run: what was recorded so far.
+    """
+
+    def __init__(self, path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> None:
+        super().__init__(model, torch.float32 if torch.backends.mps.is_available() else torch.float64)
+        self._path, self._most = Path(path), steps
+        self._made: Storages[int] = Storages()  # numbers of the records that made them
+        self.run = Run(unmeasured=self.recorder.unmeasured)
+
+    def ended(self, error: BaseException | None) -> None:
+        """Write the file, after an error of the program too."""
+        torch.save(self.run, self._path)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no op made a number."""
+        return not self.run.records
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return file, number of results and steps, as JSON's values."""
+        steps = max((record.step + 1 for record in self.run.records), default=0)
+        return {"file": str(self._path), "results": len(self.run.records), "steps": steps}
+
+    def report(self) -> str:
+        """Return the same as text."""
+        return "{results} results of {steps} steps are in {file}".format(**self.to_dict())
+
+    def before(self, call: Call) -> None:
+        """Take the inputs' fingerprints."""
+        if self.recorder.tracker.steps < self._most:
+            super().before(call)
+            call.read = tuple(self._reads(call))
+
+    def after(self, call: Call, output: Any) -> None:
+        """Record the results."""
+        if self.recorder.tracker.steps < self._most:
+            super().after(call, output)
+
+    def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
+        """Record a result."""
+        if call.traits.is_unwritten or call.traits.is_collective or not _is_readable(result):
+            return
+        site, tensors = call.site, [argument.tensor for argument in call.arguments]
+        dtypes = [tensor.dtype for tensor in (result, *tensors)]
+        floats = [torch.finfo(dtype) for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        coarsest = max(floats, key=lambda info: info.eps, default=None)
+        self._made.set(result, len(self.run.records))
+        record = OpRecord(
+            step=self.recorder.tracker.steps,
+            direction=call.direction,
+            module=site.module,
+            op=call.traits.name,
+            line=str(site.place or ""),
+            dtype=str(result.dtype).removeprefix("torch."),
+            shape=tuple(result.shape),
+            checksum=fingerprint(result).checksum,
+            held=self._print(result, len(self.run.records)),
+            reads=call.read,
+            eps=coarsest.eps if coarsest else 0.0,
+            rounding=self._rounding(result),
+            excess=_excess(call, result, exact, coarsest) if exact is not None and coarsest else 0.0,
+            taken=max(map(self._rounding, tensors), default=0.0) if exact is None else 0.0,
+        )
+        self.run.records.append(record)
+
+    def _reads(self, call: Call) -> Iterator[Fingerprint]:
+        for tensor in (argument.tensor for argument in call.given):
+            if _is_readable(tensor) and tensor.numel():
+                made_by = self._made.get(tensor)
+                yield self._print(tensor, -1 if made_by is None else made_by)
+
+    def _print(self, tensor: Tensor, made_by: int) -> Fingerprint:
+        return fingerprint(self.shadows.of(tensor) if self.shadows.follows(tensor) else tensor, made_by)
+
+    def _rounding(self, tensor: Tensor) -> float:
+        is_known = self.shadows.follows(tensor) and tensor.is_floating_point()
+        return distance(tensor, self.shadows.of(tensor)) if is_known else 0.0
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+    is_plain = is_plain and tensor.dtype is not torch.uint8  # room for a backward pass
+    return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
+
+
+def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
+    """Return an op's own error over what rounding its result, and sums in fp32 that cancel, may come to."""
+    if not result.is_floating_point():
+        return 0.0
+    finite = exact.isfinite() & result.isfinite()
+    given = [argument.tensor for argument in call.arguments]
+    apart, size, *norms = map(norm, ((result - exact)[finite], exact[finite], *given))
+    product = math.prod(sorted(max(size, 1.0) for size in norms)[-2:])
+    tiny = coarsest.eps * coarsest.smallest_normal * math.sqrt(result.numel())
+    allowed = 2 * coarsest.eps * size + _SUMS * product + tiny
+    return apart / allowed if math.isfinite(allowed) else 0.0
+
+
+def record_run(path: str | Path, model: nn.Module | None = None, *, steps: int = 10) -> RunRecorder:
+    """Record what each op of a region makes, into a file for ``compare_runs``.
+
+    A few hundred numbers of each tensor are kept: some 2 kB per op. Each op runs twice more in fp64, on its
+    inputs and on what they would be without rounding; the program's own results and random numbers stay.
+    Memory: the fp64 values of every living tensor.
+
+    Args:
+        path: of the file.
+        model: gives the module names; default: whatever module is called.
+        steps: optimizer steps to record; what comes later runs unrecorded.
+
+    Returns:
+        A context manager; the file is written when it ends.
+
+    Raises:
+        ValueError: ``steps`` is below 1.
+    """
+    if steps < 1:
+        msg = f"record_run(steps={steps}): give at least 1"
+        raise ValueError(msg)
+    return RunRecorder(path, model, steps=steps)
+
+
+# -- two runs ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +247,27 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        first, second = self.first, self.second
-        place = {"op": first.op, "module": first.module, "direction": first.direction, "step": first.step}
-        place |= {"line": first.line, "dtypes": [first.dtype, second.dtype], "alone": self.alone}
-        numbers = {name: getattr(self, name) for name in ("relative", "inputs", "allowed", "excess")}
-        rounding = [first.rounding, second.rounding]
-        return {**place, **as_json({**numbers, "rounding": rounding}), "is_rounding": self.is_rounding}
+        told = {name: getattr(self.first, name) for name in ("op", "module", "direction", "step", "line")}
+        for name in ("alone", "relative", "inputs", "allowed", "excess", "is_rounding"):
+            told[name] = getattr(self, name)
+        told["dtypes"] = [self.first.dtype, self.second.dtype]
+        told["rounding"] = [self.first.rounding, self.second.rounding]
+        return as_json(told)  # type: ignore[no-any-return]
 
     def __str__(self) -> str:
-        dtypes = "" if self.first.dtype == self.second.dtype else f" against {self.second.dtype}"
+        first, second = self.first, self.second
+        dtypes = "" if first.dtype == second.dtype else f" against {second.dtype}"
         verdict = "rounding explains it" if self.is_rounding else "rounding does not explain it"
-        rows = [f"line        {self.first.line}"] if self.first.line else []
-        if self.alone:
-            rows.append(f"its input   comes from {self.alone}, which one run alone has")
-        if self.excess:
-            rows.append(f"one run     the op's own error is {self.excess:.2g} times what rounding allows")
         allowed = f"inputs that differ by {self.inputs:.2g} allow {self.allowed:.2g}"
-        rows += [
+        excess = f"the op's own error is {self.excess:.2g} times what rounding allows"
+        lines = [
+            f"line        {first.line}" if first.line else "",
+            f"its input   comes from {self.alone}, which one run alone has" if self.alone else "",
+            f"one run     {excess}" if self.excess else "",
             f"difference  {self.relative:.2g} without rounding, relative; {verdict}: {allowed}",
-            f"rounding    {self.first.rounding:.2g} in one run, {self.second.rounding:.2g} in the other",
+            f"rounding    {first.rounding:.2g} in one run, {second.rounding:.2g} in the other",
         ]
-        return "\n  ".join([f"{self.first}{dtypes}", *rows])
+        return "\n  ".join([f"{first}{dtypes}", *filter(None, lines)])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,30 +295,28 @@ class RunComparison:
 
     def report(self) -> str:
         """Return what is known, as text."""
+        alone = f"; {self.only_first} are in the first run alone, {self.only_second} in the second alone"
         counts = f"{self.compared} results compared, {self.differing} differ"
-        if self.only_first or self.only_second:
-            counts += (
-                f"; {self.only_first} are in the first run alone, {self.only_second} in the second alone"
-            )
+        counts += alone if self.only_first or self.only_second else ""
         if self.first is None:
             return f"{counts}: what both runs have is equal, bit for bit"
-        parts = [counts, f"first difference: {self.first}"]
+        unexplained = f"first that rounding does not explain: {self.unexplained}"
         if self.unexplained is None:
-            parts.append("rounding explains every difference")
-        elif self.unexplained is not self.first:
-            parts.append(f"first that rounding does not explain: {self.unexplained}")
-        parts.append(f"not to be told from rounding: differences below {self.unseen:.1g} of a result")
-        if self.unmeasured:
-            parts.append(f"taken as exact, not measured: {listed(self.unmeasured)}")
-        return "\n\n".join(parts)
+            unexplained = "rounding explains every difference"
+        parts = [
+            counts,
+            f"first difference: {self.first}",
+            unexplained if self.unexplained is not self.first else "",
+            f"not to be told from rounding: differences below {self.unseen:.1g} of a result",
+            f"taken as exact, not measured: {listed(self.unmeasured)}" if self.unmeasured else "",
+        ]
+        return "\n\n".join(filter(None, parts))
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
+        told = {name: as_json(getattr(self, name)) for name in self.__slots__}
         differences = {"first": self.first, "unexplained": self.unexplained}
-        return {
-            **{name: as_json(getattr(self, name)) for name in self.__slots__},
-            **{name: found and found.to_dict() for name, found in differences.items()},
-        }
+        return told | {name: found and found.to_dict() for name, found in differences.items()}
 
 
 def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
@@ -147,9 +339,10 @@ def compare_runs(first: str | Path, second: str | Path) -> RunComparison:
     if not shared:
         msg = f"{first} and {second} have no result in common; record the same program twice"
         raise ValueError(msg)
+    matched = shared.keys(), set(shared.values())
     alone = [
-        {number: record for number, record in enumerate(run.records) if number not in matched}
-        for run, matched in ((ours, shared.keys()), (theirs, set(shared.values())))
+        {number: record for number, record in enumerate(run.records) if number not in numbers}
+        for run, numbers in zip((ours, theirs), matched, strict=True)
     ]
     judged: list[Difference] = []
     largest = 0.0  # difference that is explained, so far

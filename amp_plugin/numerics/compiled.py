@@ -2,8 +2,8 @@
 
 ::
 
-    a graph is called:  the graph runs eagerly, once more in float64, and then as it was compiled
-    its backward ends:  the gradients of its inputs likewise, from the same gradients of its outputs
+    a graph is called:  as it was compiled, eagerly, and once more in float64
+    what is compared:   results, inputs that it writes, inputs' gradients for random ones of the results
     compiled - float64  against  eager - float64:  more than 4 times as far (and 4 eps) is not rounding
 
 Eager code rounds after every op, compiled code where its kernels end, so neither is the measure of the other.
@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -30,8 +30,7 @@ from typing_extensions import Self
 
 from amp_plugin.numerics.op import listed
 from amp_plugin.numerics.places import Place, place_in_trace
-from amp_plugin.numerics.rounding import distance
-from amp_plugin.numerics.values import as_json
+from amp_plugin.numerics.values import as_json, distance
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.replay import restore_random_state
 from amp_plugin.scaling.step_log import random_state
@@ -71,16 +70,9 @@ class CompiledDifference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        return {
-            "graph": self.graph,
-            "result": self.result,
-            "dtype": short_name(self.dtype),
-            "compiled": as_json(self.compiled),
-            "eager": as_json(self.eager),
-            "op": self.op,
-            "line": None if self.place is None else str(self.place),
-            "alone": self.alone,
-        }
+        same = ("graph", "result", "compiled", "eager", "op", "alone")
+        told = {name: as_json(getattr(self, name)) for name in same}
+        return {**told, "dtype": short_name(self.dtype), "line": str(self.place) if self.place else None}
 
     def __str__(self) -> str:
         where = f"{self.result} of graph {self.graph} ({short_name(self.dtype)})"
@@ -99,8 +91,8 @@ class CompiledComparison:
     """A region in which every graph that torch.compile makes is also run eagerly and in float64.
 
     The program goes on with the compiled code's results. Random numbers are those of eager code
-    (``fallback_random`` of inductor). Slow: each graph runs three times, and so does each backward pass.
-    Graphs that were compiled before the region are not compared.
+    (``fallback_random`` of inductor). Slow: each graph runs three times, and its backward pass as well, for
+    random gradients of the results. Graphs that were compiled before the region are not compared.
 
     Attributes:
         differences: for each graph the first result that differs by more than rounding.
@@ -119,10 +111,12 @@ class CompiledComparison:
 
     def __enter__(self) -> Self:
         """Open the region."""
+        from torch._functorch import config as functorch  # noqa: PLC0415
         from torch._inductor import config  # noqa: PLC0415 -- takes a second
 
         with ExitStack() as stack:
             stack.enter_context(config.patch(fallback_random=True))
+            stack.enter_context(functorch.patch(donated_buffer=False))  # backward passes run twice
             for name in ("_TorchCompileInductorWrapper", "_TorchCompileWrapper"):
                 backend = getattr(torch, name)
                 stack.enter_context(patch.object(backend, "__call__", self._watching(backend.__call__)))
@@ -183,92 +177,59 @@ def has_compiled() -> bool:
     return frames is not None and any(map(callable, frames.cached_backends.values()))
 
 
-class _Twin:
-    """A graph run on copies of a call's inputs: eagerly, in float64, or with its roundings changed.
-
-    Attributes:
-        inputs: the copies; some may be written by the graph.
-        results: those of the graph; None if it could not run.
-        gradients: of the inputs, once they are computed.
-    """
-
-    def __init__(self, call: _Call, run: Callable[..., Any], *, wide: bool = False) -> None:
-        self.inputs = [_copied(value, wide=wide) for value in call.inputs]
-        self.results: Sequence[Any] | None = None
-        self.gradients: list[Tensor | None] = [None] * len(self.inputs)
-        state = random_state()
-        restore_random_state(call.random_state)
-        try:
-            self.results = run(*self.inputs)
-        except Exception:  # noqa: BLE001 -- an op has no kernel for float64, or checks its dtypes
-            self.results = None
-        restore_random_state(state)
-
-    def differentiate(self, given: Mapping[int, Tensor]) -> None:
-        """Compute the gradients of the inputs from those of some results."""
-        made = _tensors(self.results or ())
-        results = {number: result for number, result in made if result.requires_grad and number in given}
-        needing = {number: tensor for number, tensor in _tensors(self.inputs) if tensor.requires_grad}
-        grads = [given[number].to(result.dtype) for number, result in results.items()]
-        if grads and needing:
-            found = torch.autograd.grad(
-                list(results.values()), list(needing.values()), grads, allow_unused=True, retain_graph=True
-            )
-            for number, grad in zip(needing, found, strict=True):
-                self.gradients[number] = grad
+Reading = tuple[str, int]
+"""What is compared: a ``"result"``, an ``"input"`` or an input's ``"gradient"``; and its number."""
 
 
-class _Reading(NamedTuple):
-    """What is compared: a result, an input that the graph writes, or an input's gradient."""
-
-    kind: Literal["results", "inputs", "gradients"]
-    number: int
-
-    def of(self, twin: _Twin) -> Any:
-        """Return it of a twin; None if the twin has none."""
-        return (getattr(twin, self.kind) or {self.number: None})[self.number]
+def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Tensor]:
+    """Return what a graph has made of its inputs, and its inputs' gradients."""
+    held = {("result", n): value for n, value in enumerate(results) if isinstance(value, Tensor)}
+    outputs = [value for value in held.values() if value.requires_grad]
+    held |= {("input", n): value for n, value in enumerate(inputs) if isinstance(value, Tensor)}
+    needing = [n for (kind, n), value in held.items() if kind == "input" and value.requires_grad]
+    if needing and outputs and torch.is_grad_enabled():
+        generator, given = torch.Generator().manual_seed(0), [inputs[n] for n in needing]
+        grads = [torch.randn(value.shape, generator=generator).to(value) for value in outputs]
+        found = torch.autograd.grad(outputs, given, grads, retain_graph=True, allow_unused=True)
+        held |= {("gradient", n): grad for n, grad in zip(needing, found, strict=True) if grad is not None}
+    return held
 
 
 class _Call:
-    """One call of a graph, and its twins."""
+    """One call of a graph, and runs on copies of its inputs: eager, in float64, with roundings changed."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = [_copied(value) for value in inputs]
-        self.random_state = random_state()
-        self._module = module
-        self._given: Mapping[int, Tensor] = {}
-        self._nudged: list[_Twin] = []
-        self.eager = _Twin(self, module)
-        self.wide = _Twin(self, _Interpreter(module, _widened).run, wide=True)
+        self._module, self._random_state = module, random_state()
+        self._nudged: list[dict[Reading, Tensor]] = []
+        self.eager, self._wide = self._run(lambda value: value), self._run(_widened)
 
-    def differentiate(self, given: Mapping[int, Tensor]) -> None:
-        """Compute the gradients of the inputs, from those of some results, in each twin."""
-        self._given = given
-        self._nudged = []
-        for twin in (self.eager, self.wide):
-            twin.differentiate(given)
+    def _run(self, change: Callable[[Tensor], Tensor]) -> dict[Reading, Tensor]:
+        """Run the graph, with another value of what each op returns; nothing is held if that fails."""
+        inputs = [_copied(value, wide=change is _widened) for value in self.inputs]
+        state = random_state()
+        restore_random_state(self._random_state)
+        try:
+            return _readings(inputs, _Interpreter(self._module, change).run(*inputs))
+        except Exception:  # noqa: BLE001 -- an op has no kernel for float64, or checks its dtypes
+            return {}
+        finally:
+            restore_random_state(state)
 
-    def nudged(self) -> list[_Twin]:
-        """Return runs whose results are each off by an eps: by so much rounding alone may differ."""
-        if not self._nudged:
-            for seed in range(_NUDGES):
-                nudge = partial(_nudged, generator=torch.Generator().manual_seed(seed))
-                twin = _Twin(self, _Interpreter(self._module, nudge).run)
-                twin.differentiate(self._given)
-                self._nudged.append(twin)
-        return self._nudged
-
-    def errors(self, value: Tensor, reading: _Reading) -> tuple[float, float] | None:
+    def errors(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
         """Return the errors of a compiled result and of eager code's; None if rounding explains the first."""
-        eager, wide = reading.of(self.eager), reading.of(self.wide)
+        eager = self.eager.get(reading)
         if eager is None or value.numel() == 0:
             return None
-        exact, eps = eager if wide is None else wide, torch.finfo(value.dtype).eps
+        exact, eps = self._wide.get(reading, eager), torch.finfo(value.dtype).eps
         for order, times in ((2.0, 1.0), (torch.inf, _PEAK)):
             error, own = distance(value, exact, order), distance(eager, exact, order)
             if error <= times * (_TIMES * own + _EPS * eps):
                 continue
-            others = [other for other in map(reading.of, self.nudged()) if other is not None]
+            if not self._nudged:  # results that are each off by an eps: by so much rounding alone may differ
+                generators = [torch.Generator().manual_seed(seed) for seed in range(_NUDGES)]
+                self._nudged = [self._run(partial(_nudged, generator=given)) for given in generators]
+            others = [other[reading] for other in self._nudged if reading in other]
             own = max([own, *(distance(other, exact, order) for other in others)])
             if error > times * (_TIMES * own + _EPS * eps):
                 return error, own
@@ -291,127 +252,79 @@ class _Graph:
         if not self.comparison.is_open or self.has_differed:
             return self.compiled(*inputs)
         call = _Call(self.module, inputs)
-        if call.eager.results is None:
+        results = self.compiled(*inputs)
+        if not call.eager:
             self.comparison.not_compared["a graph that does not run eagerly"] += 1
-            return self.compiled(*inputs)
-        copies = zip(call.inputs, call.eager.inputs, strict=True)
-        written = [n for n, (before, now) in enumerate(copies) if _differs(before, now)]
-        follows = torch.is_grad_enabled() and not any(inputs[number].requires_grad for number in written)
-        results = self.compiled(*(self._followed(call, inputs) if follows else inputs))
-        for number, result in _tensors(results):
-            self._compare(call, result, _Reading("results", number))
-        for number in written:
-            self._compare(call, inputs[number], _Reading("inputs", number))
-        if follows:
-            _when_given(call, results)
+        elif difference := self._difference(call, _readings(inputs, results)):
+            self.has_differed = True
+            self.comparison.differences.append(difference)
         return results
 
-    def _followed(self, call: _Call, inputs: Sequence[Any]) -> list[Any]:
-        """Return the inputs, with a node of autograd before each that compares the gradient it gets."""
-        numbers = [number for number, tensor in _tensors(inputs) if tensor.requires_grad]
+    def _difference(self, call: _Call, held: Mapping[Reading, Tensor]) -> CompiledDifference | None:
+        """Return the first result that differs by more than rounding."""
+        for reading, value in held.items():
+            kind, number = reading
+            if kind == "input" and torch.equal(call.eager[reading], call.inputs[number]):
+                continue  # norms on the CPU write without a new version
+            if not value.is_floating_point():
+                if not torch.equal(value, call.eager[reading]):
+                    self.comparison.not_compared["a result of integers, which differs"] += 1
+                continue
+            self.comparison.compared += 1
+            errors = call.errors(reading, value)
+            if errors is not None:
+                origin = self._origin(call, reading)
+                node = origin or self._reader(reading)
+                return CompiledDifference(
+                    graph=self.number,
+                    result=self._name(reading),
+                    dtype=value.dtype,
+                    compiled=errors[0],
+                    eager=errors[1],
+                    op=str(getattr(node.target, "__name__", node.target)) if node else "",
+                    place=place_in_trace(node.stack_trace or "") if node else None,
+                    alone=origin is not None,
+                )
+        return None
 
-        def compare(grads: Sequence[Tensor | None]) -> None:
-            for number, grad in zip(numbers, grads, strict=True):
-                if grad is not None:
-                    self._compare(call, grad, _Reading("gradients", number))
-
-        followed = list(inputs)
-        if numbers:
-            passed = _Passed.apply(compare, *(inputs[number] for number in numbers))  # type: ignore[no-untyped-call]
-            for number, tensor in zip(numbers, passed, strict=True):
-                followed[number] = tensor
-        return followed
-
-    def _compare(self, call: _Call, value: Tensor, reading: _Reading) -> None:
-        if self.has_differed:
-            return
-        if not value.is_floating_point():
-            if not torch.equal(value, reading.of(call.eager)):
-                self.comparison.not_compared["a result of integers, which differs"] += 1
-            return
-        self.comparison.compared += 1
-        errors = call.errors(value, reading)
-        if errors is not None:
-            self.has_differed = True
-            origin = self._origin(call, reading)
-            node = origin or self._reader(reading)
-            found = CompiledDifference(
-                graph=self.number,
-                result=self._name(reading),
-                dtype=value.dtype,
-                compiled=errors[0],
-                eager=errors[1],
-                op=str(getattr(node.target, "__name__", node.target)) if node else "",
-                place=place_in_trace(node.stack_trace or "") if node else None,
-                alone=origin is not None,
-            )
-            self.comparison.differences.append(found)
-
-    def _origin(self, call: _Call, reading: _Reading) -> fx.Node | None:
+    def _origin(self, call: _Call, reading: Reading) -> fx.Node | None:
         """Return the first op whose own result differs, where the graph is asked for the results of all."""
         module = copy.deepcopy(self.module)
         output = module.graph.output_node()
-        result = output.args[0][reading.number] if reading.kind == "results" else output  # type: ignore[index]
-        before = _before(result)  # type: ignore[arg-type]
+        kind, number = reading
+        before = _before(output.args[0][number] if kind == "result" else output)  # type: ignore[index,arg-type]
         ops = [node for node in module.graph.nodes if node in before and node.op.startswith("call_")]
         ops = [node for node in ops if isinstance(node.meta.get("example_value"), Tensor)]
         output.args = (tuple(ops),)
         module.recompile()
         again = _Call(copy.deepcopy(module), call.inputs)
-        inputs = [_copied(value) for value in call.inputs]
         try:
-            values = self.compile(module, inputs)(*inputs)
+            values = self.compile(module, call.inputs)(*map(_copied, call.inputs))
         except Exception:  # noqa: BLE001 -- a backend may refuse such a graph
             return None
-        for number, node in enumerate(ops):
-            value = values[number]
-            if value.is_floating_point() and again.errors(value, _Reading("results", number)) is not None:
+        for index, (node, value) in enumerate(zip(ops, values, strict=True)):
+            if value.is_floating_point() and again.errors(("result", index), value) is not None:
                 return node  # type: ignore[no-any-return]
         return None
 
     def _inputs(self) -> list[fx.Node]:
         return [node for node in self.module.graph.nodes if node.op == "placeholder"]
 
-    def _reader(self, reading: _Reading) -> fx.Node | None:
+    def _reader(self, reading: Reading) -> fx.Node | None:
         """Return the op that makes a result, or the first that reads an input."""
-        if reading.kind == "results":
-            return self.module.graph.output_node().args[0][reading.number]  # type: ignore[index,return-value]
-        return next(iter(self._inputs()[reading.number].users), None)
+        kind, number = reading
+        if kind == "result":
+            return self.module.graph.output_node().args[0][number]  # type: ignore[index,return-value]
+        return next(iter(self._inputs()[number].users), None)
 
-    def _name(self, reading: _Reading) -> str:
+    def _name(self, reading: Reading) -> str:
         """Return what is compared, in words; an input as the program's modules name it."""
-        if reading.kind == "results":
-            return f"result {reading.number}"
-        target = str(self._inputs()[reading.number].target)
+        kind, number = reading
+        if kind == "result":
+            return f"result {number}"
+        target = str(self._inputs()[number].target)
         name = ".".join(_OWNED.findall(target)) or target
-        return f"the gradient of {name}" if reading.kind == "gradients" else f"{name}, which it writes,"
-
-
-def _when_given(call: _Call, results: Any) -> None:
-    """Differentiate a call's twins in the backward pass, once the results' gradients are there."""
-    needing = {number: result for number, result in _tensors(results) if result.requires_grad}
-
-    def differentiate(grads: Sequence[Tensor | None]) -> None:
-        call.differentiate({n: grad for n, grad in zip(needing, grads, strict=True) if grad is not None})
-
-    if needing:
-        torch.autograd.graph.register_multi_grad_hook(list(needing.values()), differentiate)
-
-
-class _Passed(torch.autograd.Function):
-    """The identity; its backward hands the gradients over."""
-
-    @staticmethod
-    def forward(ctx: Any, hand_over: Callable[[Sequence[Tensor | None]], None], *tensors: Tensor) -> Any:
-        """Return the tensors."""
-        ctx.hand_over = hand_over
-        return tensors
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        """Return the gradients."""
-        ctx.hand_over(grads)
-        return None, *grads
+        return f"the gradient of {name}" if kind == "gradient" else f"{name}, which it writes,"
 
 
 class _Interpreter(fx.Interpreter):
@@ -440,11 +353,6 @@ def _nudged(tensor: Tensor, *, generator: torch.Generator) -> Tensor:
     return tensor * (1 + (2 * up - 1) * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
 
 
-def _tensors(values: Any) -> list[tuple[int, Tensor]]:
-    """Return the floating-point tensors among a graph's inputs or results, with their positions."""
-    return [(number, value) for number, value in enumerate(values) if isinstance(value, Tensor)]
-
-
 def _copied(value: Any, *, wide: bool = False) -> Any:
     if not isinstance(value, Tensor):
         return value
@@ -452,17 +360,11 @@ def _copied(value: Any, *, wide: bool = False) -> Any:
     return (_widened(made) if wide else made).requires_grad_(value.requires_grad)
 
 
-def _differs(before: Any, now: Any) -> bool:
-    """Return whether a graph has written one of its inputs; norms on the CPU do so without a new version."""
-    return isinstance(now, Tensor) and not torch.equal(before.detach(), now.detach())
-
-
 def _before(node: fx.Node) -> set[fx.Node]:
     """Return a node and all that it is computed from."""
     found, waiting = {node}, [node]
     while waiting:
-        for source in waiting.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                waiting.append(source)
+        new = set(waiting.pop().all_input_nodes) - found
+        found |= new
+        waiting += new
     return found

@@ -138,12 +138,14 @@ class Diagnosis(Region):
             NonFiniteError: nothing was found before, and something is left: gradients that are not finite, a
                 nan that the program itself refused by an error, or a reason why it does not learn.
         """
-        if error is None or isinstance(error, (SystemExit, *_CHECKS)):
-            self._raises = self._raises and not isinstance(error, SystemExit)
+        if isinstance(error, _CHECKS) and not isinstance(error, NonFiniteError):
             with unwatched():
                 refused = f"the program's {type(error).__name__}: {str(error).partition(chr(10))[0]:.160}"
-                self._watch.left_over(refused if isinstance(error, _CHECKS) else "the end of the region")
+                self._watch.left_over(refused)
         if error is None or isinstance(error, SystemExit):
+            self._raises = self._raises and error is None
+            with unwatched():
+                self._watch.left_over("the end of the region")
             for finding in self._learning.findings() if not self.findings else ():
                 self._found(finding)
 

@@ -18,7 +18,7 @@ Verdict = Literal["made", "on purpose", "masked", "passed on"]
 # Share of a dtype's largest number beyond which numbers are masks. Nobody computes with 1e38. In fp16
 # activations and scaled gradients do get near 65504, so there it is the end of the range alone.
 _MASKING, _MASKING_IN_FP16 = 0.25, 0.999
-_SIGNS = ("posinf", "neginf")
+_KINDS = ("nan", "posinf", "neginf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,15 +85,16 @@ def judge(
     own: list[tuple[NonFinite, Tensor | None]] = [] if unfinite else [(values, None)]  # none from an input
     if unfinite and traits.is_pointwise and (new := _new_elements(result.tensor, unfinite)) is not None:
         own.append((non_finite(result.tensor, new), new))
-    if unfinite and traits.moves:  # it did not find infinities of a sign that no argument has
-        signs = {name: not any(getattr(tensor.held, name) for tensor in unfinite) for name in _SIGNS}
-        own.append((NonFinite(**{name: new and getattr(values, name) for name, new in signs.items()}), None))
-    for found, where in own:
-        if found:
+    if unfinite and traits.moves:  # it did not find what no argument has
+        brought = {name for name in _KINDS if any(getattr(tensor.held, name) for tensor in unfinite)}
+        found = {name: getattr(values, name) and name not in brought for name in _KINDS}
+        own.append((NonFinite(**found), None))
+    for held, where in own:
+        if held:
             computes = bool(given) and not traits.moves
-            verdict = _of_finite(result.tensor, found, given, scalars, computes=computes, where=where)
+            verdict = _of_finite(result.tensor, held, given, scalars, computes=computes, where=where)
             if verdict == "made" or not unfinite:
-                return Judgement(verdict=verdict, values=found)
+                return Judgement(verdict=verdict, values=held)
     if values.nan and not unfinite[0].held.nan and not any(map(math.isnan, scalars)):
         return Judgement(verdict="made", values=NonFinite(nan=True), of=tuple(unfinite))
     return Judgement(verdict="passed on", values=values, of=tuple(unfinite))

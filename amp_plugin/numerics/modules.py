@@ -172,7 +172,7 @@ class Tracker:
         A tensor that began near 0 counts from the size that weights of its number of elements begin with.
         """
         most, grown = 1.0, ""
-        for reference, name in self._weights.values():
+        for reference, name in self._weights.values() if self.steps else ():
             tensor = reference()
             if name not in self._norms or not _is_measurable(tensor):
                 continue

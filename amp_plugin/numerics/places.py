@@ -39,8 +39,6 @@ class Place:
         return linecache.getline(self.file, self.line).strip()
 
     def __str__(self) -> str:
-        if cell := _cell(self.file):
-            return f"{cell}, line {self.line} in {self.function}"
         path = Path(self.file)
         shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
         return f"{shown}:{self.line} in {self.function}"
@@ -72,15 +70,6 @@ def place_in_trace(text: str) -> Place | None:
     frames = [match.groups() for match in _FRAME.finditer(text)]
     outside = [frame for frame in frames if _kind(frame[0]) is not _MACHINERY]
     return _place(outside[-1][0], int(outside[-1][1]), outside[-1][2]) if outside else None
-
-
-def _cell(file: str) -> str | None:
-    """Return what IPython calls a cell of a notebook, such as ``Cell In[3]``; None for a file."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    name_of = getattr(shell and shell.compile, "format_code_name", None)  # of IPython 8 and newer
-    name = name_of(file) if name_of else None
-    return " ".join(name) if name else None
 
 
 @cache
@@ -122,7 +111,7 @@ class ForwardSites:
 
     def open(self) -> None:
         """Start with the nodes that this thread makes from now on."""
-        self._before[threading.get_ident()] = self._latest()[1]
+        self._before.update([self._latest()])
 
     def record(self, op: str, module: str) -> None:
         """Record the op that runs, if autograd has just made a node for it."""

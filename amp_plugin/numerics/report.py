@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.advise import Circumstances, advised
+from amp_plugin.numerics.advise import advised
 from amp_plugin.numerics.cures import callers_of, rule_of
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.modules import Tracker
@@ -42,20 +42,11 @@ class Reporter:
         op = made.op if made else call.traits.name
         forward_op = call.forward_op if call.is_backward and not made else ""
         inputs = tuple(self._summary(call, given) for given in ([read] if read else call.arguments))
-        row = f", row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
-        growth, grown = self.tracker.growth() if self.tracker.steps else (1.0, "")
-        is_division = bool(call.arguments) and not forward_op
-        around = Circumstances(
-            base=call.traits.base,
-            growth=growth,
-            grown=grown,
-            in_optimizer=self.tracker.in_step,
-            divisor=_maker(call.arguments[-1].tensor) if is_division else "",
-        )
-        return self._described(
+        row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
+        growth, grown = self.tracker.growth()
+        finding = self._described(
             made or call.site,
             result,
-            around,
             kind=kind,
             values=values,
             op=function_of(read.tensor) if kind == "function" and read else op,
@@ -65,17 +56,25 @@ class Reporter:
             inputs=inputs,
             numbers=tuple(call.numbers.items()),
             rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=source + row if source else row.removeprefix(", "),
+            source=", ".join(filter(None, (source, row))),
             moment=self.tracker.now(in_backward=call.is_backward),
+        )
+        return advised(
+            finding,
+            self.tracker.address(finding.module),
+            base=call.traits.base,
+            growth=growth,
+            grown=grown,
+            in_optimizer=self.tracker.in_step,
+            divisor=_maker(call.arguments[-1].tensor) if call.arguments and not forward_op else "",
         )
 
     def of_function(self, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
         """Describe what a user's autograd function made outside of torch's ops."""
         in_backward = torch._C._current_autograd_node() is not None
-        return self._described(
+        finding = self._described(
             site,
             output,
-            Circumstances(base=site.op),
             kind="function",
             values=non_finite(output),
             op=site.op,
@@ -84,9 +83,11 @@ class Reporter:
             inputs=tuple(summarise(tensor, f"input {index}") for index, tensor in enumerate(inputs)),
             moment=self.tracker.now(in_backward=in_backward),
         )
+        return advised(finding, self.tracker.address(site.module), base=site.op)
 
-    def _described(self, site: Site, result: Tensor, around: Circumstances, **known: Any) -> Finding:
-        finding = Finding(
+    @staticmethod
+    def _described(site: Site, result: Tensor, **known: Any) -> Finding:
+        return Finding(
             module=site.module,
             place=site.place,
             caller=site.caller,
@@ -96,7 +97,6 @@ class Reporter:
             device_type=result.device.type,
             **known,
         )
-        return advised(finding, around, self.tracker.address(site.module))
 
     def loaded(self, tensor: Tensor, where: str) -> None:
         """Record where a tensor was loaded."""

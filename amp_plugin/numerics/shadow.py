@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,95 @@ from torch import Tensor, nn
 
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Observer, Region, listed
-from amp_plugin.numerics.rounding import COLUMNS, Errors, draw, short_op
-from amp_plugin.numerics.values import ShadowValues, is_low_precision, unwatched
+from amp_plugin.numerics.values import ShadowValues, as_json, distance, is_low_precision, unwatched
+from amp_plugin.precision import short_name
 
 Key = tuple[str, str, str]  # module, op, direction
 
 _DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(kw_only=True, slots=True)
+class Errors:
+    """Errors of the calls of one op in one module.
+
+    Attributes:
+        calls: how many calls were compared.
+        own: of the op alone: mean over the elements of |result - exact| / |exact|, where exact is the same op
+            in the wide dtype on the same inputs; rounding once gives a quarter of the dtype's eps, an
+            underflow 1. Worst call.
+        arriving: of all ops so far: norm(result - other) / norm(other), where other is the same op of a run
+            that rounds nothing. Worst call.
+        largest: the largest magnitude of a finite result.
+        narrow: the dtype of the results, of several that with the smallest range.
+        elements: in all results.
+        underflowed: results that are 0 though the exact ones are not.
+        subnormal: results so small that they have fewer bits.
+        infinite: results that are not finite though the exact ones are.
+    """
+
+    calls: int = 0
+    own: float = 0.0
+    arriving: float = 0.0
+    largest: float = 0.0
+    narrow: torch.dtype = torch.float32
+    elements: int = 0
+    underflowed: int = 0
+    subnormal: int = 0
+    infinite: int = 0
+
+    def add(self, result: Tensor, exact: Tensor, arriving: Tensor) -> None:
+        """Add a result, what the op makes of the same inputs in the wide dtype, and the other run's."""
+        info, values = torch.finfo(result.dtype), result.to(exact.dtype)
+        magnitudes, finite = values.abs(), values.isfinite()
+        self.calls += 1
+        self.own = max(self.own, _mean_relative_error(values, exact))
+        self.arriving = max(self.arriving, distance(values, arriving))
+        self.narrow = min(self.narrow, result.dtype, key=lambda dtype: torch.finfo(dtype).max)
+        self.largest = max(self.largest, float(torch.where(finite, magnitudes, 0.0).max()))
+        self.elements += values.numel()
+        self.underflowed += int(((values == 0) & (exact != 0)).sum())
+        self.subnormal += int(((values != 0) & (magnitudes < info.smallest_normal)).sum())
+        self.infinite += int((~finite & exact.isfinite()).sum())
+
+    @property
+    def own_in_eps(self) -> float:
+        """The op's own error in units of its dtype's eps: 0.25 is rounding, 1 and more is not."""
+        return self.own / torch.finfo(self.narrow).eps
+
+    @property
+    def headroom(self) -> float:
+        """Powers of two between the largest result and the largest number of its dtype."""
+        return math.log2(torch.finfo(self.narrow).max / self.largest) if self.largest else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON's values."""
+        told: dict[str, Any] = {"own_error": self.own, "arriving_error": self.arriving}
+        told |= {"headroom_bits": self.headroom, "dtype": self.narrow}
+        for name in ("calls", "largest", "elements", "underflowed", "subnormal", "infinite"):
+            told[name] = getattr(self, name)
+        return {name: as_json(value) for name, value in told.items()}
+
+    def cells(self) -> dict[str, str]:
+        """Return what a row of a table shows, by column."""
+        return {
+            "in": short_name(self.narrow),
+            "calls": f"{self.calls:,}",
+            "own": f"{self.own:.1e}",
+            "own/eps": f"{self.own_in_eps:.2f}",
+            "arriving": f"{self.arriving:.1e}",
+            "underflow": f"{self.underflowed / self.elements:.1%}",
+            "headroom": f"{self.headroom:.1f} bits",
+        }
+
+
+def _mean_relative_error(values: Tensor, exact: Tensor) -> float:
+    """Return the mean of |values - exact| / |exact|, at most 1 per element, where ``exact`` is finite."""
+    finite = exact.isfinite()
+    values, exact = values[finite].double(), exact[finite].double()
+    difference = (values - exact).abs()
+    relative = torch.where(difference == 0, 0.0, difference / exact.abs()).nan_to_num(nan=1.0)
+    return float(relative.clamp(max=1.0).mean()) if relative.numel() else 0.0
 
 
 class WideRun(Region, Observer):
@@ -115,14 +199,12 @@ class ShadowRun(WideRun):
             rows: how many; None for all.
         """
         errors = list(self.errors().items())
-        table = Table(title="Errors", box=None, pad_edge=False, show_header=True)
-        for column in ("module", "op", "pass"):
-            table.add_column(column)
-        for column in COLUMNS:
+        table = Table("module", "op", "pass", title="Errors", box=None, pad_edge=False)
+        for column in Errors(elements=1).cells():
             table.add_column(column, justify="right", no_wrap=True)
         for (module, op, direction), found in errors[:rows]:
-            cells = (text(found) for text in COLUMNS.values())
-            table.add_row(module or "(no module)", short_op(op), direction, *cells)
+            name = op.removeprefix("aten::").removesuffix(".default")
+            table.add_row(module or "(no module)", name, direction, *found.cells().values())
         hidden = len(errors) - len(errors[:rows])
         notes = [f"{hidden} rows with smaller errors"] if hidden else []
         if not errors:
@@ -133,24 +215,12 @@ class ShadowRun(WideRun):
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values, histograms of exponents included."""
+        """Return everything as JSON's values."""
         rows = [
             {"module": module, "op": op, "pass": direction, **errors.to_dict()}
             for (module, op, direction), errors in self.errors().items()
         ]
         return {"rows": rows, "not_compared": self.not_compared()}
-
-    def plot(self, path: str | Path, *, rows: int = 20) -> None:
-        """Draw errors and exponents of the rows with the largest own error.
-
-        Args:
-            path: a file; its ending says the format.
-            rows: how many.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        draw(dict(list(self.errors().items())[:rows]), Path(path))
 
 
 def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.float32) -> ShadowRun:
@@ -169,7 +239,7 @@ def shadow_run(model: nn.Module | None = None, *, dtype: torch.dtype = torch.flo
         dtype: the wide dtype, ``torch.float32`` or ``torch.float64``.
 
     Returns:
-        A context manager; read it with ``errors()``, ``table()``, ``to_dict()`` and ``plot(path)``.
+        A context manager; read it with ``errors()``, ``table()`` and ``to_dict()``.
 
     Raises:
         ValueError: another dtype.

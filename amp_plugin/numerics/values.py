@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -19,6 +19,8 @@ Value = TypeVar("Value")
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that hold their numbers themselves."""
 
+_BUCKETS = 128  # of a fingerprint
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SWEEP = 4096  # entries, after which those of dead storages are dropped
 _NARROW = frozenset(getattr(torch, name) for name in dir(torch) if name.startswith(("float8_", "float4_")))
 
@@ -122,6 +124,16 @@ def norm(tensor: Tensor) -> float:
         return 0.0 if values is None else float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
+def distance(value: Tensor, exact: Tensor, order: float = 2.0) -> float:
+    """Return the norm of a difference relative to that of ``exact``; infinite if one alone is not finite."""
+    value, exact = value.detach().double(), exact.detach().double()
+    alike = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(alike, 0.0, value - exact)
+    size = torch.where(exact.isfinite(), exact, 0.0)
+    scale = torch.linalg.vector_norm(size, order).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(torch.linalg.vector_norm(difference, order).nan_to_num(torch.inf, posinf=torch.inf) / scale)
+
+
 def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
     """Read a tensor and return it in a few numbers; of a complex one, real and imaginary parts."""
     shape = () if tensor.is_nested else tuple(tensor.shape)
@@ -141,6 +153,60 @@ def summarise(tensor: Tensor, name: str = "") -> TensorSummary:
         inf=int(values.isinf().sum()),
         first=tuple(odd[0][: len(shape)]) if odd else (),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fingerprint:
+    """A tensor in a few numbers; every element is in each of them."""
+
+    checksum: int  # of all bits and their places; equal tensors of one dtype have equal ones
+    norm: float  # Euclidean, of the finite elements
+    unfinite: int  # how many elements are not finite
+    # sums of elements with signs that look random, in buckets that look random: the norm of the difference of
+    # two sketches is that of the tensors' difference, to some 10 %
+    sketch: Sequence[float]
+    is_discrete: bool = False  # it holds integers or booleans
+    made_by: int = -1  # number of the record that made it; -1 where no op of the region did
+
+    def difference(self, other: Fingerprint) -> float:
+        """Return the relative difference from a tensor of the same shape; inf if others are not finite."""
+        if self.unfinite != other.unfinite:
+            return math.inf
+        apart = math.dist(self.sketch, other.sketch)
+        element = 2.0 if self.is_discrete and self.checksum != other.checksum else 0.0  # one at least
+        apart = max(apart, abs(self.norm - other.norm), element)
+        return 0.0 if apart == 0 else apart / other.norm if other.norm else math.inf
+
+
+def fingerprint(tensor: Tensor, made_by: int = -1) -> Fingerprint:
+    """Return a dense tensor in a few numbers; integers and booleans count as equal or not, one by one."""
+    is_discrete = not (tensor.is_floating_point() or tensor.is_complex())
+    flat = (tensor.detach() if is_discrete else real_values(tensor)).contiguous().reshape(-1)  # type: ignore[union-attr]
+    places = torch.arange(flat.numel(), device=flat.device)
+    bits = flat.long() if is_discrete else flat.view(_BITS[flat.element_size()]).long()
+    if is_discrete:
+        flat = (_mixed(bits * 2654435761 + places) / 2.0**30 - 1) * math.sqrt(3)
+    flat = flat.double()
+    finite = flat.isfinite()
+    flat = torch.where(finite, flat, 0.0)
+    hashed = _mixed(places)
+    sketch = torch.zeros(_BUCKETS, dtype=torch.float64, device=flat.device)
+    sketch.index_add_(0, hashed % _BUCKETS, flat * ((hashed >> 20 & 1) * 2 - 1))
+    return Fingerprint(
+        checksum=int((bits * (2 * places + 1)).sum()),
+        norm=float(torch.linalg.vector_norm(flat)),
+        unfinite=int((~finite).sum()),
+        sketch=tuple(sketch.tolist()),
+        is_discrete=is_discrete,
+        made_by=made_by,
+    )
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return whole numbers below 2^31 that look random."""
+    mixed = (numbers * 0x9E3779B1 + 0x7F4A7C15) & 0x7FFFFFFF
+    mixed = ((mixed ^ (mixed >> 15)) * 0x85EBCA6B) & 0x7FFFFFFF
+    return mixed ^ (mixed >> 13)
 
 
 @contextmanager

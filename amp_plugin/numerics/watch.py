@@ -43,6 +43,7 @@ class Origin:
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
+    is_compared: bool = False  # an op has made integers or booleans of it
     became_nan: bool = False  # an op has made a nan of it
     in_python: bool = False  # Python has read it
     source: str = ""  # of data: where it was loaded
@@ -122,9 +123,9 @@ class Watch(Observer):
             else:
                 given = given or self._given(call)
                 self._trace(call, result, given)
-        if results and not given:
-            for origin in self._read_by(call):
-                origin.is_absorbed = True
+        for origin in () if given else self._read_by(call):
+            origin.is_absorbed |= bool(results)
+            origin.is_compared |= not results
 
     def _follow_overflow(self, call: Call, output: Any, *, is_new: bool) -> None:
         """Follow infinities that are none in fp64, and report one that vanishes in numbers unlike fp64's."""
@@ -238,8 +239,8 @@ class Watch(Observer):
             return self._new("made", call, result, judged, call.recorded_site)
         site = call.forward_site
         first = self._first_at.get(id(site))
-        if first is not None and first.is_reported:  # a derivative is not a second origin
-            return first
+        if first is not None and (first.is_reported or first.is_compared):
+            return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
             self._first_at.setdefault(id(site), origin)

@@ -16,7 +16,6 @@ from rich import filesize
 from rich.table import Table
 
 from amp_plugin.casting.rules_files import torch_release
-from amp_plugin.numerics.rounding import new_figure
 from amp_plugin.tuning.measure import Measurement
 from amp_plugin.tuning.search import Aim, Tried
 
@@ -125,13 +124,18 @@ def draw(tried: Sequence[Tried], before: Measurement, after: Measurement, aim: A
     Raises:
         ImportError: matplotlib is not installed.
     """
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - loaded for pictures alone
+    except ImportError as error:
+        msg = "a plot needs matplotlib; run: pip install matplotlib"
+        raise ImportError(msg) from error
     is_relative = 0 < aim.cost(before) < math.inf
 
     def place(measured: Measurement, batches: int) -> Place:
         default = replace(before, errors=before.errors[:batches])
         return aim.cost(measured) / (aim.cost(default) if is_relative else 1), aim.growth(measured, default)
 
-    figure = new_figure(9, 6)
+    figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
     labels = _draw_sets(axes, tried, place)
     marks = {"default rules": (before, "s", "tab:blue"), "chosen rules": (after, "*", "tab:red")}

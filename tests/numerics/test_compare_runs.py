@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from amp_plugin import autocast
-from amp_plugin.numerics.compare import compare_runs
-from amp_plugin.numerics.record import Run, fingerprint, record_run
+from amp_plugin.numerics.compare import Run, compare_runs, record_run
+from amp_plugin.numerics.values import fingerprint
 from tests.commands import amp
 from tests.numerics.faults import Faults
 

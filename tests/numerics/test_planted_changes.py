@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from amp_plugin.numerics.compare import compare_runs
-from amp_plugin.numerics.record import record_run
+from amp_plugin.numerics.compare import compare_runs, record_run
 
 BLOCKS = 12
 

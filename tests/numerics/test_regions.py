@@ -8,7 +8,7 @@ from torch._dynamo import eval_frame
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from amp_plugin import diagnose, shadow_run
-from amp_plugin.numerics.record import record_run
+from amp_plugin.numerics.compare import record_run
 
 
 @pytest.fixture(params=["diagnose", "shadow_run", "record_run"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -104,16 +103,13 @@ def test_what_arrives_is_against_a_run_without_rounding():
     assert forward["aten::mm.default"].arriving > forward["aten::mm.default"].own
 
 
-def test_underflow_headroom_and_exponents():
+def test_underflow_and_headroom():
     x = torch.tensor([1.0, 2.0, 4.0, 2.0**-30, 2.0**-20, 0.0])
     with shadow_run() as run:
         x.half()
     ((_, errors),) = run.errors().items()
     assert (errors.underflowed, errors.subnormal, errors.elements) == (1, 1, 6)
     assert errors.headroom == pytest.approx(14.0, abs=0.01)
-    told = errors.to_dict()
-    assert told["first_exponent"] == -20
-    assert [told["exponents"][index] for index in (0, 20, 21, 22)] == [1, 1, 1, 1]
     assert errors.own == pytest.approx(1 / 6)
 
 
@@ -179,14 +175,12 @@ def test_another_dtype_is_refused():
         shadow_run(dtype=torch.float16)
 
 
-def test_table_and_plot(tmp_path: Path):
+def test_the_table():
     with shadow_run() as run:
         step(Attention(), None)
     table = run.table(rows=3)
     assert table.row_count == 3
     assert "rows with smaller errors" in str(table.caption)
-    run.plot(tmp_path / "error.png", rows=5)
-    assert (tmp_path / "error.png").read_bytes().startswith(b"\x89PNG")
     with shadow_run() as run:
         torch.ones(2)
     assert "was the code in an autocast block?" in str(run.table().caption)
