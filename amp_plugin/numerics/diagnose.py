@@ -128,7 +128,7 @@ class Diagnosis(Region):
         self._modules_of: dict[int, list[str]] = {}
         tracker = Tracker(model)
         self._watch = Watch(Reporter(tracker), self._found, strict=strict)
-        self._learning = Learning(tracker, self._watch.state_written)
+        self._learning = Learning(tracker)
         super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker))
 
     def ended(self, error: BaseException | None) -> None:

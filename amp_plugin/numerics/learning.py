@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_plugin.numerics.finding import Cause, Finding
-from amp_plugin.numerics.modules import Tracker, follow_steps
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Observer
 from amp_plugin.numerics.places import Place, Site, called_from
-from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision, unwatched
+from amp_plugin.numerics.values import PLAIN, Storages, is_low_precision
 
 _ENOUGH = 3  # steps or backward passes, before their lack says something
 _LOST = 0.5  # share of elements that steps did not move
@@ -52,10 +51,10 @@ _REASONS: dict[str, tuple[Cause, str, str]] = {
 
 
 class Learning(Observer):
-    """Count what steps and backward passes lose; tell what each step left in the optimizer's state."""
+    """Count what steps and backward passes lose."""
 
-    def __init__(self, tracker: Tracker, state_written: Callable[[str, dict[str, object]], None]) -> None:
-        self._tracker, self._state_written = tracker, state_written
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker = tracker
         self._before: dict[Optimizer, list[tuple[Tensor, Tensor]]] = {}
         self._updates, self._underflow = [0, 0], [0, 0]  # elements lost, and of how many
         self._worst: tuple[float, str] = (0.0, "")
@@ -67,30 +66,23 @@ class Learning(Observer):
         self._new: Storages[Site] = Storages()  # where torch.tensor() made them
         self._new_leaf: Site | None = None  # of which a backward pass has made a gradient
 
-    def open(self, stack: ExitStack) -> None:
-        """Follow the steps of all optimizers."""
-        follow_steps(stack, self._begin, self._end)
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Keep the parameters whose updates may be rounded away."""
+        self._before[optimizer] = [
+            (param, param.detach().clone())
+            for group, param in _parameters(optimizer)
+            if _rounds(param, optimizer) and float(group.get("lr", 1.0)) > 0
+        ]
 
-    def _begin(self, optimizer: Optimizer) -> None:
-        with unwatched():
-            self._before[optimizer] = [
-                (param, param.detach().clone())
-                for group, param in _parameters(optimizer)
-                if _rounds(param, optimizer) and float(group.get("lr", 1.0)) > 0
-            ]
-
-    def _end(self, optimizer: Optimizer) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Count the elements that did not move."""
         self._steps_with_gradients += any(param.grad is not None for _, param in _parameters(optimizer))
         self._stepped_at = called_from()
-        with unwatched():
-            for param, before in self._before.pop(optimizer, []):
-                if param.grad is not None:
-                    wanted = param.grad != 0
-                    _add(self._updates, wanted & (param == before), wanted)
-                    self._dtype = param.dtype
-            for state in optimizer.state.values():
-                if isinstance(state, dict):
-                    self._state_written(type(optimizer).__name__, state)
+        for param, before in self._before.pop(optimizer, []):
+            if param.grad is not None:
+                wanted = param.grad != 0
+                _add(self._updates, wanted & (param == before), wanted)
+                self._dtype = param.dtype
 
     def after(self, call: Call, output: Any) -> None:
         """Count the elements of an fp16 gradient that are 0 and are not in fp32, of the same arguments."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -13,11 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import Optimizer
 
 from amp_plugin.numerics.values import norm, storage_address
 
@@ -78,7 +73,7 @@ class Moment:
 
 
 class Tracker:
-    """Follow the modules that are called and the steps of optimizers, by hooks placed between open and close.
+    """Follow the modules that are called, by hooks placed between open and close, and optimizers' steps.
 
     Names are those of a given model; else of whatever outermost module is called, its class in front.
     """
@@ -106,7 +101,6 @@ class Tracker:
             self._name_tree(self._model, prefix="")
         stack.callback(register_module_forward_pre_hook(self._enter).remove)
         stack.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-        follow_steps(stack, self._begin_step, self._end_step)
 
     # -- modules -------------------------------------------------------------------------------------------
 
@@ -203,31 +197,15 @@ class Tracker:
             in_backward=in_backward,
         )
 
-    def _begin_step(self, _: Optimizer) -> None:
+    def step_begins(self, _: Optimizer) -> None:
+        """Take note of an optimizer that is about to step."""
         self.in_step = True
 
-    def _end_step(self, _: Optimizer) -> None:
+    def step_ended(self, _: Optimizer) -> None:
+        """Count a step."""
         self.in_step = False
         self.steps += 1
         self._called_at_step.update(self._calls)
-
-
-def follow_steps(
-    stack: ExitStack, begin: Callable[[Optimizer], None], end: Callable[[Optimizer], None]
-) -> None:
-    """Call ``begin`` before and ``end`` after each step of every optimizer; a step in one pass stays one."""
-
-    def begin_step(optimizer: Optimizer, *_: Any) -> None:
-        begin(optimizer)
-
-    def end_step(optimizer: Optimizer, *_: Any) -> None:
-        end(optimizer)
-
-    for hook in (begin_step, end_step):
-        hook.leaves_gradients = True  # type: ignore[attr-defined] # else no step is taken in one pass
-        hook.leaves_steps = True  # type: ignore[attr-defined]
-    stack.callback(register_optimizer_step_pre_hook(begin_step).remove)
-    stack.callback(register_optimizer_step_post_hook(end_step).remove)
 
 
 def _is_measurable(tensor: Tensor | None) -> TypeGuard[Tensor]:

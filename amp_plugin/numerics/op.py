@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,11 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from typing_extensions import Self
@@ -57,6 +62,12 @@ _OVERWRITING = frozenset(
 
 # They are told to return fp32 from fp16, which no wider tensor can.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
+
+
+_STEP_HOOKS = (
+    (register_optimizer_step_pre_hook, "step_begins"),
+    (register_optimizer_step_post_hook, "step_ended"),
+)
 
 
 class OpTraits:
@@ -282,6 +293,12 @@ class Observer:
     def open(self, stack: ExitStack) -> None:
         """Place hooks that a stack removes."""
 
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that is about to step."""
+
+    def step_ended(self, optimizer: Optimizer) -> None:
+        """Look at an optimizer that has stepped."""
+
     def before(self, call: Call) -> None:
         """Look at an op's arguments before it runs."""
 
@@ -369,6 +386,10 @@ class Region:
             for observer in self._observers:
                 observer.open(stack)
             self.recorder.tracker.open(stack)
+            for register, event in _STEP_HOOKS:
+                hook = partial(self._tell, event)
+                hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
+                stack.callback(register(hook).remove)
             stack.enter_context(self.recorder)
             self._open = stack.pop_all()
         return self
@@ -379,6 +400,11 @@ class Region:
         """Close the region."""
         self._open.close()
         self.ended(error)
+
+    def _tell(self, event: str, optimizer: Optimizer, *_: Any) -> None:
+        with unwatched():
+            for follower in (*self._observers, self.recorder.tracker):
+                getattr(follower, event)(optimizer)
 
     def ended(self, error: BaseException | None) -> None:
         """Do what is left when the region is closed, after an error of the program too."""

@@ -19,6 +19,7 @@ Value = TypeVar("Value")
 PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 """The types of tensors that hold their numbers themselves."""
 
+_COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 _BUCKETS = 128  # of a fingerprint
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SWEEP = 4096  # entries, after which those of dead storages are dropped
@@ -73,7 +74,14 @@ class TensorSummary:
         return ", ".join([f"{size} {held}", *counts])
 
 
-def real_values(tensor: Tensor) -> Tensor | None:  # noqa: PLR0911 - one answer per layout
+def _stored(tensor: Tensor) -> Tensor:
+    """Return the tensor that holds the numbers: of a sparse one its values."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._values()
+    return tensor.values() if tensor.layout in _COMPRESSED else tensor
+
+
+def real_values(tensor: Tensor) -> Tensor | None:
     """Return a tensor's stored numbers as real ones, without a copy where that can be.
 
     None if they cannot be read here: integers, a tensor subclass, a fake or meta tensor, no storage.
@@ -84,12 +92,9 @@ def real_values(tensor: Tensor) -> Tensor | None:  # noqa: PLR0911 - one answer 
     if tensor.is_nested:
         whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return real_values(whole.set_(tensor.untyped_storage()))
-    if tensor.layout is torch.sparse_coo:
-        return real_values(tensor._values())
-    if tensor.layout in {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}:
-        return real_values(tensor.values())
     if tensor.layout is not torch.strided:
-        return None
+        stored = _stored(tensor)
+        return None if stored is tensor else real_values(stored)
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach().resolve_conj())
     return tensor.detach().float() if tensor.dtype in _NARROW else tensor.detach()
@@ -235,10 +240,10 @@ def as_json(value: Any) -> Any:
 
 
 def storage_address(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 if it has none."""
+    """Return the address of the storage that holds a tensor's numbers; 0 if it has none."""
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError, ValueError):  # sparse tensors, subclasses, lazy parameters
+        return int(_stored(tensor).untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError, ValueError):  # subclasses, lazy parameters
         return 0
 
 
@@ -262,15 +267,16 @@ class Storages(Generic[Value]):
         """Remember a value for a tensor's storage."""
         address = storage_address(tensor)
         if address:
-            self._entries[address] = (StorageWeakRef(tensor.untyped_storage()), value)  # type: ignore[no-untyped-call]
+            held = StorageWeakRef(_stored(tensor).untyped_storage())  # type: ignore[no-untyped-call]
+            self._entries[address] = (held, value)
             if len(self._entries) > self._sweep_at:
                 self.alive()
 
     def forget(self, tensor: Tensor) -> None:
         """Forget a storage that the tensor covers; of a part of one nothing is forgotten."""
         if self._entries and (address := storage_address(tensor)) in self._entries:
-            storage = tensor.untyped_storage()
-            if tensor.numel() * tensor.element_size() >= storage.nbytes():
+            stored = _stored(tensor)
+            if stored.numel() * stored.element_size() >= stored.untyped_storage().nbytes():
                 del self._entries[address]
 
     def alive(self) -> list[Value]:

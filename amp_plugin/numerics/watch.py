@@ -10,12 +10,13 @@ at the end, of a region without a backward pass: report what nothing has hidden
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.numerics.advise import SOFTMAXES
@@ -289,12 +290,13 @@ class Watch(Observer):
         if origin is not None and not origin.explains:
             self._origins.forget(tensor)
 
-    def state_written(self, name: str, states: Mapping[str, object]) -> None:
+    def step_ended(self, optimizer: Optimizer) -> None:
         """Report what an optimizer's step has left in its state."""
-        for key, state in states.items():
+        states = [state for state in optimizer.state.values() if isinstance(state, dict)]
+        for key, state in (entry for entries in states for entry in entries.items()):
             for origin in self._origins_of(_tensors(state)):
                 if origin.explains:
-                    self._report(origin, f"the state {key} of {name}")
+                    self._report(origin, f"the state {key} of {type(optimizer).__name__}")
 
     def left_over(self, until: str) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""

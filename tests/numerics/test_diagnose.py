@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import pickle
@@ -9,13 +10,14 @@ import re
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from amp_plugin import GradScaler, OpRules, autocast, diagnose
+from amp_plugin import GradScaler, autocast, diagnose
 from amp_plugin.numerics.finding import NonFiniteError
 from amp_plugin.numerics.judge import GivenTensor, judge
 from amp_plugin.numerics.op import Argument, traits_of
@@ -83,33 +85,6 @@ def test_an_fp16_product_that_overflows_is_named_though_softmax_made_the_nan():
     assert "give aten::matmul and aten::bmm the rule fp32" in finding.advice
 
 
-def test_a_rule_that_cures_it_is_one_the_advice_gives():
-    rules = OpRules.default("cpu").with_rule("aten::bmm", "fp32").with_rule("aten::matmul", "fp32")
-    torch.manual_seed(0)
-    x, model = torch.randn(2, 5, 16), Attention(scale=1000.0)
-
-    def program():
-        with autocast("cpu", dtype=torch.float16, rules=rules):
-            model(x)
-
-    assert found(program) is None
-
-
-def test_the_log_of_zero_in_a_loss():
-    weight = torch.randn(3, 4, requires_grad=True)
-
-    def program():
-        probabilities = functional.relu(weight)
-        loss = -probabilities.log().mean()
-        loss.backward()
-
-    finding = found(program)
-    assert (finding.op, str(finding.values)) == ("aten::log.default", "-inf")
-    assert line_of(finding) == "loss = -probabilities.log().mean()"
-    assert finding.reached == "the loss, of which a backward pass begins"
-    assert "log of 0" in finding.advice
-
-
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_weight_that_was_no_number_at_load(value):
     model = Net()
@@ -119,45 +94,6 @@ def test_a_weight_that_was_no_number_at_load(value):
     assert finding.source == "Net.out.weight"
     assert finding.headline.startswith(f"the weight Net.out.weight held {value} before aten::addmm.default")
     assert "checkpoint" in finding.advice
-
-
-def test_a_batch_that_came_in_with_nan():
-    batch = torch.ones(2, 16)
-    batch[0, 3] = math.nan
-    model = nn.Linear(16, 1)
-    finding = found(lambda: model(batch))
-    assert (finding.kind, finding.op, finding.module) == ("input", "aten::addmm.default", "Linear")
-    assert "look at the data" in finding.advice
-    assert finding.inputs[0].nan == 1
-
-
-def test_a_gradient_behind_where_is_traced_to_the_forward_line():
-    x = torch.zeros(3, requires_grad=True)
-
-    def program():
-        root = x.sqrt()
-        torch.where(x > 0, root, 0.0).sum().backward()
-
-    finding = found(program)
-    assert (finding.direction, finding.forward_op) == ("backward", "aten::sqrt.default")
-    assert line_of(finding) == "root = x.sqrt()"
-    assert "derivative of sqrt at 0" in finding.advice
-
-
-def test_a_function_of_the_users_is_named_in_the_backward_pass():
-    class Halve(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x / 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad / 0.0
-
-    x = torch.ones(3, requires_grad=True)
-    finding = found(lambda: Halve.apply(x).sum().backward())
-    assert (finding.forward_op, finding.op) == ("HalveBackward", "aten::div.Tensor")
-    assert finding.direction == "backward"
 
 
 def test_a_gradient_in_a_checkpoint_is_traced_to_its_module():
@@ -176,21 +112,6 @@ def test_a_gradient_in_a_checkpoint_is_traced_to_its_module():
     x = torch.zeros(3, requires_grad=True)
     finding = found(lambda: Whole()(x).sum().backward())
     assert (finding.direction, finding.module) == ("backward", "Whole.root")
-
-
-def test_a_gradient_that_overflows_fp16_tells_of_the_loss_scale():
-    model = nn.Linear(4, 4)
-    with torch.no_grad():
-        model.weight.fill_(1e-3)
-
-    def program():
-        with autocast("cpu", dtype=torch.float16):
-            loss = model(torch.ones(3, 4)).float().sum()
-        (loss * 2.0**40).backward()
-
-    finding = found(program)
-    assert (finding.direction, finding.dtype) == ("backward", torch.float16)
-    assert "GradScaler halves it" in finding.advice
 
 
 def test_a_loss_scale_that_comes_down_is_no_fault_and_one_that_never_does_is():
@@ -258,19 +179,6 @@ def test_a_step_that_overflows_a_weight():
     assert "Lower the learning rate" in finding.advice
 
 
-def test_memory_that_nobody_wrote():
-    def program():
-        buffer = torch.empty(8)
-        buffer.numpy()[:] = math.nan  # what memory may hold
-        buffer[:4] = 1.0
-        return float((2 * buffer).sum())
-
-    finding = found(program)
-    assert (finding.kind, finding.op) == ("unwritten", "aten::empty.memory_format")
-    assert line_of(finding) == "buffer = torch.empty(8)"
-    assert "use torch.zeros" in finding.advice
-
-
 def test_room_for_a_backward_pass_that_is_written_in_parts():
     logits = torch.zeros(6, 2, 5, requires_grad=True)
     targets, lengths = torch.ones(2, 4, dtype=torch.int64), torch.tensor([1, 4])
@@ -309,13 +217,6 @@ def test_strict_stops_where_an_infinity_is_made():
         raise AssertionError
 
     assert found(program, strict=True).op == "aten::log.default"
-
-
-def test_the_row_of_a_softmax_that_is_masked_altogether():
-    mask = torch.tensor([[True, True], [False, True]])
-    finding = found(lambda: torch.randn(2, 2).masked_fill(mask, -math.inf).softmax(-1))
-    assert finding.op == "aten::_softmax.default"
-    assert "every position of it is masked" in finding.advice
 
 
 def test_one_element_of_many_in_a_list():
@@ -407,67 +308,6 @@ def test_a_scaled_gradient_that_overflows_downwards_is_no_mask():
 # -- what is left alone ------------------------------------------------------------------------------------
 
 
-def masks():
-    scores, mask = torch.randn(2, 4), torch.tensor([[True, False, True, False], [False, False, True, False]])
-    scores.masked_fill(mask, -math.inf).softmax(-1)
-    torch.where(mask, scores, -math.inf).softmax(-1)
-    (scores + torch.zeros(2, 4).masked_fill(mask, -math.inf)).log_softmax(-1)
-    lowest = torch.zeros(2, 4).masked_fill(mask, torch.finfo(torch.float32).min)
-    (scores.half() + lowest.half()).softmax(-1)  # beyond fp16: -inf
-    (scores + 2 * lowest).softmax(-1)
-    torch.full((2, 4), -math.inf).maximum(scores).sum().item()
-    torch.tensor([-math.inf, 1.0]).softmax(-1)
-    functional.scaled_dot_product_attention(*3 * [torch.randn(1, 1, 4, 4)], is_causal=True)
-
-
-def absorbed():
-    torch.zeros(2).log().exp().sum().item()
-    torch.nan_to_num(torch.full((2,), math.inf), posinf=1.0).sum().item()
-    (1 / torch.zeros(2)).clamp(max=3).sum().item()
-    positions = torch.log(torch.arange(4).float()).to(torch.long)  # T5's buckets
-    torch.where(torch.arange(4) < 1, torch.arange(4), positions)
-
-
-def labels_with_holes():
-    labels = torch.tensor([1.0, math.nan])
-    torch.where(labels.isnan(), 0.0, labels).sum().item()
-    labels.nan_to_num().sum().item()
-
-
-def memory():
-    buffer = torch.empty(8)
-    buffer.numpy()[:] = math.nan
-    buffer[:4] = 1.0
-    buffer[4:] = 2.0
-    torch.empty_like(buffer).copy_(buffer).sum().item()
-    torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2)).sum().item()
-
-
-def norm_of_order_inf():
-    torch.linalg.vector_norm(torch.ones(3, requires_grad=True), ord=math.inf).backward()
-
-
-def a_divisor_that_overflows_in_the_backward_pass():
-    x = torch.tensor([300.0], dtype=torch.float16, requires_grad=True)
-    x.atan().sum().backward()
-    assert x.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        masks,
-        absorbed,
-        labels_with_holes,
-        memory,
-        norm_of_order_inf,
-        a_divisor_that_overflows_in_the_backward_pass,
-    ],
-)
-def test_no_alarm(program):
-    assert found(program) is None
-
-
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
@@ -489,11 +329,6 @@ def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
         got = train()
     assert diagnosis.report() == "every number that mattered was finite"
     assert all(a.equal(b) for a, b in zip(expected, got, strict=True))
-
-
-def test_a_compiled_model_runs_eagerly_and_is_watched():
-    compiled = torch.compile(lambda x: (x - 1).sqrt().sum(), backend="eager")
-    assert found(lambda: compiled(torch.zeros(2))).op == "aten::sqrt.default"
 
 
 # -- the region --------------------------------------------------------------------------------------------
@@ -630,19 +465,6 @@ def test_names_are_those_of_the_model_that_is_given():
     assert error.value.finding.module == "1.attention"
 
 
-def test_an_error_of_the_program_comes_through_and_nothing_is_left():
-    def program():
-        kept.append(torch.zeros(2).log())
-        raise KeyError
-
-    kept = []
-    with pytest.raises(KeyError), diagnose():
-        program()
-    assert kept[0].isinf().all()
-    assert not nn.modules.module._global_forward_hooks
-    assert not nn.modules.module._global_forward_pre_hooks
-
-
 def test_a_finding_is_data():
     finding = found(lambda: torch.zeros(1).log().item())
     assert json.loads(json.dumps(finding.to_dict()))["output"]["inf"] == 1
@@ -673,18 +495,6 @@ def test_the_text_has_everything():
         r"do +pow overflows fp16 above 255\.9; give aten::pow the rule fp32",
     ):
         assert re.search(row, text), text
-
-
-def test_nothing_stays_behind_when_the_region_is_closed():
-    from torch.utils._python_dispatch import _len_torch_dispatch_stack
-
-    model = Net()
-    with diagnose(model, keep_going=True):
-        loss_of(model).backward()
-    assert _len_torch_dispatch_stack() == 0
-    assert not nn.modules.module._global_forward_hooks
-    assert not nn.modules.module._global_forward_pre_hooks
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_an_infinity_that_vanishes_in_wrong_numbers():
@@ -732,3 +542,42 @@ def test_a_buffer_that_arithmetic_has_spoilt():
     finding = found(program)
     assert finding.op == "aten::log.default"
     assert finding.reached.endswith("the buffer BatchNorm1d.running_mean, at the end of the region")
+
+
+def test_memory_that_is_written_before_it_is_read():
+    def program():
+        buffer = torch.empty(8)
+        buffer.numpy()[:] = math.nan  # what memory may hold
+        buffer[:4], buffer[4:] = 1.0, 2.0
+        torch.empty_like(buffer).copy_(buffer).sum().item()
+        torch.mm(torch.ones(2, 2), torch.ones(2, 2), out=torch.empty(2, 2)).sum().item()
+
+    assert found(program) is None
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_nothing_stays_behind_and_an_error_of_the_program_comes_through(error):
+    from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+    model = Net()
+    with contextlib.suppress(KeyError), diagnose(model, keep_going=error is None):
+        loss_of(model).backward()
+        if error is not None:
+            kept = torch.zeros(2).log()  # no finding: the program ends for another reason
+            raise error
+    assert error is None or kept.isinf().all()
+    assert _len_torch_dispatch_stack() == 0
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_infinities_in_the_data_do_not_take_the_place_of_what_stopped_the_program():
+    batch = torch.from_numpy(np.array([[-math.inf, 1.0], [1.0, math.inf]], dtype=np.float32))
+
+    def program():
+        kept.append(batch * 2)
+        torch.zeros(2, requires_grad=True).sqrt().sum().backward()
+
+    kept = []
+    assert found(program).forward_op == "aten::sqrt.default"
