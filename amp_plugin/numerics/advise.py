@@ -60,7 +60,7 @@ _ADVICE = {
     "point (clamp, eps) or mask it before the op; where() after it hides the value but not the gradient.",
     "pole, log": "{c.base} of {c.pole} is infinite: clamp its input, add an eps, or call log_softmax or "
     "logsumexp.",
-    "pole, division": "{c.own}{c.base} by 0: add an eps to the divisor, or mask it before the division.",
+    "pole, division": "{c.base} by 0: add an eps to the divisor, or mask it before the division.",
     "pole": "{c.base} is infinite at this point: clamp its input away from it, or add an eps.",
     "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
     "domain, negative": "{c.base} of a negative number is nan: clamp its input; a small one is a 0 that was "
@@ -171,11 +171,6 @@ class _Case:
     def forward(self) -> str:
         """The plain name of the forward op of a backward op; empty for a function of the program's."""
         return self.finding.forward_op.partition("::")[2].split(".")[0].strip("_")
-
-    @property
-    def own(self) -> str:
-        name = self.finding.forward_op
-        return f"in {name}, which the program wrote itself, " if name and not self.forward else ""
 
     @property
     def pole(self) -> int:

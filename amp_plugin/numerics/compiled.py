@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
@@ -124,9 +123,7 @@ class CompiledComparison:
         self.is_open = True
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Close the region; graphs that were compiled in it run as compiled from now on."""
         self.is_open = False
         self._patches.close()

@@ -134,15 +134,12 @@ def _is_masked(result: Tensor, given: Sequence[GivenTensor], where: Tensor | Non
     if where is not None:
         infinite = infinite & where
     for tensor in given:
-        if tensor.values is None:
-            continue
-        largest = torch.finfo(tensor.argument.tensor.dtype).max
-        huge = tensor.values <= -(_MASKING if largest > 1e38 else _MASKING_IN_FP16) * largest
-        try:
-            if bool((huge.broadcast_to(infinite.shape) | ~infinite).all()):
+        if tensor.values is not None:
+            largest = torch.finfo(tensor.argument.tensor.dtype).max
+            huge = tensor.values <= -(_MASKING if largest > 1e38 else _MASKING_IN_FP16) * largest
+            spread = _spread(huge, infinite)
+            if spread is not None and bool((spread | ~infinite).all()):
                 return True
-        except RuntimeError:  # shapes that have nothing to do with each other
-            continue
     return False
 
 
@@ -153,10 +150,17 @@ def _new_elements(result: Tensor, unfinite: Sequence[GivenTensor]) -> Tensor | N
         return None
     new = ~values.isfinite()
     for tensor in unfinite:
-        if (finite := tensor.finite()) is None:
+        finite = tensor.finite()
+        spread = None if finite is None else _spread(finite, new)
+        if spread is None:
             return None
-        try:
-            new = new & finite
-        except RuntimeError:  # shapes that have nothing to do with each other
-            return None
-    return new if new.shape == values.shape else None
+        new = new & spread
+    return new
+
+
+def _spread(mask: Tensor, over: Tensor) -> Tensor | None:
+    """Return an argument's mask over a result; None if their shapes have nothing to do with each other."""
+    try:
+        return mask.broadcast_to(over.shape)
+    except RuntimeError:
+        return None

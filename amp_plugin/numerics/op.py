@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -59,15 +58,8 @@ _OVERWRITING = frozenset(
      "random_", "uniform_", "zero_"}
 )  # fmt: skip
 
-
 # They are told to return fp32 from fp16, which no wider tensor can.
 _HALF_TO_FLOAT = frozenset({"_softmax", "_log_softmax"})
-
-
-_STEP_HOOKS = (
-    (register_optimizer_step_pre_hook, "step_begins"),
-    (register_optimizer_step_post_hook, "step_ended"),
-)
 
 
 class OpTraits:
@@ -223,8 +215,7 @@ class Call:
         found: dict[str, float] = {}
         for name, value in self.traits.named(self.args, self.kwargs).items():
             if isinstance(value, (list, tuple)):
-                floats = {f"{name}[{i}]": entry for i, entry in enumerate(value) if isinstance(entry, float)}
-                found |= floats
+                found |= {f"{name}[{i}]": entry for i, entry in enumerate(value) if isinstance(entry, float)}
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
                 found[name] = float(value)
         return found
@@ -238,8 +229,6 @@ class Call:
     def is_transposed(self) -> bool:
         """Whether this is a transposed convolution, or its backward pass."""
         return self.traits.named(self.args, self.kwargs).get("transposed") is True
-
-    # -- once more -----------------------------------------------------------------------------------------
 
     @property
     def is_repeatable(self) -> bool:
@@ -333,8 +322,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an op between the observers' two looks; fake tensors have no numbers to look at."""
         kwargs = kwargs or {}
-        if isinstance(func, HigherOrderOperator):
-            return self._run_whole(func, args, kwargs)
+        if isinstance(func, HigherOrderOperator):  # what happens in the functions it is given is not seen
+            if not any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+                self.unseen[str(func)] += 1
+            return func(*args, **kwargs)
         if any(_dispatches(kind) for kind in types):
             if any(issubclass(kind, FakeTensor) for kind in types):
                 return func(*args, **kwargs)
@@ -355,13 +346,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for observer in self._observers:
                 observer.after(call, output)
         return output
-
-    def _run_whole(self, func: HigherOrderOperator, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Run an op that is given functions, and count it: what happens in them is not seen."""
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if not any(isinstance(leaf, FakeTensor) for leaf in leaves):
-            self.unseen[str(func)] += 1
-        return func(*args, **kwargs)
 
 
 @cache
@@ -386,7 +370,10 @@ class Region:
             for observer in self._observers:
                 observer.open(stack)
             self.recorder.tracker.open(stack)
-            for register, event in _STEP_HOOKS:
+            for event, register in (
+                ("step_begins", register_optimizer_step_pre_hook),
+                ("step_ended", register_optimizer_step_post_hook),
+            ):
                 hook = partial(self._tell, event)
                 hook.leaves_gradients = hook.leaves_steps = True  # type: ignore[attr-defined] # of one pass
                 stack.callback(register(hook).remove)
@@ -394,9 +381,7 @@ class Region:
             self._open = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Close the region."""
         self._open.close()
         self.ended(error)
