@@ -165,6 +165,25 @@ def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
 
 
 @pytest.mark.native
+@pytest.mark.parametrize(
+    ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
+)
+def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, weights):
+    make = OPTIMIZERS[name]
+    model, optimizer = trained(make, form, weights)
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    with_float32_state = make(twin.parameters())
+    with_float32_state.load_state_dict(copy.deepcopy(fp32_state_dict(optimizer)))
+    for one, its_optimizer in ((model, optimizer), (twin, with_float32_state)):
+        scaler = GradScaler("cpu", enabled=False)
+        take_steps(one, its_optimizer, [7], scaler)
+        assert scaler.last_step(its_optimizer).one_pass
+    for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.native
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize(("name", "form"), list(itertools.product(OPTIMIZERS, FORMS)))
 def test_the_first_step_is_that_of_torch_and_holds_no_float32_states(name, form, weights):
