@@ -21,7 +21,7 @@ from amp_plugin.kernels.state_codes import (
     to_bf16,
 )
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
-from amp_plugin.weights.store import weight_bytes
+from amp_plugin.weights.store import in_fp32, weight_bytes
 
 FORMS = ("bf16", "8bit")
 OPTIMIZERS = {
@@ -373,3 +373,46 @@ def test_unknown_formats_are_refused():
         ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
     ):
         store_weights(network(), state="8bits")
+
+
+# -- averages and compiled steps ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_average_of_the_weights_is_that_of_exact_ones(form, weights):
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form, weights)
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    expected = [value.double() for value in exact(model)]
+    for step in range(3):
+        take_steps(model, optimizer, [step])
+        with in_fp32(model):
+            ema.update_parameters(model)
+        if step > 0:
+            expected = [0.5 * old + 0.5 * new for old, new in zip(expected, exact(model), strict=True)]
+        else:
+            expected = [value.double() for value in exact(model)]
+    for average, value in zip(ema.module.state_dict().values(), expected, strict=True):
+        torch.testing.assert_close(average.double(), value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_compiled_step_keeps_the_state_compressed_and_learns_as_the_eager_one(name, form):
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = trained(OPTIMIZERS[name], form, steps=2)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+            step()
+        runs.append((exact(model), kept(optimizer)))
+    for eager, compiled in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(
+            compiled, eager, rtol=1e-5, atol=1e-6
+        )  # compiled, beta**step is a tensor's
+    assert [part.dtype for part in runs[1][1]] == [part.dtype for part in runs[0][1]]
