@@ -1,13 +1,7 @@
 import pytest
 import torch
 
-from tests.adapters.accelerate_pair import ours, prepared, reset, stock
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
+from tests.adapters.accelerate_pair import ours, prepared, stock
 
 
 def trained(accelerator, steps=3):

@@ -20,12 +20,6 @@ from tests.adapters.accelerate_pair import (
 OVERFLOW = 1e38  # times a scale of 8 it is infinite
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
-
-
 def run_two_optimizers(accelerator, first=3.0, second=3.0):
     """One joint backward, then both step: the gradients each has seen."""
     (a, b), (opt_a, opt_b) = prepared(accelerator, 2)

@@ -11,13 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from tests.adapters.accelerate_pair import Weights, ours, prepared, reset, stock
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
+from tests.adapters.accelerate_pair import Weights, ours, prepared, stock
 
 
 class Pair(torch.nn.Module):

@@ -7,18 +7,14 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_sources import OPTIONS
-from tests.adapters.accelerate_pair import reset
 
 
 @pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
+def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith("AMP_PLUGIN_") and name not in {"AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR"}:
             monkeypatch.delenv(name)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    reset()
-    yield
-    reset()
 
 
 def set_options(found):

@@ -35,7 +35,6 @@ from amp_plugin.adapters.accelerate.settings import (
     ranks_without_gpu,
     refuse_misplaced,
     resolve,
-    warn_of_missing_processes,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_sources import naming
@@ -141,7 +140,6 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._stepping.shown = self._scaler if precision == "fp16" else None
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
-            warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
         self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)

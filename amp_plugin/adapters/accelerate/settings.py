@@ -179,20 +179,3 @@ def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
     """
     several = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     return several and not torch.accelerator.is_available()
-
-
-def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> None:
-    """Warn where ``accelerate launch`` was asked for several processes and has started one, this.
-
-    Its MULTI_CPU, what ``accelerate config`` writes for a CPU, starts several by mpirun only. Without, it
-    leaves an address to meet at, but neither a rank nor a number of processes.
-    """
-    launched_alone = {"MASTER_ADDR", PRECISION_VARIABLE, "ACCELERATE_USE_CPU"} <= {*environment} and not (
-        {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & {*environment}
-    )
-    if running == 1 and launched_alone:
-        warn_user(
-            "accelerate launch was asked for several processes (num_processes) and has started one: its "
-            "MULTI_CPU needs mpirun. For several processes on a CPU write distributed_type: MULTI_GPU, "
-            'gpu_ids: "-1,-1" and use_cpu: true; configs/accelerate/cpu_bf16_2_processes.yaml is such a file'
-        )
