@@ -98,7 +98,7 @@ class Takeover:
                     torch.amp.GradScaler,
                     may_take=self._may_take,
                     arguments=_with_environment,
-                    made=self._made_scaler,
+                    made=lambda scaler: self._asked.update([type(scaler).__name__]),
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))
@@ -138,9 +138,6 @@ class Takeover:
             self._left.add(kind.__name__)
             return False
         return True
-
-    def _made_scaler(self, scaler: Any) -> None:
-        self._asked[type(scaler).__name__] += 1
 
     def _noting(self, kind: Any) -> AbstractContextManager[object]:
         """Note each instance of a class of ours, by whatever name it is made; and whether a scaler scales."""
@@ -353,11 +350,7 @@ class _Finder(MetaPathFinder):
 
 
 def bind_environment() -> None:
-    """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it.
-
-    Raises:
-        ValueError: it says something else than a precision or that the program stays as written.
-    """
+    """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it."""
     given = os.environ.get(VARIABLE, "")
     if not given or is_launcher():
         return

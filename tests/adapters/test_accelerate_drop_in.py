@@ -222,13 +222,6 @@ def test_wrong_values_name_their_source(variable, value, message, monkeypatch):
         AmpAccelerator(cpu=True)
 
 
-def test_wrong_values_of_amp_kwargs():
-    with pytest.raises(
-        ValueError, match="fp32_modules=3 is not allowed; give a list of names .*comes from AmpKwargs"
-    ):
-        ours(fp32_modules=3)
-
-
 # -- what is said at the start of a run ---------------------------------------------------------
 
 
@@ -239,14 +232,3 @@ def test_slow_fp16_is_told_at_the_users_line(monkeypatch):
         AmpAccelerator(mixed_precision="fp16", cpu=True)
     assert [warning.filename for warning in told] == [__file__]
     ours(precision="bf16")
-
-
-def test_a_checkpoint_without_a_loss_scale_is_told_at_the_users_line(tmp_path):
-    accelerator = ours(precision="bf16")
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    accelerator.save_state(tmp_path)
-    accelerator = ours()
-    accelerator.prepare(torch.nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match=r"no scaler\.pt") as told:
-        accelerator.load_state(tmp_path)
-    assert told[0].filename == __file__

@@ -103,11 +103,6 @@ class TestErrorsNameTheirSource:
         with pytest.raises(ValueError, match=f"{value}.*; {allowed}.*comes from {variable}"):
             resolve([], {variable: value})
 
-    def test_a_number_the_scaler_refuses(self, monkeypatch):
-        monkeypatch.setenv("AMP_PLUGIN_BACKOFF_FACTOR", "2")
-        with pytest.raises(ValueError, match=r"backoff_factor comes from AMP_PLUGIN_BACKOFF_FACTOR"):
-            AmpAccelerator(mixed_precision="fp16", cpu=True)
-
     def test_a_negative_limit_of_skips(self, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_MAX_SKIPS_IN_A_ROW", "-1")
         text = r"max_skips_in_a_row=-1 is not allowed; give a number of optimizer steps, or 0.*comes from AMP"
@@ -124,7 +119,7 @@ class TestErrorsNameTheirSource:
         ):
             resolve([], {"AMP_PLUGIN_LOSS": "1024"})
 
-    @pytest.mark.parametrize("precision", ["bf16", "no"])
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
     def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_GROWTH_FACTOR", "0.5")
         with pytest.raises(ValueError, match=r"growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR"):

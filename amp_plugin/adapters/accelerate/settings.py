@@ -99,12 +99,7 @@ class Settings(AdapterSettings, AccelerateOptions):
 
 
 def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -> Settings:
-    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it.
-
-    Raises:
-        ValueError: an unknown option or a bad value; the text names its source.
-        FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
-    """
+    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it."""
     handlers = list(handlers)
     layers = [("AmpKwargs", given.to_kwargs()) for given in handlers if isinstance(given, AmpKwargs)]
     scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
@@ -118,9 +113,7 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
 def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
     """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
 
-    Raises:
-        ValueError: the environment names none of Accelerate's, which checks the argument only; or either
-            keeps weights in 16 bits.
+    Accelerate checks the argument only, so a wrong word of the environment is refused here.
     """
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
@@ -150,10 +143,9 @@ def is_ours(
     explicit: bool,
     float8_recipe: Any = None,
 ) -> bool:
-    """Return whether mixed precision is ours, or another engine's; fp8 is ours where torchao has a recipe.
+    """Return whether mixed precision is ours; refuse AmpKwargs (``explicit``) where it is another engine's.
 
-    Raises:
-        ValueError: it is another's, and the program asked for options by AmpKwargs (``explicit``).
+    fp8 is ours where torchao has a recipe.
     """
     if distributed == DistributedType.DEEPSPEED:  # whose engine is told, and observed
         return False
