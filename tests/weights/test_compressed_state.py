@@ -347,10 +347,3 @@ def test_bytes():
         store_weights(model, optimizer, weights=weights, state=form)
         take_steps(model, optimizer, range(2))
         assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
-
-
-def test_unknown_formats_are_refused():
-    with pytest.raises(
-        ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
-    ):
-        store_weights(network(), state="8bits")
