@@ -368,13 +368,6 @@ def test_bytes():
         assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
 
 
-def test_unknown_formats_are_refused():
-    with pytest.raises(
-        ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
-    ):
-        store_weights(network(), state="8bits")
-
-
 # -- averages and compiled steps ----------------------------------------------------------------------
 
 
