@@ -14,12 +14,7 @@ _INSTEAD = "use 'bf16' instead"
 
 
 def checked_config(owner: str, given: Any) -> Any:
-    """Return torchao's Float8LinearConfig: the one given, of a recipe's name, or its default for None.
-
-    Raises:
-        ValueError: it is something else.
-        ImportError: torchao is not installed.
-    """
+    """Return torchao's Float8LinearConfig: the one given, of a recipe's name, or its default for None."""
     if importlib.util.find_spec("torchao") is None:
         remedy = f"run: pip install 'torchao>=0.18', or {_INSTEAD}"
         msg = f"{owner} needs torchao, which is not installed; {remedy}"
@@ -58,14 +53,7 @@ def refuse_device(owner: str, device_type: str, config: Any) -> None:
 def convert_linear_layers(model: nn.Module, config: Any, *, left_out: Collection[str]) -> nn.Module:
     """Let torchao turn Linear layers into float8 ones, in place; their parameters stay the same objects.
 
-    Converted are layers both of whose sides are multiples of 16, but for those left out, by their names in
-    ``model.named_modules()``, and their children. A model converted before stays as it is.
-
-    Returns:
-        The model; a Linear layer itself converted.
-
-    Raises:
-        ValueError: there is no such layer.
+    Left out are the modules of these names and their children. A model converted before stays as it is.
     """
     from torchao.float8 import convert_to_float8_training  # noqa: PLC0415 -- only float8 users pay for it
     from torchao.float8.float8_linear import Float8Linear  # noqa: PLC0415
@@ -95,10 +83,7 @@ def _is_within(name: str, modules: Iterable[str]) -> bool:
 
 
 def leave_out(recipe: Any, model: nn.Module, names: Collection[str]) -> None:
-    """Let Accelerate's AORecipeKwargs leave modules of a model out, next to those it leaves out itself.
-
-    Without a filter of its own, these are the first and the last Linear layer.
-    """
+    """Let Accelerate's AORecipeKwargs leave these out too; without a filter, the first and last Linear."""
     own = recipe.module_filter_func
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     outermost = {layers[0], layers[-1]} if layers and own is None else set()

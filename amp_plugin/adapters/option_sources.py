@@ -37,12 +37,7 @@ def decided(layers: Iterable[tuple[str, Mapping[str, Any]]]) -> tuple[dict[str, 
 
 
 def outside_program(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:
-    """Return what the environment and the file that it names set, as layers: source, option -> text or value.
-
-    Raises:
-        ValueError: an unknown option; the text names its source.
-        FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
-    """
+    """Return what the environment and the file it names set, as layers: source, option -> text or value."""
     return [*_from_environment(environment), *_from_file(environment)]
 
 

@@ -78,12 +78,8 @@ class HasScaler:
 def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
     """Return the scaler that an adapter calls once it was given another, as the attribute ``name``.
 
-    None scales no loss. A scaler of ours, or an object that has all of its public methods, such as a wrapper
-    around one, is called as it is. Torch's gives a scaler of ours its options and state, and is not called.
-    ``make`` makes one with the adapter's options, enabled or not.
-
-    Raises:
-        TypeError: It is something else, such as a subclass of torch's scaler with methods of its own.
+    What has all of our public methods is called as it is; torch's only gives its options and state to one
+    that ``make`` makes, enabled or not. Anything else is a TypeError.
     """
     if given is None:
         return make(False)
@@ -104,10 +100,9 @@ def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any
 
 
 def register(scaler: GradScaler, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Make an optimizer known to a scaler, with the names of those of its parameters that models have.
+    """Register an optimizer, with the names of its parameters in these models.
 
-    One model's names are its own; of several, ``Critic.layer.weight``; of several of one class,
-    ``Critic[0].layer.weight``, numbered as given.
+    Of several models ``Critic.layer.weight``, of several of one class ``Critic[0].layer.weight``.
     """
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     kinds = [type(model).__name__ for model in models]
@@ -117,6 +112,24 @@ def register(scaler: GradScaler, optimizer: Optimizer, models: Sequence[nn.Modul
         prefix = f"{kind}{number}." if len(models) > 1 else ""
         named |= {prefix + name: param for name, param in model.named_parameters() if id(param) in own}
     scaler.register(optimizer, names=named)
+
+
+def fsdp_root(model: nn.Module) -> Any:
+    """Return the model if FSDP's first version has wrapped it, else None."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
+
+    return model if isinstance(model, FullyShardedDataParallel) else None
+
+
+def scaler_groups(root: Any) -> dict[str, Any]:
+    """Return the groups of ranks that step together: under FSDP1, which hold parts of each gradient.
+
+    With ``NO_SHARD`` each rank holds the whole of it.
+    """
+    if root is None or root.process_group is None:
+        return {}
+    group, whole = (root.process_group,), root.sharding_strategy.name == "NO_SHARD"
+    return {"process_groups": group if whole else (), "sharded_groups": () if whole else group}
 
 
 class StepNorms:
@@ -148,11 +161,7 @@ class StepNorms:
 def endless_skips(
     log: StepLog, step: LoggedStep, models: Sequence[nn.Module], *, in_fp16: str, option: str
 ) -> RuntimeError:
-    """Return the error that ends a run that only skips, of which this step is the last allowed.
-
-    It names the parameters, what else to try ``in_fp16``, how a program writes the ``option``, and what a
-    second run of the step has found.
-    """
+    """Return the error that ends a run that only skips: parameters, advice, what a second run has found."""
     result, report = step.result, step.result.overflow_report()
     scale = f"loss scale {result.scale_after:g}; " if result.is_scaled else ""
     why = f"because gradients are not finite ({scale}{report.summary()})"

@@ -30,12 +30,7 @@ from amp_plugin.sharding.report import check_against_plan, is_sharded
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterSettings(PrecisionOptions):
-    """Options in our own names: precisions by name, rules read from their file.
-
-    Raises:
-        TypeError: ``fp32_modules`` is something else than a list of names.
-        ValueError: A value is unknown, or does not go with another one.
-    """
+    """Options in our own names: precisions by name, rules read from their file."""
 
     precision: str = ""
     eval_precision: PrecisionName | None = None
@@ -78,9 +73,6 @@ class AdapterSettings(PrecisionOptions):
         """Compare what shards a model with the plan; let micro-batches add up in fp32.
 
         Warns where nothing shards it, and gradients are to be reduced in another dtype: ``for_ddp`` does.
-
-        Raises:
-            ValueError: It cannot do what was asked for.
         """
         if is_sharded(model):
             self.check_sharded()
@@ -112,10 +104,10 @@ class AdapterSettings(PrecisionOptions):
             weights=self.weights,
         )
 
-    def new_scaler(self, device: str, *, enabled: bool, **groups: Any) -> GradScaler:
+    def new_scaler(self, device: str, *, enabled: bool) -> GradScaler:
         """Return a scaler with these options; a disabled one scales nothing, and still logs steps."""
         options = {name: getattr(self, name) for name in option_names(ScalingOptions)}
-        return GradScaler(device, enabled=enabled, **options, **groups)
+        return GradScaler(device, enabled=enabled, **options)
 
 
 def _rules_from(given: Any) -> OpRules:

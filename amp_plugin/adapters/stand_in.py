@@ -13,30 +13,24 @@ from amp_plugin.casting.bound_rules import replaced
 _BETWEEN: dict[tuple[type, type], type] = {}
 
 
-def as_given(_args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments by name as they are."""
-    return kwargs
-
-
 @contextmanager
 def standing_in(
     ours: type,
     theirs: type,
     *,
     may_take: Callable[[type], bool] = callable,
-    arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]] = as_given,
+    arguments: Callable[[Sequence[Any], dict[str, Any]], dict[str, Any]],
     made: Callable[[Any], object] = id,
 ) -> Iterator[None]:
     """Make each instance of ``theirs``, or of a subclass, one of ``ours`` too, while the block runs.
 
-    Their names stay what they are, and so do those that a program has imported before: ``isinstance``,
-    subclasses and pickles work as ever.
+    Names stay what they are: ``isinstance``, subclasses and pickles work as ever.
 
     Args:
         ours: a subclass of ``theirs``.
         theirs: the library's class.
-        may_take: whether a class is to be taken; others stay the library's. Default: each is.
-        arguments: returns the arguments by name that ours is made with, from those by position and by name.
+        may_take: whether a class is to be taken; others stay the library's.
+        arguments: the arguments by name that ours is made with, from those by position and by name.
         made: called with each instance.
     """
     original = theirs.__init__  # type: ignore[misc]

@@ -74,7 +74,7 @@ class Takeover:
         self._asked: Counter[str] = Counter()  # what the program made, in the precision it chose
         self._set: Counter[str] = Counter()  # what got the precision of ours
         self._left: set[str] = set()  # classes of scalers that stayed torch's
-        self._scales = self._has_own = False  # a scaler of ours; made by its own name or plugin
+        self._scales = self._has_own = False  # a scaler of ours scales; something of ours was made
         self._names_before = _loaded_names()
         self._undo = ExitStack()
 
@@ -91,14 +91,14 @@ class Takeover:
             dtype = None if self._precision is None else DTYPES[self._precision]
             self._autocast = BoundAutocast(self._rules, self._rules_name, dtype=dtype)
             undo.enter_context(self._autocast)
-            undo.enter_context(replaced(GradScaler, "__init__", self._noting(GradScaler.__init__)))
+            undo.enter_context(self._noting(GradScaler))
             undo.enter_context(
                 standing_in(
                     GradScaler,
                     torch.amp.GradScaler,
                     may_take=self._may_take,
                     arguments=_with_environment,
-                    made=self._made_scaler,
+                    made=lambda scaler: self._asked.update([type(scaler).__name__]),
                 )
             )
             undo.enter_context(when_imported(self._frameworks()))
@@ -139,19 +139,17 @@ class Takeover:
             return False
         return True
 
-    def _made_scaler(self, scaler: Any) -> None:
-        self._asked[type(scaler).__name__] += 1
-
-    def _noting(self, original: Callable[..., None]) -> Callable[..., None]:
-        """Return an ``__init__`` of our scaler that notes whether one scales, by whatever name it is made."""
+    def _noting(self, kind: Any) -> AbstractContextManager[object]:
+        """Note each instance of a class of ours, by whatever name it is made; and whether a scaler scales."""
+        original = kind.__init__
 
         @functools.wraps(original)
-        def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
-            original(scaler, *args, **kwargs)
+        def init(made: Any, *args: Any, **kwargs: Any) -> None:
+            original(made, *args, **kwargs)
             self._has_own = True
-            self._scales = self._scales or scaler.is_enabled()
+            self._scales = self._scales or (hasattr(made, "is_enabled") and made.is_enabled())
 
-        return init
+        return replaced(kind, "__init__", init)
 
     def _frameworks(self) -> dict[str, Callable[[ModuleType], AbstractContextManager[object]]]:
         """Return module -> what to enter once it is imported."""
@@ -160,6 +158,7 @@ class Takeover:
         return {
             "accelerate": _load_adapter,
             _ADAPTER: self._accelerate,
+            "amp_plugin.adapters.lightning.precision_core": lambda core: self._noting(core.PrecisionCore),
             **dict.fromkeys(CONNECTORS, self._lightning),
         }
 
@@ -351,11 +350,7 @@ class _Finder(MetaPathFinder):
 
 
 def bind_environment() -> None:
-    """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it.
-
-    Raises:
-        ValueError: it says something else than a precision or that the program stays as written.
-    """
+    """Take over what ``AMP_PLUGIN_TAKEOVER`` says, for the whole process; ``import torch`` calls it."""
     given = os.environ.get(VARIABLE, "")
     if not given or is_launcher():
         return

@@ -58,13 +58,7 @@ class ModelWeights:
     def set_up(self, model: nn.Module, fp32_modules: Sequence[str] = ()) -> bool:
         """Store a model's weights as asked, before it is wrapped or moved; again once they are given back.
 
-        Returns:
-            Whether weights in 16 bits became exact ones: a float32 checkpoint that was loaded before this was
-            rounded.
-
-        Raises:
-            TypeError: It is sharded, and weights are to be stored in 16 bits.
-            ValueError: A pattern of ``fp32_modules`` matches no module.
+        Returns whether weights in 16 bits became exact ones: a checkpoint loaded before was rounded.
         """
         stores = self._weights != "fp32"
         if model in self._known and (not stores or is_stored(model)):
@@ -99,21 +93,13 @@ class ModelWeights:
             restore_weights(model)
 
     def set_up_unfrozen(self) -> None:
-        """Set up weights that were frozen in 16 bits at set-up and are trained now.
-
-        A model's own forward pass does so too; this is for frameworks that do not call it.
-        """
+        """Set up weights that were frozen before, for frameworks that do not call a model's own forward."""
         for model, frozen in self._known.items():
             if frozen is not None:
                 frozen(model)
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Let optimizers step in float32, and load state dicts exactly; may be called again.
-
-        Raises:
-            TypeError: An optimizer of stored weights steps in backward, or was made without
-                ``Optimizer.__init__``.
-        """
+        """Let optimizers step in float32, and load state dicts exactly; may be called again."""
         models = list(models)
         for model in models:
             reduce_in_fp32(model)

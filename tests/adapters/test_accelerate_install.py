@@ -1,6 +1,3 @@
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import accelerate
@@ -8,39 +5,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, __main__, install, uninstall
-from tests.adapters.accelerate_launch import launch
+from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
 from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient, reset
+from tests.adapters.commands import launch
 from tests.adapters.tiny_bert import bert, texts
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = """
-import sys
-import torch
-from accelerate import Accelerator
-accelerator = Accelerator(cpu=True)
-model = torch.nn.Linear(4, 1)
-model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-accelerator.backward(model(torch.ones(2, 4)).sum())
-accelerator.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-print(type(accelerator).__name__, accelerator.mixed_precision, accelerator.scaler.get_scale(), sys.argv[1:])
-"""
-
-SPAWNING_SCRIPT = """
-import torch
-from accelerate import Accelerator
-
-def work(rank, depth):
-    accelerator = Accelerator(cpu=True)
-    print(type(accelerator).__name__, accelerator.scaler.get_scale(), flush=True)
-    if depth:
-        torch.multiprocessing.spawn(work, args=(depth - 1,))
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, args=(1,))
-"""
-
 TRAINER_SCRIPT = """
 import sys
 import torch
@@ -65,16 +35,6 @@ losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
 ours = trainer.accelerator
 print(type(ours).__name__, ours.mixed_precision, dtypes[0], ours.scaler.get_scale(), losses[-1] < 0.5 * losses[0])
 """
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    reset()
-    original = Accelerator.__init__
-    yield
-    uninstall()
-    assert Accelerator.__init__ is original
-    reset()
 
 
 class Verbose(Accelerator):
@@ -123,9 +83,11 @@ def test_options_hold_where_the_program_has_none():
 
 
 def test_uninstall_leaves_accelerate_as_it_was():
+    original = Accelerator.__init__
     install()
     uninstall()
     uninstall()
+    assert Accelerator.__init__ is original
     assert type(Accelerator(mixed_precision="fp16", cpu=True)) is Accelerator
     assert Accelerator(mixed_precision="fp16", cpu=True).scaler is None
 
@@ -149,88 +111,23 @@ def test_uninstall_gives_torch_autocast_back():
         assert (a @ a).dtype is torch.bfloat16
 
 
-class TestModuleRoute:
-    @pytest.fixture
-    def script(self, tmp_path, monkeypatch):
-        path = tmp_path / "unedited.py"
-        path.write_text(SCRIPT)
-        monkeypatch.setattr(sys, "argv", ["before"])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        return path
-
-    def test_a_script_runs_with_its_arguments(self, script, capsys, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-        monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "1024")
-        with pytest.raises(SystemExit, match="0"):
-            __main__.main([str(script), "--epochs", "3"])
-        assert capsys.readouterr().out == "AmpAccelerator fp16 1024.0 ['--epochs', '3']\n"
-
-    def test_a_module_runs(self, script, capsys, monkeypatch):
-        monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-        monkeypatch.setenv("AMP_PLUGIN_INIT_SCALE", "256")
-        monkeypatch.chdir(script.parent)
-        with pytest.raises(SystemExit, match="0"):
-            __main__.main(["-m", "unedited", "x"])
-        assert capsys.readouterr().out == "AmpAccelerator fp16 256.0 ['x']\n"
-
-    @pytest.mark.parametrize("flag", ["-h", "--help"])
-    def test_help_is_printed(self, flag, capsys):
-        with pytest.raises(SystemExit, match="0"):
-            __main__.main([flag])
-        out, err = capsys.readouterr()
-        assert "python -m amp_plugin.adapters.accelerate script.py" in out
-        assert not err
-
-    @pytest.mark.parametrize(
-        ("arguments", "text"), [([], "script.py"), (["no.py"], "file 'no.py' does not exist")]
-    )
-    def test_without_a_script(self, arguments, text, capsys):
-        with pytest.raises(SystemExit, match="2"):
-            __main__.main(arguments)
-        assert text in capsys.readouterr().err
-
-    @pytest.mark.dist
-    def test_spawned_children_have_it_too(self, tmp_path):
-        script = tmp_path / "spawning.py"
-        script.write_text(SPAWNING_SCRIPT)
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
-            "ACCELERATE_MIXED_PRECISION": "fp16",
-            "AMP_PLUGIN_INIT_SCALE": "512",
-        }
-        command = [sys.executable, "-m", "amp_plugin.adapters.accelerate", str(script)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=environment, timeout=200, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout == "AmpAccelerator 512.0\n" * 2  # a child, and the child's child
-
-    @pytest.mark.slow
-    def test_transformers_trainer_under_accelerate_launch(self, tmp_path):
-        """An unedited script whose Trainer makes its own Accelerator."""
-        path = tmp_path / "trainer.py"
-        path.write_text(TRAINER_SCRIPT)
-        done = self.launch(path, str(tmp_path))
-        kind, precision, dtype, scale, learnt = done.stdout.splitlines()[-1].split()
-        assert (kind, precision, dtype, scale) == ("AmpAccelerator", "fp16", "torch.float16", "512.0")
-        assert learnt == "True"
-
-    @pytest.mark.slow
-    def test_under_accelerate_launch(self, script):
-        done = self.launch(script, "--epochs", "3")
-        assert done.stdout == "AmpAccelerator fp16 512.0 ['--epochs', '3']\n"
-
-    @staticmethod
-    def launch(script, *arguments):
-        words = [
-            *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
-            *("-m", "amp_plugin.adapters.accelerate", str(script), *arguments),
-        ]
-        done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
-        assert done.returncode == 0, done.stderr
-        return done
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", [["amp_plugin", "run"], ["amp_plugin.adapters.accelerate"]], ids="_".join
+)
+def test_transformers_trainer_under_accelerate_launch(launcher, tmp_path):
+    """An unedited script whose Trainer makes its own Accelerator."""
+    path = tmp_path / "trainer.py"
+    path.write_text(TRAINER_SCRIPT)
+    words = [
+        *("--config_file", str(ROOT / "configs" / "accelerate" / "cpu_fp16.yaml")),
+        *("-m", *launcher, str(path), str(tmp_path)),
+    ]
+    done = launch(words, {"PYTHONPATH": str(ROOT), "AMP_PLUGIN_INIT_SCALE": "512"})
+    assert done.returncode == 0, done.stderr
+    kind, precision, dtype, scale, learnt = done.stdout.splitlines()[-1].split()
+    assert (kind, precision, dtype, scale) == ("AmpAccelerator", "fp16", "torch.float16", "512.0")
+    assert learnt == "True"
 
 
 class TestTransformersTrainer:

@@ -11,13 +11,7 @@ from accelerate.utils import extract_model_from_parallel
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate.forward import MixedForward
-from tests.adapters.accelerate_pair import Weights, ours, prepared, reset, stock
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
+from tests.adapters.accelerate_pair import ours, prepared, stock
 
 
 class Pair(torch.nn.Module):
@@ -75,12 +69,6 @@ def test_preparing_twice_wraps_once():
 
 
 class TestUnwrapping:
-    def test_the_wrapper_is_kept_by_default(self):
-        accelerator = ours()
-        model = accelerator.prepare(Pair())
-        assert accelerator.unwrap_model(model) is model
-        assert isinstance(model.forward, MixedForward)
-
     @pytest.mark.parametrize("way", ["method", "function"])
     def test_it_can_be_taken_off(self, way):
         accelerator = ours()
@@ -152,26 +140,6 @@ class TestCopies:
         assert torch.allclose(after, before + 1, atol=2e-3)
         assert twin.forward.module is twin
 
-    def test_a_pickled_stock_model_silently_computes_in_fp32(self):
-        model = stock().prepare(Pair())
-        twin = pickle.loads(pickle.dumps(model))
-        twin(torch.ones(1, 3))
-        assert twin.dtype is torch.float32
-
-    def test_an_optimizer_survives_pickling(self):
-        accelerator = ours(init_scale=8.0)
-        model = Weights()
-        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        accelerator.backward(model(3.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        accelerator.scaler.end_iteration()
-        model, optimizer = pickle.loads(pickle.dumps((model, optimizer)))
-        optimizer.scaler.scale(model(5.0)).backward()
-        optimizer.step()
-        assert model.weight.tolist() == [-8.0] * 4
-        assert not optimizer.step_was_skipped
-
 
 def test_compiled_without_graph_breaks():
     model = ours().prepare(torch.nn.Linear(3, 2))
@@ -192,16 +160,6 @@ def test_compiled_by_accelerate():
     plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
     assert type(plain) is torch.nn.Linear
     assert "forward" not in plain.__dict__
-
-
-def test_weights_swapped_for_evaluation_are_seen():
-    accelerator = ours(steps=2)
-    model = accelerator.prepare(torch.nn.Linear(4, 1, bias=False))
-    inputs = torch.ones(1, 4)
-    model(inputs)
-    model.weight.data.copy_(torch.ones(1, 4))  # as an EMA swap
-    model.eval()
-    assert model(inputs).item() == 4.0
 
 
 def test_weights_swapped_for_samples_are_seen():
@@ -270,12 +228,6 @@ def test_left_alone_it_is_accelerate():
         RuntimeError, match=r"Accelerate's own code.*ask accelerator\.optimizer_step_was_skipped"
     ):
         accelerator.last_step(optimizer)
-
-
-def test_weights_helper_has_the_gradient_it_says():
-    model = Weights()
-    model(3.0).backward()
-    assert model.weight.grad.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])

@@ -8,15 +8,9 @@ from accelerate.utils import AutocastKwargs
 from torch import nn
 
 from amp_plugin import GradScaler
-from tests.adapters.accelerate_pair import ours, reset, stock
+from tests.adapters.accelerate_pair import ours, stock
 
 BATCHES = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
 
 
 def torchs():

@@ -7,18 +7,14 @@ from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs
 from amp_plugin.adapters.accelerate.settings import resolve
 from amp_plugin.adapters.option_sources import OPTIONS
-from tests.adapters.accelerate_pair import reset
 
 
 @pytest.fixture(autouse=True)
-def fresh_state(monkeypatch):
+def no_variables(monkeypatch):
     for name in list(os.environ):
         if name.startswith("AMP_PLUGIN_") and name not in {"AMP_PLUGIN_NATIVE", "AMP_PLUGIN_CACHE_DIR"}:
             monkeypatch.delenv(name)
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    reset()
-    yield
-    reset()
 
 
 def set_options(found):
@@ -107,11 +103,6 @@ class TestErrorsNameTheirSource:
         with pytest.raises(ValueError, match=f"{value}.*; {allowed}.*comes from {variable}"):
             resolve([], {variable: value})
 
-    def test_a_number_the_scaler_refuses(self, monkeypatch):
-        monkeypatch.setenv("AMP_PLUGIN_BACKOFF_FACTOR", "2")
-        with pytest.raises(ValueError, match=r"backoff_factor comes from AMP_PLUGIN_BACKOFF_FACTOR"):
-            AmpAccelerator(mixed_precision="fp16", cpu=True)
-
     def test_a_negative_limit_of_skips(self, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_MAX_SKIPS_IN_A_ROW", "-1")
         text = r"max_skips_in_a_row=-1 is not allowed; give a number of optimizer steps, or 0.*comes from AMP"
@@ -128,7 +119,7 @@ class TestErrorsNameTheirSource:
         ):
             resolve([], {"AMP_PLUGIN_LOSS": "1024"})
 
-    @pytest.mark.parametrize("precision", ["bf16", "no"])
+    @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
     def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
         monkeypatch.setenv("AMP_PLUGIN_GROWTH_FACTOR", "0.5")
         with pytest.raises(ValueError, match=r"growth_factor comes from AMP_PLUGIN_GROWTH_FACTOR"):

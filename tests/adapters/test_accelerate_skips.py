@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from tests.adapters.accelerate_pair import ours, prepared, reset
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    yield
-    reset()
+from tests.adapters.accelerate_pair import ours, prepared
 
 
 def test_an_optimizer_that_did_not_step_was_not_skipped():

@@ -3,12 +3,14 @@
 import json
 import subprocess
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 
 from amp_plugin import OpRules
 from amp_plugin.adapters.accelerate import AmpKwargs
-from amp_plugin.adapters.accelerate.deepspeed import translate
+from amp_plugin.adapters.accelerate.deepspeed import EngineScaler, translate
 from amp_plugin.adapters.accelerate.settings import resolve
 
 FP16, BF16 = {"fp16": {"enabled": True}}, {"bf16": {"enabled": True}}
@@ -79,6 +81,18 @@ def test_where_our_scaler_steps_all_of_its_options_act(config):
     assert translated(config, init_scale=100.0, growth_factor=4.0, on_nonfinite="ignore") == config
 
 
+@pytest.mark.parametrize(("clip", "told"), [(0.5, 1), (0.0, 0)])
+def test_clipping_in_its_unfused_optimizer_is_warned_of(clip, told):
+    optimizer = type("FP16_UnfusedOptimizer", (), {"cur_scale": 256.0})()
+    engine = SimpleNamespace(
+        optimizer=optimizer, global_steps=0, skipped_steps=0, gradient_clipping=lambda: clip
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert EngineScaler(engine, resolve([], {})).get_scale() == 256.0
+    assert sum("'stage' of 'zero_optimization' to 1" in str(warning.message) for warning in caught) == told
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What every config of the worker showed, in a process of its own."""
@@ -122,6 +136,10 @@ class TestRuns:
         right, seen = runs["autocast fp16"], runs["autocast fp16 in ZeRO"]
         assert seen["steps"][0]["moved"] == pytest.approx(right["steps"][0]["moved"] / 65536, rel=0.05)
         assert any("clips gradients still multiplied" in text for text in seen["told"])
+
+    def test_its_unfused_optimizer_moves_too_little_where_it_clips(self, runs):
+        assert runs["fp16"]["steps"][0]["moved"] < runs["fp32"]["steps"][0]["moved"] / 20
+        assert any("unfused optimizer" in text for text in runs["fp16"]["told"])
 
     def test_rules_and_fp32_modules_act_in_its_autocast(self, runs):
         assert runs["autocast fp16"]["steps"][0]["output"] == "torch.float16"

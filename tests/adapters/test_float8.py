@@ -22,13 +22,6 @@ needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reas
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore::DeprecationWarning:torchao")]
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    reset()
-    yield
-    reset()
-
-
 def emulated(**options):
     from torchao.float8 import Float8LinearConfig
 

@@ -6,7 +6,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback, LightningModule
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision
-from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, batches, fit
 
 pytestmark = QUIET
@@ -191,4 +191,3 @@ def test_accelerate(make, precision, clip, count):
             optimizer.step()
             expected = 2 * GRADIENT if clip == "none" else 1.0
             assert model.weight.grad.norm().item() == pytest.approx(expected, rel=1e-3)
-    reset()

@@ -198,17 +198,6 @@ def test_gradient_penalty_through_the_guard():
     assert (model.a.item(), model.b.item()) == (-7.0, -7.0)  # twice d/da (a + b)^2 = 4
 
 
-def test_gradient_penalty_through_the_guard_of_the_other_package():
-    import lightning_fabric
-
-    plugin = classes_for("pytorch_lightning").FabricAmpPrecision(init_scale=1024.0)
-    fabric = lightning_fabric.Fabric(accelerator="cpu", devices=1, plugins=[plugin])
-    model = fabric.setup(Weights())
-    x = X.clone().requires_grad_()
-    assert plugin.grad(model(x), x)[0].item() == 2.0
-    assert plugin.gradient_penalty(model(x), x).item() == 4.0
-
-
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 def test_the_plain_functions_pass_the_guard(package):
     plugin = classes_for(package).FabricAmpPrecision(init_scale=1024.0)

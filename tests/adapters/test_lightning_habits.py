@@ -18,7 +18,7 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from amp_plugin import AmpMonitor, AmpPrecision, set_default_rules
-from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, make_trainer, regression, stock
+from tests.adapters.lightning_models import QUIET, Linear, make_trainer, regression, stock
 
 pytestmark = [
     *QUIET,
@@ -318,8 +318,3 @@ def test_rules_of_a_run_that_failed_do_not_stay(tmp_path):
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype is torch.bfloat16
     finally:
         set_default_rules(None)
-
-
-def test_the_errors_of_two_precisions_name_what_to_drop():
-    with pytest.raises(ValueError, match=r"AmpPrecision\('fp16'\).*delete precision=.* and keep this plugin"):
-        fit(OneWeight(), AmpPrecision("fp16"), precision="16-mixed")

@@ -528,10 +528,5 @@ def test_precision_beside_the_plugin_stock():
     assert "delete" not in str(error.value)
 
 
-def test_precision_beside_the_plugin_says_which_to_delete():
-    with pytest.raises(ValueError, match=r"delete precision=\.\.\. and keep this plugin"):
-        fit(OneWeight(), AmpPrecision(), precision="16-mixed")
-
-
 def test_a_plugin_can_be_copied_before_it_is_used():
     assert copy.deepcopy(AmpPrecision("bf16")).settings == AmpPrecision("bf16").settings

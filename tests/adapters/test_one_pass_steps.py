@@ -6,7 +6,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Callback
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision
-from tests.adapters.accelerate_pair import Weights, ours, reset
+from tests.adapters.accelerate_pair import Weights, ours
 from tests.adapters.lightning_models import QUIET, Linear, fit, regression
 
 pytestmark = [*QUIET, pytest.mark.native]
@@ -114,4 +114,3 @@ def test_accelerate_folds_on_request(precision, fold):
         optimizer.step()
         assert accelerator.last_step(optimizer).one_pass
         assert model.weight.grad.norm().item() == pytest.approx(1.0, rel=1e-3)
-    reset()

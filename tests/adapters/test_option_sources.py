@@ -9,7 +9,6 @@ pytest.importorskip("lightning")
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
 from amp_plugin.adapters.accelerate import AmpAccelerator, install, uninstall
-from tests.adapters.accelerate_pair import reset
 
 
 @pytest.fixture(params=[AmpPrecision, FabricAmpPrecision], ids=["trainer", "fabric"])
@@ -73,15 +72,10 @@ def test_torchs_scaler_leaves_our_options_to_the_plugin(plugin):
 def test_install_after_an_accelerator_was_made_warns():
     from accelerate import Accelerator
 
-    reset()
-    try:
-        AmpAccelerator(cpu=True)
-        install()  # ours: nothing to tell
-        uninstall()
-        stock = Accelerator(cpu=True)
-        with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
-            install()
-        assert type(stock) is Accelerator
-    finally:
-        uninstall()
-        reset()
+    AmpAccelerator(cpu=True)
+    install()  # ours: nothing to tell
+    uninstall()
+    stock = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
+        install()
+    assert type(stock) is Accelerator

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_plugin import AmpPrecision, GradScaler
-from tests.adapters.accelerate_pair import ours, reset
+from tests.adapters.accelerate_pair import ours
 from tests.adapters.lightning_models import QUIET, Linear, fit, regression
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -30,7 +30,6 @@ def make(request):
     kind = getattr(importlib.import_module(package), name)
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its step
         yield lambda params: switched(kind(params, **options))
-    reset()
 
 
 def switched(optimizer, mode="train"):

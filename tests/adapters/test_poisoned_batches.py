@@ -184,8 +184,17 @@ def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf", "ignore:Dynamo detected"
 )
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize(
+    ("loop", "precision"),
+    [
+        (trainer, "fp16"),
+        (trainer, "bf16"),
+        (manual, "bf16"),
+        (fabric, "fp32"),
+        (accelerate, "fp16"),
+        (plain_loop, "bf16"),
+    ],
+)
 def test_so_it_is_where_the_step_is_compiled(loop, precision):
     """The whole step, forward to optimizer, is given to torch.compile, but for what the Trainer does itself."""
     way = {"kind": torch.optim.AdamW, "fused": False, "clip": 0.05}
@@ -253,7 +262,6 @@ def test_the_monitor_logs_the_skips_of_bf16_from_the_first_on():
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
 def test_accelerate_stops_a_run_that_only_skips(precision):
-    reset()
     accelerator = AmpAccelerator(
         mixed_precision=precision, cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
     )
@@ -307,7 +315,6 @@ class LossOfZero(torch.nn.Module):
 
 @pytest.mark.parametrize("scale", [2.0**10, 2.0])
 def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
-    reset()
     accelerator = AmpAccelerator(
         mixed_precision="fp16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3, init_scale=scale)]
     )
@@ -335,7 +342,6 @@ def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
 
 
 def test_accelerate_names_the_op():
-    reset()
     accelerator = AmpAccelerator(
         mixed_precision="bf16", cpu=True, kwargs_handlers=[AmpKwargs(max_skips_in_a_row=3)]
     )

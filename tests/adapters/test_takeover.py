@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import os
 import pickle
-import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +17,10 @@ from typer.testing import CliRunner
 
 import amp_plugin
 from amp_plugin import GradScaler, autocast
-from amp_plugin.adapters.takeover import Takeover, when_imported
+from amp_plugin.adapters.takeover import Takeover, bind_environment, when_imported
 from amp_plugin.cli import app
 from tests.adapters.accelerate_pair import reset
+from tests.adapters.commands import run_unedited, torchrun
 
 ROOT = Path(__file__).parents[2]
 LOOP = """\
@@ -157,8 +157,9 @@ class TestTorchAmp:
         assert names() == before
         assert type(torch.amp.GradScaler("cpu")) is torch.amp.GradScaler
 
-    def test_each_rank_says_which_it_is(self, run, monkeypatch):
-        monkeypatch.setenv("RANK", "1")
+    @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])  # Lightning sets the local one only
+    def test_each_rank_says_which_it_is(self, run, monkeypatch, variable):
+        monkeypatch.setenv(variable, "1")
         monkeypatch.setenv("WORLD_SIZE", "2")
         assert all(line.startswith("amp-plugin run [rank 1 of 2]: ") for line in run("")[1])
 
@@ -252,12 +253,6 @@ def test_autocast_assigned_by_hand_does_not_recurse(monkeypatch, compiled):
 
 
 class TestAccelerate:
-    @pytest.fixture(autouse=True)
-    def fresh_state(self):
-        reset()
-        yield
-        reset()
-
     def test_an_accelerator_is_ours_and_gets_the_precision(self, run):
         from accelerate import Accelerator
 
@@ -293,18 +288,10 @@ print(type(accelerator).__module__)
         ("from transformers import Trainer", "import accelerate; from amp_plugin import AmpKwargs"),
     ],
 )
-def test_our_adapter_may_be_imported_first(tmp_path, installed, first, second):
+def test_our_adapter_may_be_imported_first(tmp_path, first, second):
     """Only a new process has imported neither Accelerate nor the adapter."""
     (tmp_path / "train.py").write_text(OWN.format(first=first, second=second))
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
-        cwd=tmp_path,
-        env=installed,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_unedited("train.py", environment={}, folder=tmp_path)
     assert done.stdout.split() == ["amp_plugin.adapters.accelerate.accelerator"], done.stderr
     assert "train.py used Accelerator(mixed_precision='bf16')" in done.stderr
 
@@ -374,6 +361,11 @@ class TestLightning:
         assert result.exit_code == 0, result.output
         assert "train.py uses amp_plugin itself" in said[-1]
 
+    def test_a_plugin_that_takes_no_step_is_use_too(self, run, package):
+        pytest.importorskip(package)
+        text = f"from amp_plugin.adapters.lightning import classes_for\nclasses_for({package!r}).AmpPrecision('bf16')"
+        assert "uses amp_plugin itself" in run(text)[1][-1]
+
     def test_fabric_takes_our_plugin(self, run, package):
         pytest.importorskip(package)
         fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
@@ -427,47 +419,48 @@ def installed(tmp_path) -> dict[str, str]:
     }
 
 
-PARENT = """\
-import subprocess, sys
-print(subprocess.run([sys.executable, "child.py"], check=True, capture_output=True, text=True).stdout)
-"""
 CHILD = """\
 import torch
-print(type(torch.amp.GradScaler("cpu")).__module__, torch.autocast("cpu").fast_dtype)
+print(type(torch.amp.GradScaler("cpu")).__module__, torch.autocast("cpu").fast_dtype, flush=True)
+"""
+PARENT = """\
+import multiprocessing, subprocess, sys
+
+def work():
+    import child
+
+if __name__ == "__main__":
+    spawned = multiprocessing.get_context("spawn").Process(target=work)
+    spawned.start()
+    subprocess.run([sys.executable, "child.py"], check=True)
+    spawned.join()
 """
 
 
 @pytest.mark.dist
 def test_a_program_that_starts_others_takes_them_along(tmp_path, installed):
+    """A new interpreter and a spawned child read the environment when they import torch."""
     (tmp_path / "parent.py").write_text(PARENT)
     (tmp_path / "child.py").write_text(CHILD)
-    command = [sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "parent.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"], done.stderr
-    wrong = subprocess.run(
-        [sys.executable, "child.py"],
-        cwd=tmp_path,
-        env={**installed, "AMP_PLUGIN_TAKEOVER": "fp8"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert "AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-written" in wrong.stderr
+    done = run_unedited("--precision", "fp16", "parent.py", environment=installed, folder=tmp_path)
+    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
+
+
+def test_a_wrong_word_in_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_TAKEOVER", "fp8")
+    with pytest.raises(ValueError, match="AMP_PLUGIN_TAKEOVER=fp8 is unknown; allowed are fp16, bf16, as-w"):
+        bind_environment()
 
 
 @pytest.mark.dist
 @pytest.mark.slow
 def test_torchrun_takes_each_rank_over(tmp_path, installed):
     (tmp_path / "train.py").write_text(CHILD)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"),
+    done = torchrun(
+        *("--nproc-per-node", "2", "--no-python"),
         *(sys.executable, "-m", "amp_plugin", "run", "--precision", "fp16", "train.py"),
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=installed, capture_output=True, text=True, timeout=300, check=False
+        environment=installed,
+        folder=tmp_path,
     )
     assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler", "torch.float16"] * 2, done.stderr
     for rank in (0, 1):
@@ -483,63 +476,3 @@ def test_the_environment_sets_what_a_program_leaves_open(taken, monkeypatch):
     assert open_[0].loss_scale.options.hysteresis == 3
     assert torch.amp.GradScaler("cpu", 8.0).get_scale() == 8.0
     assert torch.amp.GradScaler("cpu", init_scale=8.0).get_scale() == 8.0
-
-
-RANKS = """\
-import sys, warnings
-warnings.simplefilter("ignore")
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
-quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_steps=2, precision="bf16-mixed", **quiet)
-trainer.fit(BoringModel())
-print(f"\\nrank {trainer.global_rank} {trainer.precision_plugin}", flush=True)
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_ranks_that_lightning_starts_itself_are_taken_over(tmp_path, installed):
-    """Lightning starts each other rank by the script's own path, without the launcher."""
-    pytest.importorskip("lightning")
-    (tmp_path / "train.py").write_text(RANKS)
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
-        cwd=tmp_path,
-        env=installed,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("rank"))
-    assert lines[0].startswith("rank 0 AmpPrecision('bf16')"), done.stderr
-    assert lines[1].startswith("rank 1 AmpPrecision('bf16')"), done.stderr
-    assert "amp-plugin run [rank 1 of 2]: train.py used Trainer(precision='bf16-mixed')" in done.stderr
-
-
-SPAWNING = """\
-import torch
-
-def work(rank):
-    print(type(torch.amp.GradScaler("cpu")).__module__, flush=True)
-
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(work, nprocs=2)
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-def test_spawned_children_are_taken_over(tmp_path, installed):
-    (tmp_path / "train.py").write_text(SPAWNING)
-    done = subprocess.run(
-        [sys.executable, "-m", "amp_plugin", "run", "train.py"],
-        cwd=tmp_path,
-        env=installed,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.stdout.split() == ["amp_plugin.scaling.grad_scaler"] * 2, done.stderr

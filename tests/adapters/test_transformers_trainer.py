@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import AmpAccelerator, AmpKwargs
-from amp_plugin.adapters.accelerate import install, uninstall
+from amp_plugin.adapters.accelerate import install
 from tests.adapters.accelerate_pair import reset
 from tests.adapters.tiny_bert import bert, texts
 
@@ -20,14 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
 ]
 needs_peft = pytest.mark.skipif(not importlib.util.find_spec("peft"), reason="needs peft")
-
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    reset()
-    yield
-    uninstall()
-    reset()
 
 
 def tiny_bert():

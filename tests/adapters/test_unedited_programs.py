@@ -6,16 +6,15 @@ Each prints its losses as its last line. Their libraries are not among ours; wha
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
+from tests.adapters.commands import run_unedited
+from tests.warm_processes import run_program
+
 pytestmark = [pytest.mark.whole_run, pytest.mark.slow, pytest.mark.dist]
 
-ROOT = Path(__file__).parents[2]
 IGNITE = """
 import torch
 from ignite.engine import Events, create_supervised_trainer
@@ -187,22 +186,8 @@ PROGRAMS = {
 }
 
 
-def run(script: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *launcher, script.name],
-        cwd=script.parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+def losses(done: CompletedProcess[str]) -> list[float]:
     assert done.returncode == 0, done.stderr
-    return done
-
-
-def losses(done: subprocess.CompletedProcess[str]) -> list[float]:
     return [float(word) for word in done.stdout.splitlines()[-1].split()]
 
 
@@ -213,8 +198,8 @@ def test_a_program_has_its_own_losses_on_ours(name, tmp_path):
         pytest.skip(f"{library} is not installed")
     script = tmp_path / "train.py"
     script.write_text(text)
-    taken = run(script, "-m", "amp_plugin", "run")
-    assert f"train.py used {used}" in taken.stderr
-    bare = losses(run(script))
+    taken = run_unedited(script.name, environment={}, folder=tmp_path, frameworks=True)
+    bare = losses(run_program(script, folder=tmp_path, frameworks=True))
     assert bare[-1] < bare[0]
     assert losses(taken) == pytest.approx(bare, rel=2e-3)
+    assert f"train.py used {used}" in taken.stderr

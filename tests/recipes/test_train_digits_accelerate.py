@@ -13,7 +13,7 @@ from recipes import train_digits_accelerate
 from recipes.config import ROOT, ConfigError, load_config
 from recipes.settings import LossScaleConfig, Precision
 from recipes.train_digits_accelerate import DigitsConfig, train
-from tests.adapters.accelerate_launch import launch
+from tests.adapters.commands import launch
 
 LAUNCH_FILES = sorted(
     path for path in (ROOT / "configs" / "accelerate").glob("*.yaml") if path.name != "digits.yaml"

@@ -35,11 +35,18 @@ from amp_plugin.adapters.accelerate.settings import (
     ranks_without_gpu,
     refuse_misplaced,
     resolve,
-    warn_of_missing_processes,
 )
 from amp_plugin.adapters.float8 import leave_out, refuse_device
 from amp_plugin.adapters.option_sources import naming
-from amp_plugin.adapters.scaler import HasScaler, StepNorms, endless_skips, register, scaler_for
+from amp_plugin.adapters.scaler import (
+    HasScaler,
+    StepNorms,
+    endless_skips,
+    fsdp_root,
+    register,
+    scaler_for,
+    scaler_groups,
+)
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.rules import OpRules
@@ -138,10 +145,10 @@ class AmpAccelerator(HasScaler, Accelerator):
         device, precision = self.device.type, self.mixed_precision
         self._settings = settings = self._settings.in_precision(precision)
         self._take_scaler(self._own_scaler(precision == "fp16"))
-        self._stepping.shown = self._scaler if precision == "fp16" else None
+        if precision == "fp16":
+            self._stepping.shown = self._scaler  # as in Accelerate, a disabled one too
         if self.is_main_process:
             warn_of_slow_fp16(precision, device)
-            warn_of_missing_processes(self.num_processes, os.environ)
         self.native_amp = precision != "no"
         self._weights = ModelWeights(settings.weights, settings.state, casts=self.native_amp)
         self.register_load_state_pre_hook(self._load_scale)
@@ -172,9 +179,9 @@ class AmpAccelerator(HasScaler, Accelerator):
         return self._stepping.scaler
 
     def _take_scaler(self, scaler: Any) -> None:
-        """Step by a scaler, and look at its steps."""
+        """Step by a scaler, show it where it scales, and look at its steps."""
         self._scaler.step_log.unsubscribe(self._look)
-        self._stepping.scaler = scaler
+        self._stepping.scaler, self._stepping.shown = scaler, scaler if scaler.is_enabled() else None
         self._follow_log()
 
     def _follow_log(self) -> None:
@@ -191,11 +198,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         self._follow_log()
 
     def _own_scaler(self, enabled: bool) -> GradScaler:
-        settings = self._settings
-        enabled = enabled and settings.enabled
-        together = self._is_fsdp1 and (enabled or settings.on_nonfinite != "ignore")
-        groups = sharding.scaler_groups(self.state.fsdp_plugin) if together else {}
-        return settings.new_scaler(self.device.type, enabled=enabled, **groups)
+        return self._settings.new_scaler(self.device.type, enabled=enabled and self._settings.enabled)
 
     @property
     def scaler(self) -> Any:
@@ -215,8 +218,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             self._stepping.shown = given
             return
         self._take_scaler(scaler_for(given, f"{type(self).__name__}.scaler", self._own_scaler))
-        self._stepping.shown = self._scaler if self._scaler.is_enabled() else None
-        self._register_names()
+        self._register_optimizers()
 
     @property
     def _is_fsdp1(self) -> bool:
@@ -245,8 +247,7 @@ class AmpAccelerator(HasScaler, Accelerator):
             for model in prepared if isinstance(prepared, tuple) else [prepared]:
                 if isinstance(model, nn.Module):
                     self._settings.check_shards(model, for_ddp=_REDUCE_UNDER_DDP)
-        self._register_names()
-        self._weights.add(self._models, map(torch_optimizer, self._optimizers))
+        self._register_optimizers()
         self._begin_page()
         return prepared
 
@@ -261,7 +262,6 @@ class AmpAccelerator(HasScaler, Accelerator):
         apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
         config = self.deepspeed_plugin.deepspeed_config
         self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
-        self._stepping.shown = self._scaler if self._scaler.is_enabled() else None
         register(self._scaler, engine.optimizer, [engine.module])
 
     def _begin_page(self) -> None:
@@ -363,10 +363,15 @@ class AmpAccelerator(HasScaler, Accelerator):
             self._weights.add(self._models, [ours.optimizer])
         return ours
 
-    def _register_names(self) -> None:
+    def _register_optimizers(self) -> None:
+        """Tell the scaler which ranks step together and the names of the parameters."""
+        groups = scaler_groups(next(filter(None, map(fsdp_root, self._models)), None))
+        if groups:
+            self._scaler.place(self.device.type, **groups)
         models = [self.unwrap_model(model) for model in self._models]
         for optimizer in map(torch_optimizer, self._optimizers):
             register(self._scaler, optimizer, models)
+        self._weights.add(self._models, map(torch_optimizer, self._optimizers))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -24,13 +24,8 @@ from amp_plugin.casting.threads import RegionState
 class MixedForward:
     """Stands in for ``module.forward``; pickled, copied and compiled with its module.
 
-    Attributes:
-        module: its forward is run.
-        training: the region of a module that trains.
-        evaluation: the region in ``eval()`` mode.
-        fp32_outputs: whether float16 and bfloat16 outputs become fp32.
-        inputs: what floating-point inputs become where all weights are stored in it; None leaves them.
-        own: the forward that was set on the instance, if one was.
+    ``training`` and ``evaluation`` are the regions of the two modes; ``inputs`` is what floating-point inputs
+    become where all weights are stored in it; ``own`` is a forward that was set on the instance.
     """
 
     module: nn.Module

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -19,7 +18,6 @@ from amp_plugin.adapters.stand_in import standing_in
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.messages import warn_user
 
-_IN_CHILDREN = "amp_plugin.adapters.accelerate"
 _installed = ExitStack()
 
 
@@ -27,8 +25,9 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
     """Turn each ``accelerate.Accelerator`` made from now on into an AmpAccelerator.
 
     For code that makes its own, such as ``transformers.Trainer``; subclasses of Accelerator keep
-    their methods. Accelerators that exist stay as they are, with a warning. Child processes of
-    ``multiprocessing`` have it too, however they are started. May be repeated; the last options hold.
+    their methods. Accelerators that exist stay as they are, with a warning. A child process that
+    ``multiprocessing`` spawns imports the main module again: call this at its top level. May be repeated; the
+    last options hold.
 
     Args:
         options: used where the Accelerator's own ``kwargs_handlers`` have no AmpKwargs.
@@ -50,10 +49,7 @@ def install(options: AmpKwargs | None = None, *, made: Callable[[AmpAccelerator]
         return _with_options(given, options)
 
     _installed.enter_context(standing_in(AmpAccelerator, Accelerator, arguments=arguments, made=made))
-    configured: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    configured[_IN_CHILDREN] = _InstalledInChildren(options)
     _installed.callback(set_default_rules, None)
-    _installed.callback(configured.pop, _IN_CHILDREN, None)
 
 
 def uninstall() -> None:
@@ -73,26 +69,6 @@ def _warn_of_earlier_ones() -> None:
             "without amp_plugin; call install() before the program makes an Accelerator, or run the program "
             "unedited: amp-plugin run train.py"
         )
-
-
-class _InstalledInChildren:
-    """Installs where it is unpickled: in a child that spawn or forkserver has started.
-
-    Such a child imports Accelerate anew. What stands in a process's configuration is handed to its
-    children: copied by fork, pickled by the others.
-    """
-
-    def __init__(self, options: AmpKwargs | None) -> None:
-        self.options = options
-
-    @classmethod
-    def here(cls, options: AmpKwargs | None) -> _InstalledInChildren:
-        """Install in this process, and tell its own children to."""
-        install(options)
-        return cls(options)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self).here, (self.options,)
 
 
 def _with_options(kwargs: dict[str, Any], options: AmpKwargs | None) -> dict[str, Any]:

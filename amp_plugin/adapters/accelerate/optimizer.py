@@ -27,19 +27,15 @@ Parameters = Optimizer | Tensor | Iterable[Tensor]
 class Stepping:
     """How the optimizers of one accelerator step.
 
-    Attributes:
-        scaler: steps them; a disabled one where nothing is scaled.
-        shown: the public attribute ``scaler``; None unless fp16.
-        stepped: the optimizers that have stepped in the present iteration. It is over when one steps that has
-            already stepped in it: so a skip counts until then, and never for an optimizer that did not step.
-        is_plain: whether they step without the scaler.
+    ``stepped`` are those of the present iteration, which is over when one of them steps again: a skip counts
+    until then, and never for an optimizer that did not step.
     """
 
     def __init__(self) -> None:
-        self.scaler = GradScaler("cpu", enabled=False)
-        self.shown: Any = None
+        self.scaler = GradScaler("cpu", enabled=False)  # steps them; disabled where nothing is scaled
+        self.shown: Any = None  # the public attribute scaler; None unless fp16
         self.stepped: set[int] = set()
-        self.is_plain = False
+        self.is_plain = False  # they step without the scaler
 
     @contextmanager
     def plain(self) -> Iterator[None]:

@@ -99,12 +99,7 @@ class Settings(AdapterSettings, AccelerateOptions):
 
 
 def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -> Settings:
-    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it.
-
-    Raises:
-        ValueError: an unknown option or a bad value; the text names its source.
-        FileNotFoundError: ``AMP_PLUGIN_CONFIG`` names no file.
-    """
+    """Decide each option by the order of precedence above; of several AmpKwargs the first that names it."""
     handlers = list(handlers)
     layers = [("AmpKwargs", given.to_kwargs()) for given in handlers if isinstance(given, AmpKwargs)]
     scaling = [given.to_kwargs() for given in handlers if isinstance(given, GradScalerKwargs)]
@@ -118,9 +113,7 @@ def resolve(handlers: Iterable[KwargsHandler], environment: Mapping[str, str]) -
 def precision_for_accelerate(argument: Any, environment: Mapping[str, str]) -> Any:
     """Return ``mixed_precision`` in Accelerate's words; None leaves it to the environment.
 
-    Raises:
-        ValueError: the environment names none of Accelerate's, which checks the argument only; or either
-            keeps weights in 16 bits.
+    Accelerate checks the argument only, so a wrong word of the environment is refused here.
     """
     from_environment = argument is None and not AcceleratorState._shared_state
     given = environment.get(PRECISION_VARIABLE, "no").lower() if from_environment else argument
@@ -150,10 +143,9 @@ def is_ours(
     explicit: bool,
     float8_recipe: Any = None,
 ) -> bool:
-    """Return whether mixed precision is ours, or another engine's; fp8 is ours where torchao has a recipe.
+    """Return whether mixed precision is ours; refuse AmpKwargs (``explicit``) where it is another engine's.
 
-    Raises:
-        ValueError: it is another's, and the program asked for options by AmpKwargs (``explicit``).
+    fp8 is ours where torchao has a recipe.
     """
     if distributed == DistributedType.DEEPSPEED:  # whose engine is told, and observed
         return False
@@ -179,20 +171,3 @@ def ranks_without_gpu(environment: Mapping[str, str]) -> bool:
     """
     several = int(environment.get("WORLD_SIZE", "1")) > 1 and "LOCAL_RANK" in environment
     return several and not torch.accelerator.is_available()
-
-
-def warn_of_missing_processes(running: int, environment: Mapping[str, str]) -> None:
-    """Warn where ``accelerate launch`` was asked for several processes and has started one, this.
-
-    Its MULTI_CPU, what ``accelerate config`` writes for a CPU, starts several by mpirun only. Without, it
-    leaves an address to meet at, but neither a rank nor a number of processes.
-    """
-    launched_alone = {"MASTER_ADDR", PRECISION_VARIABLE, "ACCELERATE_USE_CPU"} <= {*environment} and not (
-        {"WORLD_SIZE", "RANK", "LOCAL_RANK"} & {*environment}
-    )
-    if running == 1 and launched_alone:
-        warn_user(
-            "accelerate launch was asked for several processes (num_processes) and has started one: its "
-            "MULTI_CPU needs mpirun. For several processes on a CPU write distributed_type: MULTI_GPU, "
-            'gpu_ids: "-1,-1" and use_cpu: true; configs/accelerate/cpu_bf16_2_processes.yaml is such a file'
-        )

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import nn
 
@@ -21,10 +20,9 @@ from amp_plugin.sharding.plan import DtypePlan
 def give_policy(
     plugin: FullyShardedDataParallelPlugin, plan: DtypePlan, *, version: int, fp32_outputs: bool
 ) -> None:
-    """Replace the policy that Accelerate gives FSDP, which reduces gradients in 16 bits.
+    """Replace Accelerate's policy for FSDP, which reduces gradients in 16 bits; not one that the user chose.
 
-    A policy the user chose differs from Accelerate's and is left alone. With ``fp32_outputs`` it is not FSDP
-    that casts outputs.
+    With ``fp32_outputs`` it is not FSDP that casts outputs.
     """
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy  # noqa: PLC0415
 
@@ -35,19 +33,11 @@ def give_policy(
         plugin.mixed_precision_policy = policy_of(plan, output_dtype=None if fp32_outputs else dtype)
 
 
-def scaler_groups(fsdp1: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-    """Return the groups of ranks that decide together under FSDP1; others do so by themselves."""
-    strategy = fsdp1.sharding_strategy or fsdp1.reshard_after_forward
-    sharded = getattr(strategy, "name", "") in {"FULL_SHARD", "SHARD_GRAD_OP"}
-    return {"sharded_groups" if sharded else "process_groups": [torch.distributed.group.WORLD]}
-
-
 @contextmanager
 def fp32_units_apart(models: Sequence[nn.Module], plan: DtypePlan) -> Iterator[None]:
     """Let ``fully_shard`` give modules in fp32 units of their own, within the ones that Accelerate makes.
 
-    Accelerate shards with one policy for all, and torch gathers a unit in one dtype. Each pattern of the plan
-    has been found in one of the models.
+    Accelerate shards with one policy for all, and torch gathers a unit in one dtype.
     """
     from torch.distributed import fsdp  # noqa: PLC0415 -- only FSDP2 users pay for it
 

@@ -19,8 +19,8 @@ from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from amp_plugin.adapters.lightning.precision_core import PrecisionCore, fsdp_root
-from amp_plugin.adapters.scaler import register
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore
+from amp_plugin.adapters.scaler import fsdp_root, register
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
@@ -79,12 +79,7 @@ class FabricPrecision(PrecisionCore):
         return module
 
     def note_wrapped(self, module: nn.Module) -> None:
-        """Learn how a strategy has wrapped a module that was set up.
-
-        Raises:
-            TypeError: it has sharded the module, and weights are stored in 16 bits.
-            ValueError: DDP or FSDP cannot do what was asked for.
-        """
+        """Learn how a strategy has wrapped a module that was set up, and refuse what it cannot do."""
         refuse_sharded(self.settings.weights, sharded_by(module))
         self._check_shards(module)
         self._wrapped[module] = None
@@ -98,9 +93,13 @@ class FabricPrecision(PrecisionCore):
             if self._started:
                 register(self._scaler, optimizer, list(self._modules))
 
-    def _ready(self) -> None:
+    def _ready(self, optimizer: Any = None) -> GradScaler:
+        """Return the scaler once the device is known; it knows the optimizer now, if it was not set up."""
         if not self._started:
             self._start_once()
+        if optimizer is not None:
+            self.add_optimizer(optimizer)
+        return self._scaler
 
     @outside_graphs
     def _start_once(self) -> None:
@@ -144,17 +143,16 @@ class FabricPrecision(PrecisionCore):
     def backward(self, tensor: Tensor, model: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Scale the loss and run backward without autocast."""
         self._refuse_strategy(model)
-        self._ready()
+        scaler = self._ready()
         inside = torch.is_autocast_enabled(self.device)
         with self._no_region() if inside else nullcontext():
-            self.package.plugins.Precision.backward(self, self._scaler.scale(tensor), model, *args, **kwargs)
+            self.package.plugins.Precision.backward(self, scaler.scale(tensor), model, *args, **kwargs)
 
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
-        self._ready()  # a first closure runs its forward and backward only below
         optimizer = self._unwrap(optimizer)
-        scaler = self._scaler_of(optimizer)
+        scaler = self._ready(optimizer)  # a first closure runs its forward and backward only below
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
         self._stepped(optimizer)
@@ -163,8 +161,7 @@ class FabricPrecision(PrecisionCore):
     @outside_graphs
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         """Unscale before Fabric clips; any number of times."""
-        self._ready()
-        self._scaler_of(optimizer).ensure_unscaled(optimizer)
+        self._ready(optimizer).ensure_unscaled(optimizer)
 
     @outside_graphs
     def clip_grad_norm_(
@@ -183,13 +180,7 @@ class FabricPrecision(PrecisionCore):
             The norm before clipping, float32, 0-dim.
         """
         optimizer = self._unwrap(optimizer)
-        self._ready()
-        return self._scaler_of(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type, fold=fold)
-
-    def _scaler_of(self, optimizer: Optimizer) -> GradScaler:
-        """Return the scaler, which knows the optimizer now if it was not set up."""
-        self.add_optimizer(optimizer)
-        return self._scaler
+        return self._ready(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type, fold=fold)
 
     def _unwrap(self, optimizer: Any) -> Optimizer:
         wrapped = isinstance(optimizer, self.package.wrappers._FabricOptimizer)

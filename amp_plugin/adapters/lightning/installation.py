@@ -33,12 +33,8 @@ def plugin_in_place_of_stock(
 
     Args:
         module: one of ``CONNECTORS``, imported.
-        precision: ``"fp16"`` or ``"bf16"``, in place of Lightning's default, 32; None leaves that alone.
-        made: called with what got a plugin, ``"Trainer(precision='16-mixed')"``, and whether the program
-            asked for that precision.
-
-    Raises:
-        AttributeError: this release of Lightning decides elsewhere.
+        precision: in place of Lightning's default, 32; None leaves that alone.
+        made: called with ``"Trainer(precision='16-mixed')"`` and whether the program asked for that.
     """
     package, name, flag, plugin, owner = CONNECTORS[module.__name__]
     kind: Any = getattr(module, "_AcceleratorConnector" if owner == "Trainer" else "_Connector")

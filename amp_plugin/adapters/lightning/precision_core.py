@@ -9,12 +9,11 @@ from typing import Any, ClassVar, Final
 import torch
 from lightning_utilities import apply_to_collection
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
-from amp_plugin.adapters.scaler import HasScaler, scaler_for
+from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
@@ -22,11 +21,7 @@ from amp_plugin.casting.rules import OpRules, environment_rules
 from amp_plugin.casting.run_in import apply_fp32_modules
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, takes
-from amp_plugin.precision import (
-    STOCK_NAMES,
-    TRAINING_DTYPES,
-    warn_of_slow_fp16,
-)
+from amp_plugin.precision import STOCK_NAMES, TRAINING_DTYPES, warn_of_slow_fp16
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
 from amp_plugin.sharding.plan import DtypePlan
@@ -186,7 +181,7 @@ class PrecisionCore(HasScaler):
             if kind.__name__ in _SHARDED:
                 refuse_sharded(weights, _SHARDED[kind.__name__])
 
-    def _start(self, device_type: str, sharded_root: FullyShardedDataParallel | None = None) -> None:
+    def _start(self, device_type: str, sharded_root: Any = None) -> None:
         """Make what depends on the device and on FSDP, once they are known."""
         self.device = self.settings.device or device_type
         if self.settings.float8_config is not None:
@@ -244,12 +239,7 @@ class PrecisionCore(HasScaler):
         dtype = TRAINING_DTYPES[precision]
         if dtype is torch.float32 or self._weights.replace_autocast:
             return self._no_region()
-        return autocast(
-            self.device,
-            dtype=dtype,
-            cache_enabled=self.shares_casts,
-            rules=self._rules,
-        )
+        return autocast(self.device, dtype=dtype, cache_enabled=self.shares_casts, rules=self._rules)
 
     def _no_region(self) -> torch.autocast:
         return autocast(self.device, enabled=False)
@@ -331,19 +321,3 @@ class PrecisionCore(HasScaler):
 
 def _in_dtype(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-
-def fsdp_root(model: nn.Module) -> FullyShardedDataParallel | None:
-    """Return the model if FSDP's first version has wrapped it, else None."""
-    return model if isinstance(model, FullyShardedDataParallel) else None
-
-
-def scaler_groups(root: FullyShardedDataParallel | None) -> dict[str, Any]:
-    """Return the groups of ranks that step together: under FSDP1, which hold parts of each gradient.
-
-    With ``NO_SHARD`` each rank holds the whole of it.
-    """
-    if root is None or root.process_group is None:
-        return {}
-    group, whole = (root.process_group,), root.sharding_strategy is ShardingStrategy.NO_SHARD
-    return {"process_groups": group if whole else (), "sharded_groups": () if whole else group}

@@ -23,18 +23,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.callbacks_and_schedulers import Averages, HeldSchedulers
-from amp_plugin.adapters.lightning.precision_core import PrecisionCore, fsdp_root
+from amp_plugin.adapters.lightning.precision_core import PrecisionCore
 from amp_plugin.adapters.lightning.user_code import (
     StrayGradients,
     UserHooks,
     calls_closure_again,
-    gives_up_at_once,
     is_extended,
 )
-from amp_plugin.adapters.scaler import register
+from amp_plugin.adapters.scaler import fsdp_root, register
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
+from amp_plugin.scaling.closures import uses_gradients_before_closure
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -237,8 +237,9 @@ class TrainerPrecision(PrecisionCore):
         if not scaler.is_enabled():
             return scaler.step(optimizer, closure=closure, **kwargs)
         if calls_closure_again(optimizer):
-            if gives_up_at_once(scaler, optimizer):
-                closure()  # the Trainer counts on each batch being run
+            uses_earlier = scaler.has_scaled and uses_gradients_before_closure(optimizer)
+            if uses_earlier and scaler.overflowed_before_closure(optimizer):
+                closure()  # which the step would not call, and the Trainer counts on each batch being run
             output = scaler.step(optimizer, closure=closure, **kwargs)
         else:
             output = closure()

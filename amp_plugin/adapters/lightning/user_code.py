@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from amp_plugin.scaling.closures import uses_gradients_before_closure
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
@@ -35,10 +34,7 @@ _CLIPPING_OF_PLUGINS: Final = (
 class UserHooks:
     """Which code of the user sees gradients between a backward pass and the end of its step.
 
-    Two functions tell whether the user has written a hook of a module or callback, or a plugin's method.
-
-    Attributes:
-        read_gradients: whether a hook may read gradients before the step, so that they must be unscaled.
+    ``read_gradients``: whether a hook may read them before the step, so that they must be unscaled.
     """
 
     def __init__(
@@ -163,9 +159,8 @@ class StrayGradients:
 def calls_closure_again(optimizer: Optimizer) -> bool:
     """Return whether an optimizer may call its closure several times, or change weights before it.
 
-    LBFGS does, and what cannot step without a closure. Others call it once, before anything
-    else, so it may as well run before ``step()``; one that does not (SAM) says so by an attribute
-    ``calls_closure_again = True``, and is stepped with a copy of its weights kept at hand.
+    LBFGS does, what cannot step without a closure, and what says so by ``calls_closure_again = True`` (SAM).
+    Others call it once, before anything else, so it may as well run before ``step()``.
     """
     declared = getattr(optimizer, "calls_closure_again", None)
     kind: Any = type(optimizer)
@@ -176,12 +171,3 @@ def calls_closure_again(optimizer: Optimizer) -> bool:
 def _needs_closure(kind: Any) -> bool:
     closure = inspect.signature(kind.step).parameters.get("closure")
     return issubclass(kind, LBFGS) or (closure is not None and closure.default is inspect.Parameter.empty)
-
-
-def gives_up_at_once(scaler: GradScaler, optimizer: Optimizer) -> bool:
-    """Return whether earlier micro-batches have overflowed and the step would not call its closure."""
-    return (
-        scaler.has_scaled
-        and uses_gradients_before_closure(optimizer)
-        and scaler.overflowed_before_closure(optimizer)
-    )

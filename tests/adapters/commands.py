@@ -1,0 +1,49 @@
+"""``accelerate launch``, ``torchrun`` and ``amp-plugin run`` in a process that runs already; what they start is new."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from tests.warm_processes import ROOT, call
+
+
+def launch(
+    words: Sequence[str], environment: Mapping[str, str], folder: Path = ROOT
+) -> CompletedProcess[str]:
+    """Launch a script; return the exit status, the output and the errors of command and script."""
+    return call(_launch, list(words), environment=environment, folder=folder, frameworks=True)
+
+
+def torchrun(*words: str, environment: Mapping[str, str], folder: Path) -> CompletedProcess[str]:
+    """Do what ``torchrun WORDS`` does."""
+    from torch.distributed.run import main
+
+    return call(main, list(words), environment=environment, folder=folder)
+
+
+def run_unedited(
+    *words: str, environment: Mapping[str, str], folder: Path, frameworks: bool = False
+) -> CompletedProcess[str]:
+    """Do what ``amp-plugin run WORDS`` does."""
+    return call(_run, words, environment=environment, folder=folder, frameworks=frameworks)
+
+
+def _launch(words: list[str]) -> None:
+    from accelerate.commands.accelerate_cli import main
+
+    sys.argv = ["accelerate", "launch", *words]
+    main()
+
+
+def _run(words: Sequence[str]) -> None:
+    from amp_plugin.cli import app
+
+    multiprocessing.process._parent_process = None  # of a worker of a loader nothing is said
+    multiprocessing.process.current_process()._config["daemon"] = False  # it may start others
+    sys.path.insert(0, "")
+    sys.argv = ["amp-plugin", "run", *words]
+    app()

@@ -1,0 +1,19 @@
+"""Each test begins in a process that no adapter has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from amp_plugin.adapters.accelerate import uninstall
+from tests.adapters.accelerate_pair import reset
+
+
+@pytest.fixture(autouse=True)
+def fresh_state() -> Iterator[None]:
+    """Take back what this test or one before has installed, Accelerate's state of the process, and our default rules."""
+    reset()
+    yield
+    uninstall()
+    reset()
