@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,15 +70,16 @@ class _Doors(Observer):
             outputs = method.__func__(function, *args, **kwargs)
             with unwatched():
                 self._watch.function_ended(site, (args, kwargs), outputs)
-            for node in {id(node): node for node in _nodes(outputs)}.values():
-                node.register_hook(lambda made, given: self._backward_ended(site, made, given))
+            for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}:
+                if isinstance(node, torch.autograd.function.BackwardCFunction):
+                    node.register_hook(partial(backward_ended, site))
             return outputs
 
-        return classmethod(apply)
+        def backward_ended(site: Site, made: Any, given: Any) -> None:
+            with unwatched():
+                self._watch.function_ended(site, given, made)
 
-    def _backward_ended(self, site: Site, made: Any, given: Any) -> None:
-        with unwatched():
-            self._watch.function_ended(site, given, made)
+        return classmethod(apply)
 
     def _next(self, following: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(loader: Any) -> Any:
@@ -92,13 +94,6 @@ class _Doors(Observer):
             return batch
 
         return next_batch
-
-
-def _nodes(outputs: object) -> Iterator[Any]:
-    for leaf in tree_leaves(outputs):
-        node = leaf.grad_fn if isinstance(leaf, Tensor) else None
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            yield node
 
 
 class Diagnosis(Region):

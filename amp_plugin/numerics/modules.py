@@ -56,20 +56,19 @@ class Moment:
     in_backward: bool = False
 
     def __str__(self) -> str:
-        step = f"optimizer step {self.optimizer_steps}"
-        if self.optimizer_steps and self.model:
-            return f"{self._passes()} ({self.since_step} since {step})"
-        return f"{self._passes()}, " + (
-            f"after {step}" if self.optimizer_steps else "before the end of the first optimizer step"
-        )
-
-    def _passes(self) -> str:
         forward = f"forward pass {self.forward_pass} of {self.model}" if self.model else ""
         backward = f"backward pass {self.backward_pass}"
         if self.in_backward:
-            return f"{backward}, after {forward}" if forward else backward
-        before = f"after {backward}" if self.backward_pass else "before the first forward pass of a module"
-        return forward or before
+            passes = f"{backward}, after {forward}" if forward else backward
+        else:
+            before = (
+                f"after {backward}" if self.backward_pass else "before the first forward pass of a module"
+            )
+            passes = forward or before
+        if not self.optimizer_steps:
+            return f"{passes}, before the end of the first optimizer step"
+        step = f"optimizer step {self.optimizer_steps}"
+        return f"{passes} ({self.since_step} since {step})" if self.model else f"{passes}, after {step}"
 
 
 class Tracker:

@@ -96,8 +96,8 @@ def wrong_verdict(program: Program) -> str:
         return "nothing was found"
     finding = found[0]
     wrong = []
-    if getattr(finding, "cause", None) != program.cause:
-        wrong.append(f"cause {getattr(finding, 'cause', None)!r}, not {program.cause!r}")
+    if finding.cause != program.cause:
+        wrong.append(f"cause {finding.cause!r}, not {program.cause!r}")
     if not re.search(program.op, f"{finding.op} {finding.forward_op}"):
         wrong.append(f"op {finding.op}, not {program.op}")
     lines = [place.line for place in (finding.place, finding.caller) if place is not None]

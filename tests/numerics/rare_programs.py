@@ -20,23 +20,6 @@ def train(model: nn.Module, loss_of, batches, optimizer: torch.optim.Optimizer |
         optimizer.step()
 
 
-@broken("data", cure=r"mask|where")
-def missing_labels_that_are_masked_after_the_loss(fix):
-    inputs, targets = torch.randn(32, 5), torch.randn(32, 3)
-    targets[torch.rand(32, 3) < 0.2] = math.nan
-    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
-
-    def loss_of(x, y):
-        known = ~y.isnan()
-        if fix:
-            y = y.nan_to_num()
-        # where() below hides the nan, not its gradient
-        error = (model(x) - y) ** 2  # <-
-        return torch.where(known, error, torch.zeros_like(error)).sum() / known.sum()
-
-    train(model, loss_of, DataLoader(TensorDataset(inputs, targets), batch_size=8))
-
-
 @broken("size", op="rnn|mm", cure=r"recurr|hidden|weight_hh|initial|sequence|step")
 def a_relu_rnn_that_grows_along_a_long_sequence(fix):
     encoder = nn.RNN(4, 16, nonlinearity="relu", batch_first=True)
@@ -49,22 +32,6 @@ def a_relu_rnn_that_grows_along_a_long_sequence(fix):
         return head(states[:, -1]).square().mean()
 
     train(nn.ModuleList([encoder, head]), loss_of, [(torch.rand(2, 150, 4) * 0.1,)] * 2)
-
-
-@broken("size", op="exp", cure=r"exp|clamp")
-def a_clipped_ppo_ratio_that_overflows_behind_the_clip(fix):
-    policy = nn.Linear(3, 4)
-    old = torch.full((6,), -120.0)
-
-    def loss_of(state, action, advantage):
-        new = F.log_softmax(policy(state), dim=-1).gather(1, action[:, None]).squeeze(1)
-        difference = new - old
-        if fix:
-            difference = difference.clamp(max=20)
-        ratio = difference.exp()  # <-
-        return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
-
-    train(policy, loss_of, [(torch.randn(6, 3), torch.randint(0, 4, (6,)), torch.rand(6) + 0.1)] * 2)
 
 
 @broken("domain", op="logdet|log", cure=r"slogdet|negative|det")
