@@ -124,13 +124,6 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
-def torch_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that Accelerate has wrapped, or the one given."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
 class Unprepared:
     """Refuses scaled gradients to optimizers that were not prepared.
 

@@ -30,7 +30,7 @@ from amp_plugin.adapters.lightning.user_code import (
     calls_closure_again,
     is_extended,
 )
-from amp_plugin.adapters.scaler import fsdp_root, register
+from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
@@ -121,8 +121,7 @@ class TrainerPrecision(PrecisionCore):
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
-        for optimizer in optimizers:
-            register(self._scaler, optimizer, [model])
+        register(self._scaler, optimizers, [model])
         self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
         if self._scaler.is_enabled() and self._manual:
             self._strays.watch(optimizers)
@@ -304,7 +303,7 @@ class TrainerPrecision(PrecisionCore):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         elif self._scaler.has_scaled:
@@ -319,7 +318,7 @@ class TrainerPrecision(PrecisionCore):
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
         elif self._scaler.has_scaled:
@@ -334,10 +333,6 @@ class TrainerPrecision(PrecisionCore):
         if self._scaler.has_scaled:
             self._scaler.ensure_unscaled(optimizer)
         return True
-
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        wrapped = isinstance(optimizer, self.package.core.optimizer.LightningOptimizer)
-        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
 
     @property
     def _plain(self) -> Any:
