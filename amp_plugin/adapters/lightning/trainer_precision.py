@@ -35,6 +35,7 @@ from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.closures import uses_gradients_before_closure
+from amp_plugin.scaling.gradients import params_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -124,14 +125,14 @@ class TrainerPrecision(PrecisionCore):
         register(self._scaler, optimizers, [model])
         self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
         if self._scaler.is_enabled() and self._manual:
-            self._strays.watch(optimizers)
+            self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
             self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
-        self._strays.release()
+        self._strays.unwatch()
         self._averages.release()
         self._schedulers.take([], self.step_log)
         self._user_hooks = None  # it holds the module
@@ -191,7 +192,7 @@ class TrainerPrecision(PrecisionCore):
     @outside_graphs
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
-        with self._outside_region(), self._strays.expected():
+        with self._outside_region(), self._strays.inside():
             self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
