@@ -48,9 +48,10 @@ class Verbose(Accelerator):
         super().backward(loss, **kwargs)
 
 
-def test_accelerators_made_elsewhere_are_ours():
+@pytest.mark.parametrize("kind", [accelerate.Accelerator, AmpAccelerator])
+def test_accelerators_made_elsewhere_are_ours(kind):
     install()
-    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    accelerator = kind(mixed_precision="fp16", cpu=True)
     assert type(accelerator) is AmpAccelerator
     assert accelerator.scaler.get_scale() == 65536.0
 
@@ -91,9 +92,14 @@ def test_uninstall_leaves_accelerate_as_it_was():
     assert Accelerator(mixed_precision="fp16", cpu=True).scaler is None
 
 
-def test_ours_works_while_installed():
-    install()
-    assert AmpAccelerator(mixed_precision="fp16", cpu=True).scaler is not None
+def test_install_after_an_accelerator_was_made_warns():
+    AmpAccelerator(cpu=True)
+    install()  # ours: nothing to tell
+    uninstall()
+    stock = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
+        install()
+    assert type(stock) is Accelerator
 
 
 @pytest.mark.native

@@ -87,8 +87,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         **kwargs: Accelerator's; ``kwargs_handlers`` may hold AmpKwargs.
 
     Attributes:
-        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another GradScaler may be put in its place,
-            torch's own or None too; what is not ours is driven as Accelerate drives it.
+        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another one may be put in its place; torch's
+            gives its options and state, None scales no loss.
 
     Raises:
         TypeError: an argument is unknown.

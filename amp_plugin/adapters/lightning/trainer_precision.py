@@ -258,7 +258,7 @@ class TrainerPrecision(PrecisionCore):
             self._unscale(optimizer, model)
         elif self.measures_norms and (not self._may_skip or self._hooks_of(model).norm_is_lost):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._hooks_of(model).clip_is_unseen
+        self._leaves_clip_to_step = self._hooks_of(model).clip_is_unseen
         try:
             self._after_closure(model, optimizer)
         finally:
@@ -307,12 +307,9 @@ class TrainerPrecision(PrecisionCore):
         optimizer = torch_optimizer(optimizer)
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
-        elif self._scaler.has_scaled:
-            seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
-        elif self._sharded_root is not None:
+        elif self._sharded_root is not None and not self._scaler.has_scaled:
             self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
-        elif self._scaler.is_enabled():
+        elif self._scaler.is_enabled() and not self._scaler.has_scaled:
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
