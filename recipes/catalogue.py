@@ -36,6 +36,7 @@ NAMES = (
     "cuda_graph",
     "char_gpt",
     "stored_weights",
+    "compressed_state",
     "inference",
 )  # fmt: skip
 FRAMEWORKS = ("_lightning", "_accelerate")  # endings of a recipe's forms in a framework

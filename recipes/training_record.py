@@ -45,6 +45,7 @@ class TrainingRecord:
         results: further rows of the table, ``{name: value}``.
         curves: further plots, ``{name with its unit: one value a step}``.
         compared: further plots of one line for each of several runs, ``{name with its unit: {run: values}}``.
+        half_widths: of intervals around such lines, drawn as bands, ``{name with its unit: {run: values}}``.
         pictures: grey images, ``{file name: [rows, columns, height, width] in [0, 1]}``.
         histograms: further plots, ``{file name: (what the numbers are, numbers)}``, on a logarithmic axis.
     """
@@ -63,6 +64,7 @@ class TrainingRecord:
     results: dict[str, float | int | str] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)
     compared: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    half_widths: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     pictures: dict[str, Tensor] = field(default_factory=dict)
     histograms: dict[str, tuple[str, list[float]]] = field(default_factory=dict)
 
@@ -95,9 +97,13 @@ class TrainingRecord:
         """Add a step's value to a further plot."""
         self.curves.setdefault(name, []).append(value if isinstance(value, float) else value.item())
 
-    def compare(self, name: str, run: str, values: list[float]) -> None:
-        """Add a run's values, one a step, to a further plot that compares runs."""
+    def compare(
+        self, name: str, run: str, values: list[float], half_widths: list[float] | None = None
+    ) -> None:
+        """Add a run's values, one per step, to a further plot that compares runs, with a band around them."""
         self.compared.setdefault(name, {})[run] = values
+        if half_widths is not None:
+            self.half_widths.setdefault(name, {})[run] = half_widths
 
     def add_accuracy(self, accuracy: float) -> None:
         """Record a validation after the steps done so far."""
@@ -207,7 +213,15 @@ class TrainingRecord:
     def _draw_compared(self, name: str, axis: Axes) -> None:
         widths = range(len(self.compared[name]), 0, -1)  # lines that lie on each other are all seen
         for (run, values), width in zip(self.compared[name].items(), widths, strict=True):
-            axis.plot(values, linewidth=width, alpha=0.8, label=run)
+            (line,) = axis.plot(values, linewidth=width, alpha=0.8, label=run)
+            if half_widths := self.half_widths.get(name, {}).get(run):
+                bands = [
+                    (value - half, value + half) for value, half in zip(values, half_widths, strict=True)
+                ]
+                lower, upper = zip(*bands, strict=True)
+                axis.fill_between(
+                    range(len(values)), lower, upper, color=line.get_color(), alpha=0.2, linewidth=0
+                )
         axis.set_ylabel(name)
 
     def _mark_skips(self, axis: Axes, label: str | None = None) -> None:

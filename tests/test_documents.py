@@ -123,6 +123,7 @@ def test_the_readme_names_commands_that_exist() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.whole_run
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch.autograd.function import FunctionCtx
+from torch.utils._pytree import tree_leaves
 
 from amp_plugin.casting.region import autocast, is_autocast_available
+from amp_plugin.casting.run_in import cast_tensors
 
 _CARRIER = "_amp_plugin_setup_context"
 _forward_state = threading.local()
@@ -45,8 +46,8 @@ def custom_fwd(
             torch does not have, that of the tensors given to each call: a device's other than the
             CPU's if there is one.
         cast_inputs: if given, and autocast is on, floating-point inputs of that device (not
-            fp64) are cast to it and ``forward`` runs with autocast off. Tensors in dicts, lists
-            and tuples count; strings, bytes and arrays pass; iterators are cast as consumed.
+            fp64) are cast to it and ``forward`` runs with autocast off. Tensors in mappings, lists,
+            tuples and what else torch.utils._pytree knows count; iterators are cast as consumed.
 
     Returns:
         The decorated method.
@@ -89,8 +90,8 @@ def _follow_autocast(
         if given_ctx:
             _write(state, args[0])
         if cast_inputs is not None and enabled:
-            args = (*args[:given_ctx], *cast_tensors(args[given_ctx:], device, cast_inputs))
-            kwargs = cast_tensors(kwargs, device, cast_inputs)
+            given = [_cast(value, cast_inputs, device) for value in args[given_ctx:]]
+            args, kwargs = (*args[:given_ctx], *given), _cast(kwargs, cast_inputs, device)
             with autocast(device, enabled=False):
                 output = method(*args, **kwargs)
         else:
@@ -138,25 +139,13 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str | None
     return backward
 
 
-def cast_tensors(value: Any, device_type: str, dtype: torch.dtype) -> Any:  # noqa: PLR0911 - one per kind
-    """Cast the floating-point tensors (not fp64) of a device in nested containers; anything else passes."""
-    if isinstance(value, torch.Tensor):
-        eligible = value.is_floating_point() and value.device.type == device_type
-        return value.to(dtype) if eligible and value.dtype is not torch.float64 else value
-    if isinstance(value, (str, bytes, np.ndarray)):
-        return value
-    if isinstance(value, Mapping):
-        return {
-            cast_tensors(key, device_type, dtype): cast_tensors(item, device_type, dtype)
-            for key, item in value.items()
-        }
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_tensors(item, device_type, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast_tensors(item, device_type, dtype) for item in value)
-    if isinstance(value, Iterable):
-        return (cast_tensors(item, device_type, dtype) for item in value)
-    return value
+def _cast(value: Any, dtype: torch.dtype, device_type: str) -> Any:
+    """Cast the tensors of a device in a value, in iterators as they are consumed."""
+    if isinstance(value, Mapping):  # pytree knows few of them
+        return {name: _cast(item, dtype, device_type) for name, item in value.items()}
+    if isinstance(value, Iterator):
+        return (_cast(item, dtype, device_type) for item in value)
+    return cast_tensors(value, dtype, device_type)
 
 
 class _SetupContextCarrier:
@@ -188,7 +177,7 @@ def _write(state: _ForwardState, ctx: Any) -> None:
 
 
 def _device_type_of(method: Callable[..., Any], given: Any) -> str:
-    kinds = list(_device_types(given))
+    kinds = [leaf.device.type for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
     if not kinds:
         msg = (
             f"custom_fwd: {method.__qualname__} was given no tensor, so its device is unknown; "
@@ -197,14 +186,6 @@ def _device_type_of(method: Callable[..., Any], given: Any) -> str:
         raise ValueError(msg)
     others = (kind for kind in kinds if kind != "cpu" and is_autocast_available(kind))
     return next(others, "cpu")  # nothing is cast for meta tensors
-
-
-def _device_types(value: Any) -> Iterator[str]:
-    if isinstance(value, torch.Tensor):
-        yield value.device.type
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _device_types(item)
 
 
 def _is_context(value: Any) -> bool:

@@ -55,6 +55,7 @@ class AutocastKernels:
         self._is_installed = False
         self._lock = threading.Lock()
         self._numbers: dict[OpRules, int] = {}
+        self.rule_sets: dict[int, OpRules] = {}  # in use besides the default ones, by their numbers
         self.tagged: dict[int, str] = {}  # what torch's compile caches know: number -> fingerprint
         self._step_hook: RemovableHandle | None = None
         self._in_default: dict[str, set[str]] = {}  # device -> ops that the default's number ever named
@@ -90,6 +91,7 @@ class AutocastKernels:
             self._step_hook.remove()
             self._step_hook = None
         self._numbers.clear()
+        self.rule_sets.clear()
         self.tagged.clear()
         self._is_installed = False
         self.checked.clear()
@@ -102,9 +104,10 @@ class AutocastKernels:
             if len(self._numbers) + 1 >= MAX_RULE_SETS:
                 msg = f"a process can use {MAX_RULE_SETS - 1} rule sets besides the default ones; reuse them"
                 raise ValueError(msg)
-            _define(rules, len(self._numbers) + 1)
-            self._numbers[rules] = len(self._numbers) + 1
-            return self._numbers[rules]
+            number = len(self._numbers) + 1
+            _define(rules, number)
+            self._numbers[rules], self.rule_sets[number] = number, rules
+            return number
 
     def put_default(self, rules: OpRules) -> None:
         """Set what the number of the default rules means on their device, until they are put back.
@@ -115,10 +118,6 @@ class AutocastKernels:
             named = self._in_default.setdefault(rules.device_type, set())
             _define(rules, DEFAULT, cleared=named - {*rules.rules, *rules.keep})
             named.update(rules.rules, rules.keep)
-
-    def rule_sets(self) -> dict[int, OpRules]:
-        """Return the rule sets in use besides the default ones, by their numbers."""
-        return {number: rules for rules, number in self._numbers.items()}
 
     def follow_by_default(self, device_type: str, number: int) -> None:
         """Make autocast blocks outside our regions follow a rule set; ``NO_RULES`` for torch's kernels."""
@@ -289,7 +288,7 @@ def _tag_compile_caches() -> None:
 
 def rules_of(number: int) -> OpRules | None:
     """Return the rule set that has a number; None for the default rules."""
-    return KERNELS.rule_sets().get(number)
+    return KERNELS.rule_sets.get(number)
 
 
 def set_default_rules(rules: OpRules | None) -> None:
@@ -328,14 +327,7 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
     """Make regions without rules of their own, and torch's blocks, follow rules while the block runs.
 
     Any number of rule sets can be tried: none of them takes one of the process's numbers. Compiled functions
-    run eagerly meanwhile.
-
-    Args:
-        rules: of their device; other devices keep theirs.
-
-    Raises:
-        RuntimeError: the native core is missing.
-        ValueError: ``AMP_PLUGIN_RULES`` is set, whose rules regions would follow instead.
+    run eagerly meanwhile. With ``AMP_PLUGIN_RULES`` set, whose rules regions would follow, a ValueError.
     """
     require_native("a trial of rules")
     if os.environ.get(RULES_VARIABLE):

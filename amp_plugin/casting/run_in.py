@@ -264,26 +264,30 @@ def _function_in(function: Callable[..., Any], settings: RunIn) -> Callable[...,
             candidates = [value for position, value in enumerate(args) if not is_kept(position)]
             candidates += [value for name, value in kwargs.items() if name not in keep]
             back = _first_dtype(candidates)
-        args = tuple(v if is_kept(position) else _cast(v, dtype) for position, v in enumerate(args))
-        kwargs = {name: v if name in keep else _cast(v, dtype) for name, v in kwargs.items()}
+        args = tuple(v if is_kept(position) else cast_tensors(v, dtype) for position, v in enumerate(args))
+        kwargs = {name: v if name in keep else cast_tensors(v, dtype) for name, v in kwargs.items()}
         off = [autocast(device, enabled=False) for device in _DEVICES if torch.is_autocast_enabled(device)]
         output = call_in(off, function, args, kwargs)
-        return output if back is None else _cast(output, back)
+        return output if back is None else cast_tensors(output, back)
 
     return run
 
 
-def _castable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+def _castable(value: Any, device_type: str | None = None) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.is_floating_point()
+        and value.dtype is not torch.float64
+        and device_type in {None, value.device.type}
+    )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Cast the tensors in a value; the same object comes back where nothing needs it."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if _castable(value) else value
-    if not any(_castable(leaf) and leaf.dtype is not dtype for leaf in tree_leaves(value)):
+def cast_tensors(value: Any, dtype: torch.dtype, device_type: str | None = None) -> Any:
+    """Cast the tensors (of a device) in a value; the same object comes back where nothing needs it."""
+    leaves = [leaf for leaf in tree_leaves(value) if _castable(leaf, device_type)]
+    if all(leaf.dtype is dtype for leaf in leaves):
         return value
-    return tree_map(lambda leaf: leaf.to(dtype) if _castable(leaf) else leaf, value)
+    return tree_map(lambda leaf: leaf.to(dtype) if _castable(leaf, device_type) else leaf, value)
 
 
 def _first_dtype(values: list[Any]) -> torch.dtype | None:

@@ -22,6 +22,8 @@ from amp_plugin.casting.rules import OpRules
 from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.casting.run_in import change_class
 
+_DEVICES = {number: name for name, number in DEVICE_NUMBERS.items()}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RegionState:
@@ -48,7 +50,8 @@ class RegionState:
 
 def current_state() -> tuple[RegionState, ...]:
     """Return the autocast state of this thread, one entry per device where it is on or in a region."""
-    KERNELS.install()
+    if not KERNELS.are_native:
+        KERNELS.install()
     opened = _open_regions()
     on = [device for device in TABLES if torch.is_autocast_enabled(device) or device in opened]
     return tuple(
@@ -65,9 +68,8 @@ def current_state() -> tuple[RegionState, ...]:
 
 def _open_regions() -> dict[str, tuple[OpRules | None, bool]]:
     """Return the rules and the cache flag of this thread's innermost region of each device."""
-    names = {number: name for name, number in DEVICE_NUMBERS.items()}
     regions = KERNELS.innermost_regions()
-    return {names[device]: (rules_of(number), cached) for device, number, cached in regions}
+    return {_DEVICES[device]: (rules_of(number), cached) for device, number, cached in regions}
 
 
 def has_region() -> bool:

@@ -156,17 +156,10 @@ if hasattr(os, "register_at_fork"):
 
 
 def build_core(*, rebuild: bool = False) -> tuple[Path, float]:
-    """Return the native core's file: from the installed wheel, from the build cache, or compiled.
+    """Return the native core's file, of the wheel, the build cache or compiled, and seconds spent compiling.
 
-    Args:
-        rebuild: Compile it even if it is there.
-
-    Returns:
-        The file, and the seconds spent compiling; 0.0 if it was there.
-
-    Raises:
-        RuntimeError: Compiling failed; names the first error and the log.
-        OSError: No compiler, or no usable cache folder.
+    A RuntimeError names the first error of the compiler and the log; an OSError says that there is no
+    compiler or no usable cache folder.
     """
     widths = vector_widths()
     for file in () if rebuild else (PREBUILT / core_name(width) for width in widths):
@@ -232,18 +225,9 @@ def compile_flags(width: str) -> list[str]:
 
 
 def compile_core(folder: Path, width: str) -> Path:
-    """Compile a core for a vector width in another process, and load it there once if this CPU can run it.
+    """Compile a core in an empty folder, in another process, which loads it once if this CPU can run it.
 
-    Args:
-        folder: An empty folder to compile it in.
-        width: As torch names it.
-
-    Returns:
-        Its path in ``folder``.
-
-    Raises:
-        FileNotFoundError: The compiler or the sources are missing.
-        RuntimeError: It does not compile or load; the text is all that was printed.
+    The text of a RuntimeError is all that was printed.
     """
     units = sorted(str(file) for file in SOURCES.glob(UNITS))
     if not units:
@@ -315,14 +299,7 @@ def _failure(log: Path) -> str:
 
 
 def write_cores(folder: Path) -> list[Path]:
-    """Compile the cores that a wheel brings along, for this torch and Python: see `make wheels`.
-
-    Args:
-        folder: Gets a file for each vector width.
-
-    Returns:
-        The files.
-    """
+    """Compile the cores that a wheel brings along, for this torch and Python: see `make wheels`."""
     folder.mkdir(parents=True, exist_ok=True)
     files = [folder / core_name(width) for width in TARGETS]
     for width, file in zip(TARGETS, files, strict=True):

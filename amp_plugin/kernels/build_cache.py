@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import stat
 import sys
@@ -21,24 +20,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-_OURS = re.compile(r"[\w.+-]+-[0-9a-f]{16}\.(so|cubin)(\.log|\.tmp-\w+)?")
 _WAY_OUT = "set AMP_PLUGIN_CACHE_DIR to a folder of your own"
-_ABANDONED_AFTER = 30 * 24 * 3600.0  # seconds
 
 
 def cache_root() -> Path:
     """Return the private cache folder, made if there is none.
 
-    It is ``$AMP_PLUGIN_CACHE_DIR``, else ``$XDG_CACHE_HOME/amp_plugin``, else
-    ``~/.cache/amp_plugin``.
-
-    Returns:
-        An absolute path to a folder that only this user can write to.
-
-    Raises:
-        ValueError: The environment names a relative path.
-        PermissionError: The folder belongs to someone else or others can write to it.
-        OSError: The folder cannot be made.
+    It is ``$AMP_PLUGIN_CACHE_DIR``, else ``$XDG_CACHE_HOME/amp_plugin``, else ``~/.cache/amp_plugin``; an
+    OSError or a ValueError says why it cannot be used.
     """
     root = _configured_root()
     try:
@@ -86,16 +75,8 @@ def digest(parts: Mapping[str, str]) -> str:
 def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -> Path:
     """Return a cached file, made first if it is not there; of several processes one makes it.
 
-    A file that is there is only read, so that a cache on a read-only file system serves.
-
-    Args:
-        file: Where it belongs.
-        make: Called with an empty folder to make it in; returns its path there.
-        rebuild: Make it even if it is there.
-
-    Raises:
-        PermissionError: Another user may write to the file or its folder.
-        OSError: The folder cannot keep it.
+    ``make`` makes it in an empty folder and returns its path there. A file that is there is only read, so
+    that a cache on a read-only file system serves. An OSError says why it cannot be kept or may not be used.
     """
     if not rebuild and _is_there(file):
         return file
@@ -108,7 +89,6 @@ def obtain(file: Path, make: Callable[[Path], Path], *, rebuild: bool = False) -
             made = make(Path(folder))
             made.chmod(0o600)
             made.replace(file)
-    _remove_abandoned(file.parent)
     return file
 
 
@@ -117,8 +97,6 @@ def _is_there(file: Path) -> bool:
         return False
     _require_private(file.parent)
     _require_private(file)
-    with contextlib.suppress(OSError):
-        os.utime(file)  # when it was last used
     return True
 
 
@@ -135,15 +113,6 @@ def _locked(file: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Delete what nobody used for a month; locks stay, as unlinking a held one would let two processes in."""
-    oldest = time.time() - _ABANDONED_AFTER
-    for path in (entry for entry in folder.iterdir() if _OURS.fullmatch(entry.name)):
-        with contextlib.suppress(OSError):
-            if path.stat().st_mtime < oldest:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 @contextlib.contextmanager

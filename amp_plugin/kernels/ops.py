@@ -105,37 +105,21 @@ SCHEMAS: Final = {
 
 LIBRARY: Final = Library("amp_plugin", "FRAGMENT")  # type: ignore[no-untyped-call]
 
-Measured = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+def _number(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty((), dtype=torch.float32)
 
 
-def _measured_fake(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> Measured:
-    norm = inv_scale.new_empty((), dtype=torch.float32)
-    return norm, torch.empty_like(norm), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
-
-
-def _found_fake(_: list[torch.Tensor], factor: torch.Tensor) -> torch.Tensor:
-    return factor.new_empty((), dtype=torch.float32)
-
-
-def _factor_fake(norm: torch.Tensor, *_: object) -> torch.Tensor:
-    return norm.new_empty((), dtype=torch.float32)
-
-
-def _unpacked_fake(packed: list[torch.Tensor], _: float) -> tuple[torch.Tensor, torch.Tensor]:
-    norm = packed[0].new_empty((), dtype=torch.float32)
-    return norm, torch.empty_like(norm)
-
-
-def _nothing_fake(*_: object, **__: object) -> None:
-    return None
+def _measured(grads: list[torch.Tensor], inv_scale: torch.Tensor, *_: float) -> tuple[torch.Tensor, ...]:
+    return _number(inv_scale), _number(inv_scale), inv_scale.new_empty((len(grads),), dtype=torch.uint8)
 
 
 FAKES: Final[dict[str, Callable[..., Any]]] = {
-    "norm_check": _measured_fake,
-    "unscale_": _measured_fake,
-    "multiply_": _found_fake,
-    "clip_factor": _factor_fake,
-    "unpack_measurements": _unpacked_fake,
+    "norm_check": _measured,
+    "unscale_": _measured,
+    "multiply_": lambda _, factor: _number(factor),
+    "clip_factor": lambda norm, *_: _number(norm),
+    "unpack_measurements": lambda packed, _: (_number(packed[0]), _number(packed[0])),
 }
 """Of ops that return something."""
 
@@ -143,9 +127,10 @@ FAKES: Final[dict[str, Callable[..., Any]]] = {
 def _define() -> None:
     for name, schema in SCHEMAS.items():
         plain = getattr(reference, name)
+        fake = FAKES.get(name, lambda *_, **__: None)
         LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
         LIBRARY.impl(name, plain, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-        register_fake(f"amp_plugin::{name}", FAKES.get(name, _nothing_fake), lib=LIBRARY)
+        register_fake(f"amp_plugin::{name}", fake, lib=LIBRARY)
         LIBRARY.define(f"_plain_{name}{schema}")  # type: ignore[no-untyped-call] # what C++ falls back to
         LIBRARY.impl(f"_plain_{name}", untraced(plain), "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 

@@ -56,13 +56,17 @@ _DRAWS = 8  # numbers of 16 bits from one call of the generator
 _WORD = 0xFFFFFFFF
 
 
-def _wide(device: torch.device) -> torch.dtype:
+def _widest(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_widest(tensor.device))
 
 
 def _flat_norm(grads: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The norm of all elements as one vector, in the widest float of the device."""
-    dtype = _wide(device)
+    dtype = _widest(device)
     parts = [g for g in grads if g.numel()]
     if not parts:
         return torch.zeros((), dtype=dtype, device=device)
@@ -99,8 +103,7 @@ def _write(grad: Tensor, factor: Tensor) -> None:
     grad.copy_(torch.where(factor == 1, grad, _product(grad, factor)))
 
 
-def factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
-    """Return what gradients are multiplied by, 0-dim."""
+def _factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
     factor = inv_scale.reshape(())
     return factor.reciprocal() if is_scale else factor
 
@@ -109,20 +112,11 @@ def factor_of(inv_scale: Tensor, *, is_scale: bool) -> Tensor:
 def norm_check(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Measure gradients without touching them.
+    """Measure gradients without touching them: the norm of ``inv_scale * grads``, ``found_inf``, ``flags``.
 
-    Args:
-        grads: Gradients, on one device, floating or complex, any shape and stride.
-        inv_scale: One element, float32 or float64: what the gradients are to be multiplied by.
-        norm_type: The p of the norm: any float, ``inf`` and ``-inf`` included.
-        is_scale: Whether ``inv_scale`` is the scale: the gradients are then to be multiplied by 1/scale,
-            rounded to its dtype.
-
-    Returns:
-        The norm of ``inv_scale * grads`` (float32, 0-dim), ``found_inf`` (float32, 0-dim, 0.0 or 1.0)
-        and ``flags`` (uint8, one per gradient: bit 0 inf, bit 1 nan).
+    With ``is_scale`` they are to be multiplied by 1/``inv_scale``, rounded to its dtype.
     """
-    device, factor = inv_scale.device, factor_of(inv_scale, is_scale=is_scale)
+    device, factor = inv_scale.device, _factor_of(inv_scale, is_scale=is_scale)
     flags = _flags(grads, device)
     norm = _flat_norm(grads, norm_type, device)
     if norm_type != 0:
@@ -134,19 +128,11 @@ def norm_check(
 def unscale_(
     grads: Sequence[Tensor], inv_scale: Tensor, norm_type: float = 2.0, is_scale: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Multiply gradients by ``inv_scale`` in place and measure the result.
+    """Multiply gradients by ``inv_scale`` in place and return what :func:`norm_check` does of the result.
 
-    Args:
-        grads: Gradients as for :func:`norm_check`; written.
-        inv_scale: One element, float32 or float64.
-        norm_type: The p of the norm.
-        is_scale: As for :func:`norm_check`.
-
-    Returns:
-        As :func:`norm_check`; the norm is taken before rounding to the gradients' dtypes, and an
-        element that only becomes infinite by the product is flagged too.
+    The norm is taken before rounding to the gradients' dtypes; what overflows in the product is flagged too.
     """
-    factor = factor_of(inv_scale, is_scale=is_scale)
+    factor = _factor_of(inv_scale, is_scale=is_scale)
     norm, _, flags = norm_check(grads, factor, norm_type)
     for grad in grads:
         _write(grad, factor)
@@ -156,15 +142,7 @@ def unscale_(
 
 @torch.no_grad()
 def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
-    """Multiply gradients by a device-side factor; do nothing if it is 1.
-
-    Args:
-        grads: Gradients as for :func:`norm_check`; written.
-        factor: One element, float32 or float64.
-
-    Returns:
-        ``found_inf``: 1.0 if a product is not finite; 0.0 if the factor is 1, whatever the gradients.
-    """
+    """Multiply gradients by a factor and return ``found_inf`` of the products; 1 writes and finds nothing."""
     value = factor.reshape(())
     for grad in grads:
         _write(grad, value)
@@ -173,15 +151,7 @@ def multiply_(grads: Sequence[Tensor], factor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def cast(src: Sequence[Tensor], out: Sequence[Tensor]) -> None:
-    """Copy tensors into tensors of other dtypes, pair by pair.
-
-    Args:
-        src: Floating tensors.
-        out: As many tensors of the same shapes; written.
-
-    Raises:
-        ValueError: The numbers of tensors differ.
-    """
+    """Copy tensors into as many tensors of other dtypes and the same shapes, pair by pair."""
     if len(src) != len(out):
         msg = f"cast: {len(src)} tensors to copy and {len(out)} to write; give one output for each input"
         raise ValueError(msg)
@@ -219,37 +189,21 @@ def update_scale_(
     any good step restores the tolerance. Mode 1 is Megatron-LM's ``DynamicGradScaler``, mode 2
     DeepSpeed's ``DynamicLossScaler``: only a whole growth interval does. With ``hysteresis=1`` all
     are torch's rule. A floor never raises, a ceiling never lowers a scale that was set by hand.
-
-    Args:
-        scale: float32, one element; written.
-        growth_tracker: int32, one element; good steps since the last change; written.
-        hysteresis_tracker: int32, one element; written.
-        found_inf: float32, one element; more than 0 means overflow.
-        growth_factor: Factor of a growth.
-        backoff_factor: Factor of a backoff.
-        growth_interval: Good steps before a growth.
-        min_scale: Floor.
-        max_scale: Ceiling.
-        hysteresis: Overflows before a backoff, at least 1.
-        hysteresis_mode: 0, 1 or 2, see above.
     """
     overflow = found_inf.reshape(scale.shape) > 0
-    spent = hysteresis_tracker - overflow.to(torch.int32)
-    backoff = overflow & ((spent <= 0) if hysteresis_mode != 2 else (hysteresis_tracker <= 1))
+    backoff = overflow & (hysteresis_tracker <= 1)
     steps = torch.where(overflow, 0, growth_tracker + 1)
     grow = ~overflow & (steps >= growth_interval)
 
-    wide = scale if scale.device.type == "mps" else scale.double()  # torch multiplies in double
-    lower = (wide * backoff_factor).float()
-    lower = torch.maximum(lower, scale.clamp(max=min_scale))
+    wide = _widened(scale)  # torch multiplies in double
+    lower = torch.maximum((wide * backoff_factor).float(), scale.clamp(max=min_scale))
     higher = (wide * growth_factor).float()
     higher = torch.where(higher.isfinite(), higher, scale)
     higher = torch.minimum(higher, scale.clamp(min=_as_float32(max_scale)))
 
     restored = ~overflow if hysteresis_mode == 0 else grow
-    if hysteresis_mode == 2:
-        spent = torch.where(backoff, hysteresis_tracker, spent)
-    hysteresis_tracker.copy_(torch.where(restored, hysteresis, spent))
+    left = hysteresis_tracker - (overflow & ~backoff if hysteresis_mode == 2 else overflow).to(torch.int32)
+    hysteresis_tracker.copy_(torch.where(restored, hysteresis, left))
     growth_tracker.copy_(torch.where(grow, 0, steps))
     scale.copy_(torch.where(backoff, lower, torch.where(grow, higher, scale)))
 
@@ -267,16 +221,8 @@ def clip_factor(
         factor = min(1, max_norm / (norm + 1e-6)), 1 if a gradient is not finite (that step is skipped)
         result = factor, or scale / factor
 
-    Finite gradients whose norm is beyond float32 become zeros, as torch makes them.
-
-    Args:
-        norm: float32, one element: the norm of the unscaled gradients.
-        max_norm: Largest norm.
-        scale: float32, one element: the loss scale the gradients still carry.
-        found_inf: One element, above 0 if a gradient is not finite; None: if the norm is not.
-
-    Returns:
-        float32, 0-dim.
+    Finite gradients whose norm is beyond float32 become zeros, as torch makes them. Without ``found_inf`` a
+    gradient is finite if the norm is.
     """  # noqa: D415 - the formula belongs to the sentence
     value = norm.reshape(())
     skipped = value.isfinite().logical_not() if found_inf is None else found_inf.reshape(()) > 0
@@ -294,18 +240,10 @@ def pack_measurements_(
     replicas: Sequence[int],
     norm_type: float,
 ) -> None:
-    """Write what ranks are to add up, or take maxima of.
+    """Write what ranks are to add up, or take maxima of, into ``packed`` (``[len(replicas) + 1]``).
 
-    Args:
-        packed: float64 or float32, ``[len(replicas) + 1]``; written.
-        norms: This rank's norms, float32 or float64, one element each; may be none.
-        found_infs: This rank's overflow flags, float32 or float64, one element each; may be none.
-        slots: For each norm the element of ``packed`` that it is part of.
-        replicas: For each power the number of ranks that hold the same gradients and will all add theirs.
-        norm_type: The p of the norms.
-
-    Raises:
-        ValueError: The numbers of norms, slots and elements do not go together.
+    Each norm is part of the element that ``slots`` names; ``replicas`` says how many ranks hold the same
+    gradients and will all add their power.
     """
     _refuse_shapes(packed, norms, slots, replicas)
     values = []
@@ -320,19 +258,7 @@ def pack_measurements_(
 
 @torch.no_grad()
 def unpack_measurements(packed: Sequence[Tensor], norm_type: float) -> tuple[Tensor, Tensor]:
-    """Read what ranks have added up.
-
-    Args:
-        packed: As :func:`pack_measurements_` and collectives left them; at least one. The last one's flag
-            counts.
-        norm_type: The p of the norms.
-
-    Returns:
-        The norm of all gradients of all ranks, and found_inf, exactly 0.0 or 1.0; float32, 0-dim.
-
-    Raises:
-        ValueError: ``packed`` is empty.
-    """
+    """Return norm and found_inf of what ranks have added up; the flag of the last of ``packed`` counts."""
     if not packed:
         msg = "unpack_measurements: got no packed measurements; give at least one"
         raise ValueError(msg)
@@ -377,26 +303,18 @@ def _has_no_power(norm_type: float) -> bool:
     return norm_type == 0 or math.isinf(norm_type)
 
 
-def _refuse_counts(op: str, masters: int, other: int, name: str) -> None:
-    if masters != other:
-        msg = f"{op}: {masters} masters and {other} {name}; give one for each master."
-        raise ValueError(msg)
+def _refuse_counts(op: str, masters: Sequence[Tensor], **others: Sequence[Tensor]) -> None:
+    for name, tensors in others.items():
+        if len(tensors) != len(masters):
+            counts = f"{len(masters)} masters and {len(tensors)} {name.replace('_', ' ')}"
+            msg = f"{op}: {counts}; give one for each master."
+            raise ValueError(msg)
 
 
 @torch.no_grad()
 def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequence[Tensor]) -> None:
-    """Split float32 masters into the two halves of a pair.
-
-    Args:
-        masters: float32, any shapes and strides.
-        high: As many bfloat16 tensors of the same shapes; written.
-        low: As many int16 tensors of the same shapes; written.
-
-    Raises:
-        ValueError: The numbers of tensors differ.
-    """
-    _refuse_counts("pack_weights_", len(masters), len(high), "high halves")
-    _refuse_counts("pack_weights_", len(masters), len(low), "low halves")
+    """Split float32 masters into the two halves of a pair: bfloat16 and int16 tensors of the same shapes."""
+    _refuse_counts("pack_weights_", masters, high_halves=high, low_halves=low)
     for master, upper, lower in zip(masters, high, low, strict=True):
         bits = master.view(torch.int32)
         magnitude = bits & 0x7FFFFFFF
@@ -409,18 +327,8 @@ def pack_weights_(masters: Sequence[Tensor], high: Sequence[Tensor], low: Sequen
 
 @torch.no_grad()
 def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
-    """Put the two halves of pairs together again.
-
-    Args:
-        high: bfloat16, any shapes and strides.
-        low: As many int16 tensors of the same shapes.
-        masters: As many float32 tensors of the same shapes; written.
-
-    Raises:
-        ValueError: The numbers of tensors differ.
-    """
-    _refuse_counts("unpack_weights_", len(masters), len(high), "high halves")
-    _refuse_counts("unpack_weights_", len(masters), len(low), "low halves")
+    """Put the two halves of pairs together again."""
+    _refuse_counts("unpack_weights_", masters, high_halves=high, low_halves=low)
     for upper, lower, master in zip(high, low, masters, strict=True):
         highs = upper.view(torch.int16).to(torch.int32) << 16
         bits = highs + torch.where(upper == 0, 0, lower.to(torch.int32))
@@ -431,19 +339,11 @@ def unpack_weights_(high: Sequence[Tensor], low: Sequence[Tensor], masters: Sequ
 def round_weights_(masters: Sequence[Tensor], out: Sequence[Tensor], seed: int, step: int) -> None:
     """Round masters to bfloat16, up or down with the probability of their distance.
 
-    What is representable stays as it is. The draw for an element depends on ``seed``, ``step``, the number of
-    its tensor in the list and its own number in it, and on nothing else: neither device nor threads.
-
-    Args:
-        masters: float32, any shapes and strides.
-        out: As many bfloat16 tensors of the same shapes; written.
-        seed: The low 32 bits count.
-        step: The low 32 bits count.
-
-    Raises:
-        ValueError: The numbers of tensors differ.
+    What is representable stays as it is. The draw for an element depends on ``seed`` and ``step`` (the low 32
+    bits of each), the number of its tensor in the list and its own number in it, and on nothing else: neither
+    device nor threads.
     """
-    _refuse_counts("round_weights_", len(masters), len(out), "outputs")
+    _refuse_counts("round_weights_", masters, outputs=out)
     for number, (master, rounded) in enumerate(zip(masters, out, strict=True)):
         bits = master.contiguous().view(torch.int32).to(torch.int64).flatten()
         draws = _draws(bits.numel(), number, seed, step, master.device)
@@ -566,10 +466,6 @@ def sgd_(
             _write_state(buffer, moved, param, taken, 0, 0)
             direction = grad + momentum * moved if nesterov else moved
         _write_param(i, param - rate * direction, params, remainders, taken)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float32 if tensor.device.type == "mps" else torch.float64)
 
 
 def _taken(found_inf: Tensor | None) -> Tensor | bool:

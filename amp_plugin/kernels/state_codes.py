@@ -37,13 +37,8 @@ def coded_bytes(numel: int) -> int:
 def draws(numel: int, step: Tensor | float, state: int, device: torch.device) -> Tensor:
     """Return 16 random bits per element, int64, for the second moment in a place of an optimizer's states.
 
-    Of a block of elements only the start is random; from there they are spread evenly.
-
-    Args:
-        numel: Elements of the parameter.
-        step: The number of the step, one element; the low 32 bits count.
-        state: 1 for ``exp_avg_sq``, 2 for its maximum.
-        device: Where they are to be.
+    Of a block of elements only the start is random; from there they are spread evenly. ``state`` is 1 for
+    ``exp_avg_sq``, 2 for its maximum; the low 32 bits of ``step`` count.
     """
     number = step.to(torch.int64).reshape(()) if isinstance(step, Tensor) else int(step)
     places = torch.arange(numel, device=device)
@@ -63,16 +58,10 @@ def to_bf16(flat: Tensor, drawn: Tensor | None = None) -> Tensor:
 
 
 def encode(flat: Tensor, *, signed: bool, drawn: Tensor | None = None, units: Tensor | None = None) -> Tensor:
-    """Return the codes of float32 numbers.
+    """Return the codes (uint8 ``[coded_bytes(numel)]``) of float32 numbers, not negative unless ``signed``.
 
-    Args:
-        flat: float32 ``[numel]``; not negative unless ``signed``.
-        signed: Which of the two codes.
-        drawn: Of :func:`draws`, int64 ``[numel]``, for second moments; None rounds them to nearest.
-        units: float32 ``[blocks, 1]``; None: what each block's largest number asks for.
-
-    Returns:
-        uint8 ``[coded_bytes(numel)]``.
+    ``drawn``, of :func:`draws`, rounds second moments; without it they are rounded to nearest. ``units``
+    (``[blocks, 1]``) are by default what each block's largest number asks for.
     """
     kept = _kept(flat, signed=signed)
     blocks, unit = len(kept), _units(kept, signed=signed) if units is None else units

@@ -19,7 +19,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.report import ModuleDtypes, module_calls
-from amp_plugin.weights.store import local_of
+from amp_plugin.weights.compressed_state import local_of
 
 
 @dataclass(kw_only=True, slots=True)

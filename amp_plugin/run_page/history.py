@@ -54,6 +54,12 @@ class Skip:
         """Op and line of the first finding; empty if there is none."""
         return located(self.findings[0]) if self.findings else ""
 
+    @property
+    def blames_scale(self) -> bool:
+        """Whether a lower loss scale would do: what overflowed has done so in the backward pass."""
+        found = [finding.direction == "backward" for finding in self.findings]
+        return all(found) if found else "nan" not in self.parameters
+
 
 def located(finding: Finding) -> str:
     """Return the op, the module and the line of a finding, in one line."""
@@ -84,7 +90,7 @@ class History:
     """
 
     def __init__(self) -> None:
-        self.steps = self.skipped = 0
+        self.steps = self.skipped = self._zero_steps = 0
         self.is_wrong = False
         self.wrong_steps: list[int] = []
         self.skips: list[Skip] = []
@@ -106,15 +112,18 @@ class History:
         scale = result.scale_before if result.is_scaled else None
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
-        taken = None if result.skipped else result.norm
-        told = [value for value in (loss, taken) if value is not None]
-        self.is_wrong = not all(math.isfinite(float(value)) for value in told)
+        before = None if result.norm is None else float(result.norm)
+        clipped = result.clipped_norm
+        after = before if clipped is None or clipped is result.norm else float(clipped)
+        told = (loss, None if result.skipped else before)
+        self._zero_steps += before == 0.0 and not result.skipped
+        self.is_wrong = not all(value is None or math.isfinite(value) for value in told)
         self.wrong_steps += [number] if self.is_wrong else []
         self.steps += 1
-        point = Point(
-            number, optimizer, scale, _number(result.norm), _number(result.clipped_norm), _rounded(loss)
+        shown = (
+            value if value is not None and math.isfinite(value) else None for value in (before, after, loss)
         )
-        self._points.append(point)
+        self._points.append(Point(number, optimizer, scale, *shown))
         if len(self._points) > _MOST_STEPS:
             self._points, self.per_point = _halved(self._points), self.per_point * 2
         if result.skipped:
@@ -153,6 +162,19 @@ class History:
         return any(point.scale is not None for point in self._points)
 
     @property
+    def finding_scale(self) -> list[Skip]:
+        """The skips that a run begins with, while its loss scale comes down; none if no step was taken."""
+        if self.skipped == self.steps:
+            return []
+        skips = [skip for skip in self.skips if skip.in_a_row == skip.step and skip.scale is not None]
+        return skips if all(skip.blames_scale for skip in skips) else []
+
+    @property
+    def learns_nothing(self) -> bool:
+        """Whether each step that was taken had gradients of zeros alone."""
+        return 0 < self.steps - self.skipped == self._zero_steps
+
+    @property
     def optimizers(self) -> int:
         """How many optimizers have stepped."""
         return len(self._counts)
@@ -164,6 +186,7 @@ class History:
     def curves(self) -> Columns:
         """Return a column for each number of the points."""
         columns = {name: [getattr(point, name) for point in self._points] for name in Point._fields}
+        columns |= {name: [*map(_rounded, columns[name])] for name in ("before", "after", "loss")}
         return columns | {"optimizer": [f"{i}: {self._kinds[i]}" for i in columns["optimizer"]]}
 
     def marks(self) -> Columns:
@@ -195,10 +218,6 @@ def _joined(first: Point, second: Point) -> Point:
     )
 
 
-def _number(value: Tensor | None) -> float | None:
-    return None if value is None else _rounded(float(value))
-
-
 def _rounded(value: float | None) -> float | None:
-    """Return five digits of a number; None for one that no curve can show."""
-    return float(f"{value:.5g}") if value is not None and math.isfinite(value) else None
+    """Return five digits of a number."""
+    return None if value is None else float(f"{value:.5g}")

@@ -17,7 +17,7 @@ from amp_plugin.run_page.history import History, Look, Skip
 _MOST_LISTED: Final = 50  # skips in the table
 _NEAREST: Final = 3
 _FAR: Final = 40.0  # bits: no fp16
-_EARLY: Final = 20  # steps in which a loss scale is found
+_TOO_HIGH: Final = "the loss scale was too high for the gradients and was lowered, which is how it is found"
 _OFTEN: Final = 0.05  # share of skipped steps that is worth a change
 
 _FONT = "system-ui, sans-serif"
@@ -158,9 +158,11 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
         when += f": {numbers}"
     yield "skipped", when if history.skipped else f"none of {history.steps} steps"
     if history.skipped:
-        yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history.skips)))
+        yield from (("" if place else "why", reason) for place, reason in enumerate(_reasons(history)))
     if history.wrong_steps:
         yield "loss not finite", _ranges(history.wrong_steps)
+    if history.learns_nothing:
+        yield "gradients", f"all zero in each of the {history.steps - history.skipped} steps that were taken"
     near = nearest(facts)
     if near:
         name, dtype, bits, step = near[0]
@@ -176,34 +178,47 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
     yield from (("" if place else "change", change) for place, change in enumerate(_changes(facts)))
 
 
-def _reasons(skips: Sequence[Skip]) -> list[str]:
+def _reasons(history: History) -> list[str]:
     """Return why steps were skipped, once for those with one reason, with their numbers."""
     steps: dict[str, list[int]] = {}
-    for skip in skips:
-        steps.setdefault(_reason(skip), []).append(skip.step)
+    finding_scale = history.finding_scale
+    for skip in history.skips:
+        reason = _TOO_HIGH if skip in finding_scale else _reason(skip)
+        steps.setdefault(reason, []).append(skip.step)
     return [f"{_ranges(numbers, most=6)}: {reason}" for reason, numbers in steps.items()]
 
 
 def _reason(skip: Skip) -> str:
     if skip.findings:
         return f"{skip.findings[0].headline} ({skip.place})"
-    if skip.scale is not None and "nan" not in skip.parameters:
-        return "the loss scale was too high for the gradients and was lowered, which is how it is found"
+    if skip.scale is not None and skip.blames_scale:
+        return _TOO_HIGH
     return f"{skip.parameters}. {skip.meaning}"
 
 
 def _changes(facts: Facts) -> list[str]:
-    history, found = facts.history, [finding for look in facts.looks for finding in look.findings]
-    if found:
-        return list(dict.fromkeys(finding.advice for finding in found))[:_NEAREST]
-    if not history.skipped and not history.wrong_steps:
-        return ["nothing"]
-    early = [skip.scale for skip in history.skips if skip.step <= _EARLY and skip.scale is not None]
-    if early and len(early) == history.skipped:
-        return [f"nothing; init_scale={min(early) / 2:g} would save these steps"]
-    if history.has_scale and history.skipped - len(early) <= _OFTEN * history.steps:
-        return ["nothing: a few skips keep the loss scale as high as the gradients allow"]
-    return ["look at the modules that overflow, below; compute them in fp32 or use bf16"]
+    history, finding_scale = facts.history, facts.history.finding_scale
+    changes = []
+    if finding_scale:
+        scale, count = min(skip.scale or 1.0 for skip in finding_scale) / 2, len(finding_scale)
+        steps = f"the first {count} steps, which were" if count > 1 else "the first step, which was"
+        changes.append(f"lower init_scale to {scale:g}: it saves {steps} skipped while the scale was found")
+    if history.learns_nothing:
+        lost = "raise init_scale" if history.has_scale else "in fp16 use a loss scale"
+        changes.append(
+            "look for what cuts the loss off from the weights, such as detach(), no_grad() or a factor of 0; "
+            f"if the gradients are too small for the dtype, {lost}"
+        )
+    looks = [look for look in facts.looks if look.step > len(finding_scale)]
+    advice = dict.fromkeys(finding.advice for look in looks for finding in look.findings)
+    if advice:
+        return [*changes, *advice][:_NEAREST]
+    others = history.skipped - len(finding_scale)
+    if history.has_scale and 0 < others <= _OFTEN * history.steps:
+        changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
+    elif others or history.wrong_steps:
+        changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
+    return changes or ["nothing"]
 
 
 def new_findings(looks: Iterable[Look]) -> list[tuple[Look, list[Finding]]]:

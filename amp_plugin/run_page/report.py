@@ -217,8 +217,8 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
     batches are kept, so a skipped step is run again under :func:`diagnose` at once. It opens from disk
     without a network.
 
-    The host waits for the device after each step. Gradients are read in at most 1 % of the time. The weights
-    are those of a run without a page.
+    The host waits for the device after each step. Gradients are read in at most 0.5 % of the time. The
+    weights are those of a run without a page.
 
     Args:
         scaler: What steps: a GradScaler (disabled in bf16 and fp32), a Fabric or Trainer plugin, or an

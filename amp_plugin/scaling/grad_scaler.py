@@ -381,7 +381,7 @@ class GradScaler(TorchNames):
         """
         if not (self._enabled or _is_optimizer(optimizer)):
             return optimizer.step(*args, **kwargs)  # as torch's: whatever has a step() passes
-        return self._steps.step(optimizer, args, kwargs, self)
+        return self._steps.step(optimizer, args, kwargs)
 
     @outside_graphs
     def last_step(self, optimizer: Optimizer) -> StepResult:

@@ -67,7 +67,6 @@ class PerOptimizerState:
         self.layouts: tuple[ShardLayout, ...] = ()
         self.is_shared = False  # whether another optimizer steps some of the parameters too
         self.spans_ranks = bool(shared.ranks.groups)
-        self.takes_scaler: bool | None = None  # whether ``optimizer.step`` does; None if not looked up
         self.has_momentum = False  # whether all momentum buffers of a fused SGD are known to exist
         self.changes_early: bool | None = None  # weights, before the last closure call; None if not seen
         self.backwards = 0  # scaled ones that have begun since it was met

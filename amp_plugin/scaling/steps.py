@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ class Steps:
     registry: Registry
     log: StepLog  # where each step goes
 
-    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any], scaler: object) -> Any:
-        """Step as :meth:`amp_plugin.GradScaler.step` does; ``scaler`` is for optimizers that take it."""
+    def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Step as :meth:`amp_plugin.GradScaler.step` does."""
         scales = self.shared.scales
         if not (scales.enabled or self.shared.checks):
             value = optimizer.step(*args, **kwargs)
@@ -64,7 +64,7 @@ class Steps:
             )
             raise RuntimeError(msg)
         if closure is None:
-            value, result = self._once(state, optimizer, call, scaler)
+            value, result = self._once(state, optimizer, call)
         elif state.obstacle:
 
             def checked(run: Callable[[], Any]) -> Any:
@@ -75,7 +75,7 @@ class Steps:
             value = closures.run(state, closure, scaled=scales.enabled)
             if scales.enabled:
                 scales.require("step")
-            _, result = self._once(state, optimizer, call, scaler)
+            _, result = self._once(state, optimizer, call)
             value = None if scales.enabled and result.skipped_if_known() else value
         self.log.add(state.optimizer, result)
         return value
@@ -99,15 +99,13 @@ class Steps:
         return result
 
     def _once(
-        self, state: PerOptimizerState, optimizer: Optimizer, call: Callable[..., Any], scaler: object
+        self, state: PerOptimizerState, optimizer: Optimizer, call: Callable[[], Any]
     ) -> tuple[Any, StepResult]:
         """Step by the gradients that are there."""
         state.begin_call()
         state.refuse_taken_away()
         scaled, left = self.shared.scales.enabled, may_be_left_to_kernel(state)
         tensors = self._collected(state, optimizer, left=left)
-        if tensors is None and scaled and _takes_scaler(state, optimizer):
-            return _step_with_scaler(state, optimizer, partial(call, grad_scaler=scaler))
         left = left and (tensors is not None or is_fused(optimizer))
         state.refuse_changed_after_clip()
         norm_type = 2.0 if state.clip is None else state.clip.norm_type
@@ -117,14 +115,13 @@ class Steps:
         divisor = _divisor(state, norm, found) if left else None
         value: Any = None
         known = HostFlag.at_once(found)
-        kernel_skips = is_fused(optimizer) and not _takes_scaler(state, optimizer)
         if tensors is not None:
             tensors.take(_times_given(divisor, optimizer), found, skipped=known)
-        elif kernel_skips and (divisor is not None or known is None):
+        elif is_fused(optimizer) and (divisor is not None or known is None):
             with _kernel_reads(optimizer, _times_given(divisor, optimizer), found, keeps=not scaled):
                 value, known = _take_fused(state, optimizer, found, call)
             if divisor is not None and known is not False:
-                state.multiply_(_where_skipped(found, divisor))
+                state.multiply_(torch.where(found > 0, divisor.reciprocal(), 1.0))  # it has not divided
         else:
             value, known = _take_plain(optimizer, found, call)
         for gradients in state.groups:
@@ -165,7 +162,14 @@ def take_closure(args: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] 
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether the optimizer's own step divides by a scale and skips by itself."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    kind: Any = type(optimizer)
+    return getattr(optimizer, "_step_supports_amp_scaling", False) and not _takes_scaler(kind)
+
+
+@cache
+def _takes_scaler(kind: type[Optimizer]) -> bool:
+    """Whether ``step`` follows the contract before ``grad_scale`` and ``found_inf``: it wants the scaler."""
+    return hasattr(kind, "step") and "grad_scaler" in inspect.signature(kind.step).parameters
 
 
 def may_be_left_to_kernel(state: PerOptimizerState) -> bool:
@@ -215,38 +219,6 @@ def _take_plain(optimizer: Optimizer, found: Tensor, call: Callable[[], Any]) ->
     skipped = not captured and bool(found.item() > 0)
     match_memory_order(optimizer)  # fused, and yet without AMP support: Adagrad in torch 2.11
     return (None if skipped else call()), skipped
-
-
-def _step_with_scaler(
-    state: PerOptimizerState, optimizer: Optimizer, call: Callable[[], Any]
-) -> tuple[Any, StepResult]:
-    """Step an optimizer of the older contract: ``step(grad_scaler=...)`` divides and skips by itself."""
-    warn_user(
-        f"{type(optimizer).__name__}.step takes grad_scaler, which is deprecated; let it read "
-        "self.grad_scale and self.found_inf instead.",
-        FutureWarning,
-    )
-    norm, found = state.check(write=False)
-    value = call()
-    for gradients in state.groups:
-        loss_scale = gradients.scaled_by
-        if loss_scale is not None:
-            gradients.multiply_(_where_skipped(found, loss_scale.require()))
-        gradients.carries = None
-    return value, state.close(state.result_of_step(norm, found, known=None))
-
-
-def _where_skipped(found: Tensor, divisor: Tensor) -> Tensor:
-    """Return what divides gradients where ``found`` is 1: a kernel that has skipped has not divided them."""
-    return torch.where(found > 0, divisor.reciprocal(), 1.0)
-
-
-def _takes_scaler(state: PerOptimizerState, optimizer: Optimizer) -> bool:
-    """Whether the optimizer's ``step`` follows the older contract."""
-    if state.takes_scaler is None:
-        parameters = inspect.signature(optimizer.step).parameters if is_fused(optimizer) else ()
-        state.takes_scaler = "grad_scaler" in parameters
-    return state.takes_scaler
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 Lightning, Accelerate and others check ``isinstance(scaler, torch.amp.GradScaler)`` and touch
 ``_scale``, ``_device``, ``_lazy_init_scale_growth_tracker`` or ``_per_optimizer_states``.
-Nothing of torch's state machine runs: every method is overridden.
+Nothing of torch's state machine runs: every method that does more than read these is overridden.
 """
 
 from __future__ import annotations
@@ -27,6 +27,10 @@ class TorchNames(torch.amp.GradScaler):
     _registry: Registry
 
     _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
+    _growth_tracker = property(
+        lambda self: self.loss_scale.growth_tracker,
+        lambda self, value: setattr(self.loss_scale, "growth_tracker", value),
+    )
     _growth_factor = property(lambda self: self.get_growth_factor())
     _backoff_factor = property(lambda self: self.get_backoff_factor())
     _growth_interval = property(lambda self: self.get_growth_interval())
@@ -81,26 +85,12 @@ class TorchNames(torch.amp.GradScaler):
         return self.loss_scale
 
     @property
-    def _growth_tracker(self) -> Tensor | None:
-        return self.loss_scale.growth_tracker
-
-    @_growth_tracker.setter
-    def _growth_tracker(self, value: Tensor | None) -> None:
-        self.loss_scale.growth_tracker = value
-
-    @property
     def _per_optimizer_states(self) -> dict[int, Any]:  # type: ignore[override]
         never_met = {"stage": OptState.READY, "found_inf_per_device": {}}
         return defaultdict(lambda: never_met, {id(state.optimizer): state for state in self._registry})
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device | str) -> None:
         self.loss_scale.materialize(dev)
-
-    def _get_scale_async(self) -> Tensor | None:
-        return self.loss_scale.value
-
-    def _get_growth_tracker(self) -> int:
-        return self.loss_scale.tracker() if self._enabled else 0
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         loss_scale = self._scales.require(funcname)
@@ -111,7 +101,3 @@ class TorchNames(torch.amp.GradScaler):
         state.begin_call()
         state.check(write=False)
         return state.found_inf_per_device
-
-    def _found_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Any]:
-        found: dict[Any, Any] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-        return found

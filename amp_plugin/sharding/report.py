@@ -22,8 +22,7 @@ from amp_plugin.patterns import clean_name
 from amp_plugin.precision import short_name
 from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
 from amp_plugin.sharding.plan import DtypePlan
-from amp_plugin.weights.compressed_state import asked_for
-from amp_plugin.weights.store import local_of
+from amp_plugin.weights.compressed_state import asked_for, local_of
 
 Engine = Literal["fsdp2", "fsdp1", "ddp", "none"]
 Dtypes = tuple[torch.dtype, ...]

@@ -12,7 +12,7 @@ The format is asked for by parameter (:func:`ask_for`), so that optimizers made 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -28,7 +28,6 @@ from amp_plugin.kernels.state_codes import (
     in_memory_order,
     to_bf16,
 )
-from amp_plugin.messages import warn_user
 
 _ATTRIBUTE: Final = "_amp_plugin_state"
 _KEY: Final = "8bit"
@@ -165,22 +164,24 @@ def asked_for(param: Tensor) -> str | None:
 # -- an optimizer's state ------------------------------------------------------------------------------
 
 
-def _local(value: Tensor) -> Tensor:
-    local: Tensor = getattr(value, "_local_tensor", value)
+def local_of(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
 
 
 def _with_local(value: Any, local: Tensor) -> Tensor:
     """Return a state with other contents: of a DTensor this rank's part."""
-    if _local(value) is value:
+    if local_of(value) is value:
         return local
     made: Tensor = type(value)(local, value._spec, requires_grad=False)
     return made
 
 
-def is_compressed(value: object) -> bool:
-    """Whether a state, or this rank's part of it, is compressed."""
-    return isinstance(value, Tensor) and isinstance(_local(value), CompressedState)
+def _decoded(value: Any) -> Any:
+    """Return a state, or what else there is, in float32 if it is compressed."""
+    local = local_of(value)
+    return _with_local(value, local.decoded()) if isinstance(local, CompressedState) else value
 
 
 def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
@@ -197,13 +198,10 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
         for name, value in list(entry.items()):
             if getattr(value, "dtype", None) is not torch.float32 or value.shape != param.shape:
                 continue
-            local = _local(value)
-            if isinstance(local, CompressedState):
-                if local.form == form:
-                    continue
-                local = local.decoded()
+            if getattr(local_of(value), "form", None) == form:
+                continue
             if name in MOMENTS:
-                step = None if loaded else entry.get("step")
+                step, local = None if loaded else entry.get("step"), local_of(_decoded(value))
                 made = CompressedState.of(local, form, name, step=step, loaded=loaded)
                 entry[name] = _with_local(value, made)
             elif value.dim() > 0:
@@ -214,36 +212,29 @@ def compress(state: Mapping[Any, Any], *, loaded: bool = False) -> list[str]:
 def decompress(state: Mapping[Any, Any]) -> None:
     """Make the moments of all parameters float32."""
     for entry in state.values():
-        for name, value in entry.items() if isinstance(entry, dict) else ():
-            if is_compressed(value):
-                entry[name] = _with_local(value, _local(value).decoded())  # type: ignore[attr-defined]
-
-
-def warn_of_left(names: list[str], optimizer: object) -> None:
-    """Say which states of an optimizer stay float32."""
-    if names:
-        warn_user(
-            f"{type(optimizer).__name__} keeps {', '.join(map(repr, names))} in float32: only moments are "
-            f"compressed, which are known by their names ({', '.join(MOMENTS)})"
-        )
+        if isinstance(entry, dict):
+            entry.update({name: _decoded(value) for name, value in entry.items()})
 
 
 # -- state dicts ---------------------------------------------------------------------------------------
 
 
-def packed(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the state of an optimizer's state dict in plain tensors, as it is kept."""
+def _with_values(state: Mapping[Any, Any], change: Callable[[Any], Any]) -> dict[Any, Any]:
+    """Return a copy of the state of a state dict, each value changed."""
     return {
-        key: {name: _packed(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
+        key: {name: change(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
         for key, entry in state.items()
     }
 
 
+def packed(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of an optimizer's state dict in plain tensors, as it is kept."""
+    return _with_values(state, _packed)
+
+
 def _packed(value: Any) -> Any:
-    if not is_compressed(value):
-        return value
-    if not isinstance(value, CompressedState):  # shards may be laid out otherwise when they are loaded
-        return _with_local(value, _local(value).decoded())  # type: ignore[attr-defined]
+    if not isinstance(value, CompressedState):
+        return _decoded(value)  # shards may be laid out otherwise when they are loaded
     if value.form == "bf16":
         return value.kept
     return {_KEY: value.kept, "size": [*value.size()], "stride": [*value.stride()], "signed": value.signed}
@@ -251,10 +242,7 @@ def _packed(value: Any) -> Any:
 
 def unpacked(state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Return the state of a state dict as an optimizer holds it; torch itself widens bfloat16."""
-    return {
-        key: {name: _unpacked(value) for name, value in entry.items()} if isinstance(entry, dict) else entry
-        for key, entry in state.items()
-    }
+    return _with_values(state, _unpacked)
 
 
 def _unpacked(value: Any) -> Any:
@@ -262,6 +250,11 @@ def _unpacked(value: Any) -> Any:
         return value
     like = torch.empty_strided(value["size"], value["stride"], device="meta")
     return CompressedState(value[_KEY], like, signed=value["signed"])
+
+
+def decoded(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the state of a state dict in float32, but for bfloat16."""
+    return _with_values(state, lambda value: _decoded(_unpacked(value)))
 
 
 def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -279,8 +272,7 @@ def fp32_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         {}
     """
     state_dict = optimizer.state_dict()
-    state_dict["state"] = unpacked(state_dict["state"])
-    decompress(state_dict["state"])
+    state_dict["state"] = decoded(state_dict["state"])
     for entry in state_dict["state"].values():
         for name in entry if isinstance(entry, dict) else ():
             if name in MOMENTS and entry[name].dtype is torch.bfloat16:

@@ -25,13 +25,14 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimize
 
 from amp_plugin.messages import warn_user
 from amp_plugin.weights.compressed_state import (
+    MOMENTS,
     ask_for,
     asked_for,
     compress,
+    decoded,
     decompress,
     packed,
     unpacked,
-    warn_of_left,
 )
 from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.weight import (
@@ -118,18 +119,28 @@ class OptimizerHooks:
             optimizer.load_state_dict = _ShownLoad(optimizer.load_state_dict)  # type: ignore[method-assign]
 
     def close(self, *, steps: int = 0) -> None:
-        """Store what is still shown."""
+        """Store what is still shown, and compress the states."""
+        self._hide(steps=steps)
+        optimizer, self._widened = self._widened, None
+        if optimizer is not None:
+            self.compress(optimizer)
+
+    def _show(self, params: Iterable[Tensor]) -> None:
+        self._shown = show_fp32(param for param in params if param.requires_grad or param.grad is not None)
+
+    def _hide(self, *, steps: int = 0) -> None:
         shown, self._shown = self._shown, []
         hide_fp32(shown, steps=steps)
-        if self._widened is not None:
-            optimizer, self._widened = self._widened, None
-            self.compress(optimizer)
 
     def compress(self, optimizer: Optimizer, *, loaded: bool = False) -> None:
         """Compress the states of parameters that it was asked for, and say once which are left."""
         left = set(compress(optimizer.state, loaded=loaded)) - self._told
         self._told |= left
-        warn_of_left(sorted(left), optimizer)
+        if left:
+            warn_user(
+                f"{type(optimizer).__name__} keeps {', '.join(map(repr, sorted(left)))} in float32: only "
+                f"moments are compressed, which are known by their names ({', '.join(MOMENTS)})"
+            )
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Show the parameters; let a closure run on 16 bits."""
@@ -138,8 +149,6 @@ class OptimizerHooks:
         if any(map(asked_for, _params(optimizer))):
             self._widened = optimizer
         decompress(optimizer.state)
-        if not params:
-            return None if self._widened is None else (self._ending(args), kwargs)
         if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
             msg = (
                 f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
@@ -148,7 +157,15 @@ class OptimizerHooks:
             raise RuntimeError(msg)
         self._count_steps(optimizer, params)
         self._show(params)
-        return self._with_closure(params, args, kwargs)
+        if not params and self._widened is None:
+            return None
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
+        elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
+            args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
+        arguments = _Arguments(args)
+        arguments.hooks = self
+        return arguments, kwargs
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Store them; warn once of others in 16 bits."""
@@ -193,24 +210,9 @@ class OptimizerHooks:
                 count = optimizer.state.get(param, {}).get("step", weight.steps)
                 weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
 
-    def _show(self, params: Iterable[Tensor]) -> None:
-        self._shown = show_fp32(param for param in params if param.requires_grad or param.grad is not None)
-
-    def _with_closure(self, params: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
-        elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
-            args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
-        return self._ending(args), kwargs
-
-    def _ending(self, args: tuple[Any, ...]) -> _Arguments:
-        arguments = _Arguments(args)
-        arguments.hooks = self
-        return arguments
-
     def _on_16_bits(self, params: list[Tensor], closure: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> Any:
-            self.close()
+            self._hide()
             value = closure()
             self._show(params)
             return value
@@ -246,11 +248,13 @@ class _ShownLoad:
 
     def __call__(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         optimizer: Any = self.load.__self__  # type: ignore[attr-defined]
-        load_entry_of_0_2(optimizer, state_dict)
-        with fp32_shown(_params(optimizer)):
-            value = self.load({**state_dict, "state": unpacked(state_dict["state"])}, *args, **kwargs)
-        compress(optimizer.state, loaded=True)
-        return value
+        hooks, state_dict = OptimizerHooks(), dict(state_dict)
+        hooks.before_load(optimizer, state_dict)
+        try:
+            return self.load(state_dict, *args, **kwargs)
+        finally:
+            hooks.close()
+            compress(optimizer.state, loaded=True)
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -273,8 +277,7 @@ def accept_entries_of_0_2(optimizer: Optimizer) -> None:
 
 
 def _decode_state(_: Optimizer, state_dict: dict[str, Any]) -> None:
-    state_dict["state"] = unpacked(state_dict["state"])  # the hooks' own copy
-    decompress(state_dict["state"])
+    state_dict["state"] = decoded(state_dict["state"])  # the hooks' own copy
 
 
 @torch.no_grad()

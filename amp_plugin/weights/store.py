@@ -18,7 +18,7 @@ from amp_plugin.kernels.build import native_core
 from amp_plugin.messages import warn_user
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_state, checked_weights, stores_all
-from amp_plugin.weights.compressed_state import CompressedState, ask_for
+from amp_plugin.weights.compressed_state import CompressedState, ask_for, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer, warn_of_16_bits
@@ -403,9 +403,3 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     parts = (local_of(tensor) for tensor in tensors)
     kept = (part.kept if isinstance(part, CompressedState) else part for part in parts)
     return sum(tensor.numel() * tensor.element_size() for tensor in kept)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor: of a DTensor its shard, of any other all of it."""
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local

@@ -33,7 +33,6 @@ DEFAULT = OpRules.default("cpu")
 SOFTMAX32 = DEFAULT.with_rule("aten::softmax.int", "fp32")
 LINEAR32 = DEFAULT.with_rule("aten::linear", "fp32")
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
-BACKENDS = ["eager", "aot_eager", "inductor"]
 
 
 @pytest.fixture(autouse=True)
@@ -120,16 +119,15 @@ def assert_same(ours, theirs, bits=True):
 
 
 HOW = ["inside", "held", "decorator", "module"]
+# "nested" holds the other two: default rules and own ones
+PLACES = [("nested", "inside"), ("nested", "held"), ("nested", "decorator"), ("nested", "module")]
+PLACES += [("default", "inside"), ("own", "held")]
+BACKENDS = [*itertools.product(["eager", "aot_eager"], PLACES), ("inductor", ("nested", "inside"))]
 
 
-def table():
-    for rules, how, backend in itertools.product(RULES, HOW, BACKENDS):
-        is_slow = backend == "inductor" and rules != "nested"
-        yield pytest.param(rules, how, backend, marks=[pytest.mark.slow] if is_slow else [])
-
-
-@pytest.mark.parametrize(("rules", "how", "backend"), [*table()])
-def test_forward_and_backward_equal_eager(rules, how, backend):
+@pytest.mark.parametrize(("backend", "place"), BACKENDS)
+def test_forward_and_backward_equal_eager(backend, place):
+    rules, how = place
     model = Model(how, rules)
     eager = step(model, model)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
@@ -138,8 +136,7 @@ def test_forward_and_backward_equal_eager(rules, how, backend):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize(("rules", "how"), PLACES)
 def test_exported_programs_equal_eager(rules, how, strict):
     model = Model(how, rules)
     with torch.no_grad():
@@ -380,33 +377,44 @@ def test_run_in_and_custom_functions_inside():
     assert_same(step(linear, torch.compile(forward, backend="aot_eager", fullgraph=True)), eager)
 
 
-def softmax_inside(rule, number):
-    """Compile a softmax in a region inside; print its dtype and how often a cache on disk had it."""
+def softmax_by(rule, number):
+    """Compile a softmax inside and around which a region is opened; print dtypes and hits of caches on disk."""
     warnings.simplefilter("ignore")
     rules = DEFAULT.with_rule("aten::softmax.int", rule)
 
-    def forward(x):
-        with region(rules):
-            return torch.softmax(x @ x * number, 0)
+    def bare(x):
+        return torch.softmax(x @ x * number, 0)
 
+    def with_region(x):
+        with region(rules):
+            return bare(x)
+
+    counters = torch._dynamo.utils.counters
     with torch.no_grad():
-        print(torch.compile(forward, fullgraph=True)(torch.randn(4, 4)).dtype)
-    print(
-        torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
-    )  # AOTAutograd's takes no autocast block
+        print(torch.compile(with_region, fullgraph=True)(torch.randn(4, 4)).dtype)
+        print(counters["inductor"]["fxgraph_cache_hit"])  # AOTAutograd's takes no autocast block
+        counters.clear()
+        with region(rules):
+            print(torch.compile(bare, fullgraph=True)(torch.randn(4, 4)).dtype)
+    print(counters["aot_autograd"]["autograd_cache_hit"] + counters["inductor"]["fxgraph_cache_hit"])
 
 
 @pytest.mark.slow
 def test_another_process_finds_the_graphs_of_the_same_rules_only():
-    number = time.time_ns() / 1e18  # no run had it before
+    """Processes number different rules alike and share inductor's and AOTAutograd's caches.
+
+    A number that no run had before stands for a cache folder of its own, for which inductor would try out the
+    compiler again.
+    """
+    number = time.time_ns() / 1e18
 
     def run(rule):
-        answer = call(softmax_inside, rule, number, frameworks=True)
+        answer = call(softmax_by, rule, number, frameworks=True)
         assert answer.returncode == 0, answer.stderr
-        dtype, hits = answer.stdout.split()
-        return dtype, int(hits)
+        inside, hits, around, hits_around = answer.stdout.split()
+        assert inside == around
+        return inside, int(hits) > 0, int(hits_around) > 0
 
-    assert run("lower_precision") == ("torch.bfloat16", 0)
-    assert run("fp32") == ("torch.float32", 0)
-    assert run("fp32") == ("torch.float32", 1)
-    assert run("lower_precision") == ("torch.bfloat16", 1)
+    assert run("lower_precision") == ("torch.bfloat16", False, False)
+    assert run("fp32") == ("torch.float32", False, False)
+    assert run("fp32") == ("torch.float32", True, True)

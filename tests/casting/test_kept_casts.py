@@ -179,8 +179,10 @@ def test_a_step_in_the_region_is_seen(name):
     check_steps(model, optimizer, optimizer.step)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["fused", "foreach", "for loop"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("fused", "aot_eager"), ("foreach", "aot_eager"), ("for loop", "aot_eager"), ("foreach", "inductor")],
+)
 def test_a_compiled_step_in_the_region_is_seen(name, backend):
     torch.compiler.reset()
     model = make_model()

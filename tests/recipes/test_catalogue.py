@@ -56,6 +56,7 @@ FINAL = {  # what a run reaches, from what to what, and how far fp16 and bf16 ma
     "compiled": ("test_accuracy", (0.92, 1), 0.03),
     "char_gpt": (BITS, (1.5, 3.0), 0.1),
     "stored_weights": (MOVED, (0.99, 1), 0.005),
+    "compressed_state": ("bytes per parameter, state=8bit", (10, 10.5), 0.001),
     "inference": ("test_accuracy", (0.92, 1), 0.03),
 }
 ON_CPU = [name for name in catalogue.NAMES if name not in WITHOUT_CPU]

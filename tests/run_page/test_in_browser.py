@@ -130,8 +130,11 @@ def test_the_copy_button_copies(opened):
 def test_curves_can_be_zoomed(opened):
     chart = opened.page.locator("#chart-loss svg")
     chart.scroll_into_view_if_needed()
-    labels = "[...document.querySelectorAll('#chart-loss .role-axis-label text')].map(node => node.textContent).join()"
+    steps = "document.querySelectorAll('#chart-loss [aria-label^=X-axis] .role-axis-label text')"
+    labels = f"[...{steps}].map(node => Number(node.textContent))"
     before = opened.page.evaluate(labels)
     chart.hover()
     opened.page.mouse.wheel(0, -400)
-    opened.page.wait_for_function(f"before => {labels} !== before", arg=before)
+    opened.page.wait_for_function(f"before => {labels}.join() !== before.join()", arg=before)
+    after = opened.page.evaluate(labels)
+    assert before[-1] - before[0] > after[-1] - after[0] > 0

@@ -40,17 +40,25 @@ def make_net() -> nn.Module:
 
 
 def train(
-    path: Path | None, *, steps=12, bad=(), precision="fp16", clip=None, records=False
+    path: Path | None,
+    *,
+    steps=12,
+    bad=(),
+    precision="fp16",
+    clip=None,
+    records=False,
+    init_scale=2.0**8,
+    factor=1.0,
 ) -> tuple[nn.Module, RunReport]:
     net = make_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    scaler = amp_plugin.GradScaler("cpu", enabled=precision == "fp16", init_scale=2.0**8)
+    scaler = amp_plugin.GradScaler("cpu", enabled=precision == "fp16", init_scale=init_scale)
     dtype = torch.float16 if precision == "fp16" else torch.bfloat16
 
     def passes(x: torch.Tensor, is_bad: bool) -> None:
         with amp_plugin.autocast("cpu", dtype=dtype):
             out = net(x)
-            loss = (out * (1e30 if is_bad else 1.0)).float().square().mean()
+            loss = (out * (1e30 if is_bad else factor)).float().square().mean()
         scaler.scale(loss).backward()
 
     def run() -> None:
@@ -95,6 +103,33 @@ def test_a_run_trains_as_without_a_page(tmp_path, precision, records):
     assert page.looks
     for name, value in plain.state_dict().items():
         assert torch.equal(value, net.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("init_scale", [2.0**20, 2.0**34])
+def test_steps_that_find_the_scale_are_no_fault(tmp_path, init_scale):
+    _, page = train(tmp_path / "run.html", steps=40, init_scale=init_scale)
+    first = page.history.skipped
+    assert 0 < first < 20
+    assert page.history.finding_scale == page.history.skips
+    text = text_of(page.path)
+    assert f"lower init_scale to {init_scale / 2**first:g}: it saves the first {first} steps" in text
+    assert "the loss scale was too high for the gradients and was lowered" in text
+
+
+def test_a_first_batch_that_is_bad_is_no_reason_to_lower_the_scale(tmp_path):
+    _, page = train(tmp_path / "run.html", bad=(0,))
+    assert page.history.finding_scale == []
+    assert "lower init_scale" not in text_of(page.path)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_gradients_of_zeros_alone_are_named(tmp_path, precision):
+    _, page = train(tmp_path / "run.html", steps=3, precision=precision, factor=0.0)
+    text = text_of(page.path)
+    assert "gradients all zero in each of the 3 steps that were taken" in text
+    assert "look for what cuts the loss off from the weights" in text
+    assert ("raise init_scale" in text) is (precision == "fp16")
+    assert "gradients all zero" not in text_of(train(tmp_path / "run.html", steps=3)[1].path)
 
 
 def test_everything_is_given_back(tmp_path):

@@ -162,20 +162,21 @@ def test_a_users_grad_scale_is_respected(weights, scale):
     assert one.value == -1.5
 
 
-def test_the_older_contract_of_optimizers(weights):
+@pytest.mark.parametrize("scale", SCALES)
+def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(weights, scale):
     class Older(torch.optim.SGD):
         _step_supports_amp_scaling = True
 
         def step(self, closure=None, *, grad_scaler=None):
-            for group in self.param_groups:
-                for p in group["params"]:
-                    p.data.sub_(p.grad / grad_scaler.get_scale())
+            assert grad_scaler is None
+            super().step()
 
-    one = weights(optimizer=Older)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(one.loss(3.0)).backward()
-    with pytest.warns(FutureWarning, match="Older.step takes grad_scaler, which is deprecated"):
+    one, scaler = weights(optimizer=Older), scaler_of(scale)
+    for gradient in (3.0, math.inf):
+        scaler.scale(one.loss(gradient)).backward()
         scaler.step(one.optimizer)
+        scaler.update()
+        one.optimizer.zero_grad()
     assert one.value == -3.0
 
 

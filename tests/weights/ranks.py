@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler, autocast, store_weights
+from amp_plugin.weights.compressed_state import local_of
 from amp_plugin.weights.ddp import reduce_in_fp32
-from amp_plugin.weights.store import local_of
 from tests.adapters.accelerate_pair import ours
 from tests.process_groups import leave
 

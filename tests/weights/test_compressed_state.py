@@ -21,7 +21,7 @@ from amp_plugin.kernels.state_codes import (
     to_bf16,
 )
 from amp_plugin.weights.compressed_state import CompressedState, fp32_state_dict
-from amp_plugin.weights.store import weight_bytes
+from amp_plugin.weights.store import in_fp32, weight_bytes
 
 FORMS = ("bf16", "8bit")
 OPTIMIZERS = {
@@ -162,6 +162,25 @@ def test_one_step_with_given_moments_is_that_of_float64(name, form, weights):
     take_steps(twin, other, [7])
     for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
         torch.testing.assert_close(ours.double(), theirs, rtol=2.0**-22, atol=2.0**-26)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    ("name", "form", "weights"), list(itertools.product(OPTIMIZERS, FORMS, ["fp32", "bf16"]))
+)
+def test_one_step_with_given_moments_has_the_bits_of_float32_state(name, form, weights):
+    make = OPTIMIZERS[name]
+    model, optimizer = trained(make, form, weights)
+    twin = network()
+    twin.load_state_dict(model.state_dict())
+    with_float32_state = make(twin.parameters())
+    with_float32_state.load_state_dict(copy.deepcopy(fp32_state_dict(optimizer)))
+    for one, its_optimizer in ((model, optimizer), (twin, with_float32_state)):
+        scaler = GradScaler("cpu", enabled=False)
+        take_steps(one, its_optimizer, [7], scaler)
+        assert scaler.last_step(its_optimizer).one_pass
+    for ours, theirs in zip(exact(model), twin.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.native
@@ -349,8 +368,44 @@ def test_bytes():
         assert weight_bytes(model, optimizer).per_parameter()["total"] <= most
 
 
-def test_unknown_formats_are_refused():
-    with pytest.raises(
-        ValueError, match="state='8bits' is unknown; allowed are 'fp32', 'bf16', '8bit'.*8bit"
-    ):
-        store_weights(network(), state="8bits")
+# -- averages and compiled steps ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_an_average_of_the_weights_is_that_of_exact_ones(form, weights):
+    model, optimizer = trained(OPTIMIZERS["AdamW"], form, weights)
+    ema = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+    )
+    expected = [value.double() for value in exact(model)]
+    for step in range(3):
+        take_steps(model, optimizer, [step])
+        with in_fp32(model):
+            ema.update_parameters(model)
+        if step > 0:
+            expected = [0.5 * old + 0.5 * new for old, new in zip(expected, exact(model), strict=True)]
+        else:
+            expected = [value.double() for value in exact(model)]
+    for average, value in zip(ema.module.state_dict().values(), expected, strict=True):
+        torch.testing.assert_close(average.double(), value, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_compiled_step_keeps_the_state_compressed_and_learns_as_the_eager_one(name, form):
+    runs = []
+    for compiled in (False, True):
+        model, optimizer = trained(OPTIMIZERS[name], form, steps=2)
+        step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
+        for number in range(3):
+            generator = torch.Generator().manual_seed(number)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+            step()
+        runs.append((exact(model), kept(optimizer)))
+    for eager, compiled in zip(runs[0][0], runs[1][0], strict=True):
+        torch.testing.assert_close(
+            compiled, eager, rtol=1e-5, atol=1e-6
+        )  # compiled, beta**step is a tensor's
+    assert [part.dtype for part in runs[1][1]] == [part.dtype for part in runs[0][1]]

@@ -215,7 +215,9 @@ class Player:
 
 
 @pytest.mark.filterwarnings("ignore:.*were frozen, or not made yet:UserWarning")
-@pytest.mark.parametrize("part", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, 25))])
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(n, marks=pytest.mark.whole_run) for n in range(2, 25))]
+)
 def test_it_finds_nothing(part):
     for seed in range(200 * part, 200 * (part + 1)):
         player = Player(seed)

@@ -22,10 +22,18 @@ def give_gradients(step, *models, seed=0):
             param.grad = grad.to(param.grad_dtype)
 
 
-def twins(weights="bf16", make=network):
+def twins(weights="bf16", make=network, **options):
     """Return a model, its stored twin, and the store."""
     reference, stored = make(), make()
-    return reference, stored, store_weights(stored, weights=weights)
+    return reference, stored, store_weights(stored, weights=weights, **options)
+
+
+def stepped_twins(make, weights="bf16"):
+    """Return twins, as a pair, and their optimizers, made by ``make(params)``."""
+    reference, stored, store = twins(weights)
+    optimizers = [make(model.parameters()) for model in (reference, stored)]
+    store.add(optimizers[1])
+    return (reference, stored), optimizers
 
 
 def exact(model):
@@ -46,6 +54,14 @@ def step(number, models, optimizers):
         optimizer.step()
 
 
+def train(models, optimizers, count, *, first=0, between=None):
+    """Take steps with the same gradients; ``between(model)`` is done to each model after each."""
+    for number in range(first, first + count):
+        step(number, models, optimizers)
+        for model in models if between else ():
+            between(model)
+
+
 @torch.no_grad()
 def away_from_ties(model):
     """Move weights that lie half-way between two bfloat16 numbers: pairs round those away from zero, autocast to even."""
@@ -61,16 +77,12 @@ def load_state_dicts(saved, resumed):
 
 def assert_steps_and_resumes(make, resume=load_state_dicts):
     """Assert that an optimizer steps a stored model, and one resumed from it on the way, as its float32 twin."""
-    reference, stored, store = twins()
-    optimizers = [make(model.parameters(), lr=1e-3) for model in (reference, stored)]
-    store.add(optimizers[1])
-    for number in range(10):
-        step(number, (reference, stored), optimizers)
+    (reference, stored), optimizers = stepped_twins(lambda params: make(params, lr=1e-3))
+    train((reference, stored), optimizers, 10)
     resumed = network(3)
     optimizers.append(make(resumed.parameters(), lr=1.0))
     store_weights(resumed, optimizers[2])
     resume((stored, optimizers[1]), (resumed, optimizers[2]))
-    for number in range(10, 20):
-        step(number, (reference, stored, resumed), optimizers)
+    train((reference, stored, resumed), optimizers, 10, first=10)
     assert_same(reference, stored)
     assert_same(reference, resumed)

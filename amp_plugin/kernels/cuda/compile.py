@@ -28,19 +28,7 @@ STANDARD: Final = "c++17"
 
 
 def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
-    """Compile a kernel with NVRTC.
-
-    Args:
-        kernel: What to compile.
-        architecture: As ``"sm_90"``.
-        tuning: How it fills a GPU.
-
-    Returns:
-        Machine code of that architecture.
-
-    Raises:
-        RuntimeError: NVRTC is missing, does not know the architecture or rejects the source.
-    """
+    """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
     source = (SOURCES / f"{kernel.name}.cu").read_text()
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture, tuning))
@@ -67,19 +55,7 @@ def options_for(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> P
 def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Return the cubin of a kernel, compiled only if the build cache has none.
 
-    The entry depends on the sources, the architecture and NVRTC's version. If the cache cannot be used or
-    cannot keep it, a RuntimeWarning says so and the kernel is compiled for this process alone.
-
-    Args:
-        kernel: Which kernel.
-        architecture: As ``"sm_90"``.
-        tuning: How it fills a GPU.
-
-    Returns:
-        Machine code of that architecture.
-
-    Raises:
-        RuntimeError: As :func:`compile_cubin`.
+    If the cache cannot be used, a RuntimeWarning says so and the kernel is compiled for this process alone.
     """
 
     def make(folder: Path) -> Path:
@@ -96,15 +72,7 @@ def cached_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> 
 
 
 def all_cubins(architecture: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes]:
-    """Return the cubins of all kernels, compiled several at a time, with a line to stderr if any has to be.
-
-    Args:
-        architecture: As ``"sm_90"``.
-        tuning: How they fill a GPU.
-
-    Raises:
-        RuntimeError: As :func:`compile_cubin`.
-    """
+    """Return the cubins of all kernels, compiled several at a time; stderr gets a line if any has to be."""
     kernels = list(all_kernels())
     with contextlib.ExitStack() as stack:
         if not all(_is_kept(kernel, architecture, tuning) for kernel in kernels):
@@ -117,12 +85,7 @@ def all_cubins(architecture: str, tuning: Tuning = TUNING) -> dict[Kernel, bytes
 
 
 def identity_of(architecture: str, blocks: int) -> int:
-    """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute.
-
-    Args:
-        architecture: As ``"sm_90"``.
-        blocks: That work on a table at once.
-    """
+    """Return a number from 1 to 2**24 - 1 for all that decides the last bits of what kernels compute."""
     parts = {"architecture": architecture, "blocks": str(blocks), "sources": _sources()}
     return 1 + int(digest({**parts, "nvrtc": nvrtc_version()}), 16) % (2**24 - 1)
 
@@ -148,16 +111,9 @@ def _is_kept(kernel: Kernel, architecture: str, tuning: Tuning) -> bool:
 
 
 def architecture_for(major: int, minor: int) -> str:
-    """Return the newest architecture that NVRTC knows and whose machine code a GPU runs.
+    """Return the newest architecture that NVRTC knows and whose machine code a GPU of that capability runs.
 
     Machine code runs on GPUs of the same major capability and the same or a higher minor one.
-
-    Args:
-        major: Of the GPU's compute capability.
-        minor: Of the same.
-
-    Raises:
-        RuntimeError: NVRTC knows none.
     """
     error, count = nvrtc.nvrtcGetNumSupportedArchs()
     known = [] if int(error) else list(nvrtc.nvrtcGetSupportedArchs()[1])[:count]
@@ -173,17 +129,7 @@ def architecture_for(major: int, minor: int) -> str:
 
 
 def build_ahead(architectures: Iterable[str] = ARCHITECTURES) -> int:
-    """Compile every kernel into the build cache.
-
-    Args:
-        architectures: For which GPUs.
-
-    Returns:
-        How many cubins the cache now has for them.
-
-    Raises:
-        RuntimeError: As :func:`compile_cubin`.
-    """
+    """Compile every kernel into the build cache; return how many cubins it now has for these GPUs."""
     return sum(len(all_cubins(architecture)) for architecture in architectures)
 
 
@@ -195,11 +141,7 @@ def _sources() -> str:
 
 @functools.cache
 def nvrtc_version() -> str:
-    """Return the version of the NVRTC library in use, as ``"13.0"``.
-
-    Raises:
-        RuntimeError: The library is missing.
-    """
+    """Return the version of the NVRTC library in use, as ``"13.0"``."""
     error, major, minor = nvrtc.nvrtcVersion()
     if int(error):
         msg = f"NVRTC does not tell its version (error {int(error)}); reinstall nvidia-cuda-nvrtc"

@@ -9,22 +9,17 @@ from __future__ import annotations
 import os
 import threading
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
 import torch
 from torch.library import Library
-from torch.torch_version import TorchVersion
 
 from amp_plugin.kernels.build import native_core
 from amp_plugin.kernels.cuda import catalogue
 from amp_plugin.kernels.tracers import outside_tracers, untraced
 from amp_plugin.messages import warn_user
 
-OLDEST_CUDA_CORE: Final = "1.0.1"
-PACKAGES: Final = (
-    f"'cuda-core>={OLDEST_CUDA_CORE}' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # as in pyproject.toml
-)
+PACKAGES: Final = "'cuda-core>=1.0.1' 'cuda-bindings>=12.9' nvidia-cuda-nvrtc"  # as in pyproject.toml
 OLDEST_CAPABILITY: Final = (7, 5)
 _lock = threading.Lock()
 _reasons: dict[int, str] = {}  # by device index: why plain torch serves it; empty if it does not
@@ -52,14 +47,8 @@ class CudaCore:
 def cuda_core(device: int | None = None) -> CudaCore:
     """Find out whether the CUDA kernels serve a device, compiling and loading them at the first call.
 
-    Never raises because something is missing, and warns once for a device that plain torch has
-    to serve. Starts CUDA if there is any.
-
-    Args:
-        device: Index of the device; by default the current one.
-
-    Returns:
-        The finding, the same for a device throughout a process.
+    Never raises because something is missing, and warns once for a device that plain torch has to serve.
+    Starts CUDA if there is any. The finding is the same throughout a process.
     """
     if reason := _no_cuda():
         return CudaCore(loaded=False, reason=reason)
@@ -80,11 +69,7 @@ def _no_cuda() -> str:
 
 
 def prepare(index: int) -> bool:
-    """Open a device for the kernels, at the first call; return whether they serve it.
-
-    Args:
-        index: Of the device.
-    """
+    """Open a device for the kernels, at the first call; return whether they serve it."""
     if index not in _reasons:
         with _lock:
             if index not in _reasons:
@@ -120,7 +105,6 @@ def _load_all(index: int) -> None:
     if not core.loaded:
         msg = f"the native core, which launches them, is not loaded: {core.reason}"
         raise RuntimeError(msg)
-    _require_cuda_core()
     # Here and not above: cuda-core may be missing, and importing amp_plugin must stay cheap.
     from amp_plugin.kernels.cuda.compile import (  # noqa: PLC0415
         all_cubins,
@@ -147,17 +131,6 @@ def _load_all(index: int) -> None:
     _opened[index] = architecture, identity_of(architecture, blocks)
 
 
-def _require_cuda_core() -> None:
-    """Refuse a cuda-core that is too old, before something in it is missed."""
-    try:
-        found = version("cuda-core")
-    except PackageNotFoundError:
-        return  # its import says so
-    if TorchVersion(found) < OLDEST_CUDA_CORE:
-        msg = f"cuda-core {found} is installed, {OLDEST_CUDA_CORE} or newer is needed"
-        raise ImportError(msg)
-
-
 def _explain(error: Exception) -> str:
     if isinstance(error, ImportError):
         return f"{error}; install or update cuda-core (pip install --upgrade {PACKAGES})"
@@ -165,10 +138,6 @@ def _explain(error: Exception) -> str:
 
 
 def register(library: Library) -> None:
-    """Define what C++ asks of Python; imports and starts nothing.
-
-    Args:
-        library: Of the namespace amp_plugin.
-    """
+    """Define what C++ asks of Python; imports and starts nothing."""
     library.define("_cuda_prepare(int device) -> bool")  # type: ignore[no-untyped-call]
     library.impl("_cuda_prepare", _prepare, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
