@@ -12,12 +12,15 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling import penalty
 from amp_plugin.scaling.grad_scaler import GradScaler
+from amp_plugin.scaling.gradients import params_of
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog, StepResult
 
 PUBLIC_METHODS: Final = tuple(
     name for name in dir(GradScaler) if not name.startswith("_") and callable(getattr(GradScaler, name))
 )
+
+_WRAPPERS: Final = {"AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer"}
 
 
 class HasScaler:
@@ -28,7 +31,8 @@ class HasScaler:
         @property
         def _scaler(self) -> GradScaler: ...
 
-        def _unwrap(self, optimizer: Any) -> Optimizer: ...
+    def _unwrap(self, optimizer: Any) -> Optimizer:
+        return torch_optimizer(optimizer)
 
     @property
     def step_log(self) -> StepLog:
@@ -75,6 +79,13 @@ class HasScaler:
         return penalty.gradient_penalty(outputs, inputs, scaler=self._scaler, **options)
 
 
+def torch_optimizer(optimizer: Any) -> Optimizer:
+    """Return the optimizer that a framework has wrapped, or the one given."""
+    while any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    return optimizer  # type: ignore[no-any-return]
+
+
 def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any:
     """Return the scaler that an adapter calls once it was given another, as the attribute ``name``.
 
@@ -99,19 +110,21 @@ def scaler_for(given: Any, name: str, make: Callable[[bool], GradScaler]) -> Any
     return given
 
 
-def register(scaler: GradScaler, optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Register an optimizer, with the names of its parameters in these models.
+def register(scaler: GradScaler, optimizers: Iterable[Optimizer], models: Sequence[nn.Module]) -> None:
+    """Register optimizers, with the names of their parameters in these models.
 
     Of several models ``Critic.layer.weight``, of several of one class ``Critic[0].layer.weight``.
     """
-    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     kinds = [type(model).__name__ for model in models]
     named: dict[str, Tensor] = {}
     for i, (model, kind) in enumerate(zip(models, kinds, strict=True)):
         number = f"[{kinds[:i].count(kind)}]" if kinds.count(kind) > 1 else ""
         prefix = f"{kind}{number}." if len(models) > 1 else ""
-        named |= {prefix + name: param for name, param in model.named_parameters() if id(param) in own}
-    scaler.register(optimizer, names=named)
+        named |= {prefix + name: param for name, param in model.named_parameters()}
+    for optimizer in optimizers:
+        own = {id(param) for param in params_of(optimizer)}
+        names = {name: param for name, param in named.items() if id(param) in own}
+        scaler.register(optimizer, names=names)
 
 
 def fsdp_root(model: nn.Module) -> Any:

@@ -6,9 +6,8 @@ import torch
 from accelerate import Accelerator
 
 from amp_plugin.adapters.accelerate import AmpAccelerator, AmpKwargs, install, uninstall
-from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient, reset
+from tests.adapters.accelerate_pair import GradientKeeper, Weights, last_gradient
 from tests.adapters.commands import launch
-from tests.adapters.tiny_bert import bert, texts
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER_SCRIPT = """
@@ -49,9 +48,10 @@ class Verbose(Accelerator):
         super().backward(loss, **kwargs)
 
 
-def test_accelerators_made_elsewhere_are_ours():
+@pytest.mark.parametrize("kind", [accelerate.Accelerator, AmpAccelerator])
+def test_accelerators_made_elsewhere_are_ours(kind):
     install()
-    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    accelerator = kind(mixed_precision="fp16", cpu=True)
     assert type(accelerator) is AmpAccelerator
     assert accelerator.scaler.get_scale() == 65536.0
 
@@ -92,9 +92,14 @@ def test_uninstall_leaves_accelerate_as_it_was():
     assert Accelerator(mixed_precision="fp16", cpu=True).scaler is None
 
 
-def test_ours_works_while_installed():
-    install()
-    assert AmpAccelerator(mixed_precision="fp16", cpu=True).scaler is not None
+def test_install_after_an_accelerator_was_made_warns():
+    AmpAccelerator(cpu=True)
+    install()  # ours: nothing to tell
+    uninstall()
+    stock = Accelerator(cpu=True)
+    with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
+        install()
+    assert type(stock) is Accelerator
 
 
 @pytest.mark.native
@@ -128,77 +133,3 @@ def test_transformers_trainer_under_accelerate_launch(launcher, tmp_path):
     kind, precision, dtype, scale, learnt = done.stdout.splitlines()[-1].split()
     assert (kind, precision, dtype, scale) == ("AmpAccelerator", "fp16", "torch.float16", "512.0")
     assert learnt == "True"
-
-
-class TestTransformersTrainer:
-    """A tiny Bert, made from a config, trained by Hugging Face's Trainer."""
-
-    @staticmethod
-    def train(folder, resume=False, **arguments):
-        transformers = pytest.importorskip("transformers")
-        model, examples = bert(layers=2), texts(64)
-        settings = transformers.TrainingArguments(
-            str(folder),
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            learning_rate=5e-3,
-            num_train_epochs=10,
-            use_cpu=True,
-            report_to=[],
-            logging_steps=1,
-            disable_tqdm=True,
-            **{"max_grad_norm": 1.0, "save_strategy": "no", **arguments},
-        )
-        trainer = transformers.Trainer(model, settings, train_dataset=examples)
-        dtypes = []
-        model.classifier.register_forward_hook(lambda *call: dtypes.append(call[-1].dtype))
-        trainer.train(resume_from_checkpoint=resume)
-        return trainer, [line for line in trainer.state.log_history if "loss" in line], dtypes
-
-    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-    @pytest.mark.parametrize(("precision", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-    def test_it_learns_with_accumulation_and_clipping(self, precision, dtype, tmp_path):
-        _, reference, _ = self.train(tmp_path)  # fp32
-        reset()
-        install()
-        trainer, history, dtypes = self.train(tmp_path, **{precision: True})
-        assert type(trainer.accelerator) is AmpAccelerator
-        assert set(dtypes) == {dtype}
-        assert history[-1]["loss"] < 0.1 < history[0]["loss"]
-        assert max(abs(a["loss"] - b["loss"]) for a, b in zip(history, reference, strict=True)) < 0.05
-        assert history[0]["grad_norm"] == pytest.approx(reference[0]["grad_norm"], rel=0.02)
-        if precision == "fp16":
-            assert trainer.accelerator.amp_metrics() == {"loss_scale": 65536.0, "skipped_steps": 0}
-
-    @pytest.mark.filterwarnings("ignore::UserWarning")  # the first steps skip: schedulers that wait
-    def test_its_accelerator_tells_of_scale_and_skips(self, tmp_path):
-        install(AmpKwargs(init_scale=2.0**40, max_skips_in_a_row=0))
-        trainer, _, _ = self.train(tmp_path, fp16=True, max_steps=3, max_grad_norm=0.0)
-        assert trainer.accelerator.amp_metrics() == {"loss_scale": 2.0**37, "skipped_steps": 3}
-
-    @pytest.mark.filterwarnings("ignore::UserWarning")
-    def test_a_run_that_only_skips_ends(self, tmp_path):
-        install(AmpKwargs(init_scale=2.0**60, max_skips_in_a_row=4))
-        with pytest.raises(RuntimeError, match="4 optimizer steps in a row were skipped"):
-            self.train(tmp_path, fp16=True)
-
-    def test_stock_fp16_on_the_cpu_is_fp32(self, tmp_path):
-        trainer, _, dtypes = self.train(tmp_path, fp16=True, max_steps=1)
-        assert trainer.accelerator.scaler is None
-        assert set(dtypes) == {torch.float32}
-
-    def test_a_skipped_step_holds_the_learning_rate_back(self, tmp_path):
-        install(AmpKwargs(init_scale=2.0**40))
-        trainer, history, _ = self.train(tmp_path, fp16=True, max_steps=3, lr_scheduler_type="linear")
-        assert trainer.accelerator.amp_metrics()["skipped_steps"] == 3.0
-        assert {line["learning_rate"] for line in history} == {5e-3}
-
-    @pytest.mark.filterwarnings("ignore::UserWarning")
-    def test_a_run_resumes_with_its_loss_scale(self, tmp_path):
-        install(AmpKwargs(init_scale=2.0**10, growth_interval=2))
-        arguments = {"fp16": True, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-        whole, history, _ = self.train(tmp_path, **arguments)
-        resumed, rest, _ = self.train(tmp_path, resume=str(tmp_path / "checkpoint-2"), **arguments)
-        assert resumed.accelerator.scaler.state_dict() == whole.accelerator.scaler.state_dict()
-        assert resumed.accelerator.scaler.get_scale() == 2.0**12
-        assert [line["loss"] for line in rest] == [line["loss"] for line in history]

@@ -109,15 +109,16 @@ class TestErrorsNameTheirSource:
         with pytest.raises(ValueError, match=text):
             AmpAccelerator(mixed_precision="bf16", cpu=True)
 
-    def test_a_misspelt_variable(self):
-        with pytest.raises(ValueError, match=r"AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"):
-            resolve([], {"AMP_PLUGIN_INITSCALE": "1"})
-
-    def test_a_variable_that_is_no_option(self):
-        with pytest.raises(
-            ValueError, match=r"AMP_PLUGIN_LOSS.*no option; allowed are AMP_PLUGIN_INIT_SCALE, .*"
-        ):
-            resolve([], {"AMP_PLUGIN_LOSS": "1024"})
+    @pytest.mark.parametrize(
+        ("variable", "message"),
+        [
+            ("AMP_PLUGIN_INITSCALE", "AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"),
+            ("AMP_PLUGIN_LOSS", "AMP_PLUGIN_LOSS.*no option; allowed are AMP_PLUGIN_INIT_SCALE, .*"),
+        ],
+    )
+    def test_an_unknown_variable(self, variable, message):
+        with pytest.raises(ValueError, match=message):
+            resolve([], {variable: "1"})
 
     @pytest.mark.parametrize("precision", ["fp16", "bf16", "no"])
     def test_a_number_the_scaler_refuses_is_an_error_in_any_precision(self, precision, monkeypatch):
@@ -129,19 +130,20 @@ class TestErrorsNameTheirSource:
         found = resolve([], {"AMP_PLUGIN_NATIVE": "1", "AMP_PLUGIN_CACHE_DIR": "/tmp", "PATH": "x"})
         assert found.sources == {}
 
-    def test_a_misspelt_key_in_the_file(self, tmp_path):
-        with pytest.raises(
-            ValueError, match=r"amp.yaml: unknown option 'init_scal'.*did you mean init_scale"
-        ):
-            resolve([], config_file(tmp_path, "init_scal: 1\n"))
-
-    def test_a_file_without_a_mapping(self, tmp_path):
-        with pytest.raises(ValueError, match="holds no mapping"):
-            resolve([], config_file(tmp_path, "1024\n"))
-
-    def test_a_missing_file(self, tmp_path):
-        with pytest.raises(FileNotFoundError, match=r"AMP_PLUGIN_CONFIG=.*missing.yaml is no file"):
-            resolve([], {"AMP_PLUGIN_CONFIG": str(tmp_path / "missing.yaml")})
+    @pytest.mark.parametrize(
+        ("text", "error", "message"),
+        [
+            ("init_scal: 1\n", ValueError, r"amp.yaml: unknown option 'init_scal'.*did you mean init_scale"),
+            ("1024\n", ValueError, "holds no mapping"),
+            (None, FileNotFoundError, r"AMP_PLUGIN_CONFIG=.*amp.yaml is no file"),
+        ],
+    )
+    def test_a_bad_file(self, text, error, message, tmp_path):
+        file = config_file(tmp_path, text or "")
+        if text is None:
+            (tmp_path / "amp.yaml").unlink()
+        with pytest.raises(error, match=message):
+            resolve([], file)
 
     def test_bad_rules(self, tmp_path):
         path = tmp_path / "rules.yaml"

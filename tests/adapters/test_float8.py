@@ -2,20 +2,14 @@
 
 import copy
 import importlib.util
-import sys
-from contextlib import contextmanager
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
 from amp_plugin import AmpAccelerator, AmpKwargs, AmpPrecision, FabricAmpPrecision
 from amp_plugin.adapters import float8
-from tests.adapters.accelerate_pair import reset
 from tests.adapters.lightning_models import QUIET, Linear, fit
 
 needs_torchao = pytest.mark.skipif(not importlib.util.find_spec("torchao"), reason="needs torchao")
@@ -224,97 +218,3 @@ def test_accelerate_without_float8_arithmetic():
         ValueError, match=r"mixed_precision='fp8'\): this cpu has no float8 arithmetic.*use 'bf16'"
     ):
         AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[AORecipeKwargs()])
-
-
-# -- TransformerEngine, by what Accelerate calls of it ----------------------------------------------
-
-
-@pytest.fixture
-def fp8_regions(monkeypatch):
-    """Stands in for TransformerEngine, which needs a GPU; returns which of its regions were on."""
-    import accelerate
-
-    opened = []
-
-    @contextmanager
-    def fp8_autocast(enabled, fp8_recipe):
-        opened.append(enabled)
-        yield
-
-    class TransformerEngineLinear(nn.Linear):
-        def __init__(self, in_features, out_features, bias, params_dtype):
-            super().__init__(in_features, out_features, bias, dtype=params_dtype)
-
-    class TransformerEngineNorm(nn.LayerNorm):
-        def __init__(self, width, eps, params_dtype):
-            super().__init__(width, eps, dtype=params_dtype)
-
-    modules = {
-        "transformer_engine": {},
-        "transformer_engine.common": {},
-        "transformer_engine.common.recipe": {
-            "Format": SimpleNamespace(HYBRID="hybrid"),
-            "DelayedScaling": dict,
-        },
-        "transformer_engine.pytorch": {
-            "Linear": TransformerEngineLinear,
-            "LayerNorm": TransformerEngineNorm,
-            "fp8_autocast": fp8_autocast,
-        },
-        "transformer_engine.pytorch.fp8": {"check_mxfp8_support": lambda: (False, "")},
-    }
-    made = {name: ModuleType(name) for name in modules}
-    for name, module in made.items():
-        module.__spec__ = ModuleSpec(name, None)
-    for name, contents in modules.items():
-        vars(made[name]).update(contents)
-        holder, _, last = name.rpartition(".")
-        if holder:
-            setattr(made[holder], last, made[name])
-        monkeypatch.setitem(sys.modules, name, made[name])
-    for place in (accelerate.accelerator, accelerate.utils.dataclasses, accelerate.utils.transformer_engine):
-        monkeypatch.setattr(place, "is_transformer_engine_available", lambda: True)
-    monkeypatch.setattr(accelerate.state, "is_fp8_available", lambda: True)
-    return opened
-
-
-def trained_by_accelerate(cls):
-    from accelerate.utils import TERecipeKwargs
-
-    reset()
-    net = Module().net
-    accelerator = cls(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs()])
-    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    losses = []
-    for x, y in batches():
-        loss = nn.functional.mse_loss(net(x), y)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(net.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return accelerator, net, optimizer, losses
-
-
-def test_transformer_engine_is_left_to_accelerate(fp8_regions):
-    _, stock, _, expected = trained_by_accelerate(Accelerator)
-    regions = [*fp8_regions]
-    fp8_regions.clear()
-    with pytest.warns(
-        UserWarning, match="fp8 training casts and scales losses by itself: AmpAccelerator leaves"
-    ):
-        accelerator, net, optimizer, losses = trained_by_accelerate(AmpAccelerator)
-    assert type(net.second).__name__ == "TransformerEngineLinear"
-    assert fp8_regions == regions == [True] * len(losses)
-    torch.testing.assert_close(
-        (losses, [*net.parameters()]), (expected, [*stock.parameters()]), rtol=0, atol=0
-    )
-    with pytest.raises(RuntimeError, match="steps are left to Accelerate's own code here"):
-        accelerator.last_step(optimizer)
-
-
-def test_options_beside_transformer_engine_are_refused(fp8_regions):
-    from accelerate.utils import TERecipeKwargs
-
-    with pytest.raises(ValueError, match="fp8 training casts .* remove AmpKwargs from kwargs_handlers"):
-        AmpAccelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=[TERecipeKwargs(), AmpKwargs()])

@@ -14,58 +14,41 @@ from tests.adapters.lightning_models import QUIET, OneWeight, TwoOptimizers, bat
 pytestmark = QUIET
 
 
-def test_tensorboard_gets_scale_skips_and_norm(tmp_path):
-    logger = TensorBoardLogger(tmp_path, name="", version="")
-    module = OneWeight(overflow_at=(1,))
+class Look(Callback):
+    """Keeps what the progress bar shows."""
+
+    def on_train_batch_end(self, trainer, *_):
+        self.shown = dict(trainer.progress_bar_metrics)
+
+
+def test_loggers_and_the_progress_bar_get_scale_skips_and_norm(tmp_path):
+    loggers = [kind(tmp_path / kind.__name__, name="", version="") for kind in (TensorBoardLogger, CSVLogger)]
+    module, look = OneWeight(overflow_at=(1,)), Look()
     plugin = AmpPrecision(init_scale=8.0, growth_interval=2)
-    fit(module, plugin, steps=4, logger=logger, callbacks=[AmpMonitor()])
-    logger.experiment.flush()
-    events = EventAccumulator(str(tmp_path)).Reload()
+    fit(module, plugin, steps=4, logger=loggers, callbacks=[AmpMonitor(), look])
+    for logger in loggers:
+        logger.save()
+    loggers[0].experiment.flush()
+    events = EventAccumulator(str(tmp_path / "TensorBoardLogger")).Reload()
     read = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
     assert read["loss_scale"] == [8.0, 4.0, 4.0, 8.0]
     assert read["skipped_steps"] == [0.0, 1.0, 1.0, 1.0]
     assert read["grad_norm"][0] == 3.0
     assert not torch.isfinite(torch.tensor(read["grad_norm"][1]))
-
-
-def test_other_loggers_and_the_progress_bar(tmp_path):
-    shown = {}
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            shown.update(trainer.progress_bar_metrics)
-
-    logger = CSVLogger(tmp_path, name="", version="")
-    fit(
-        OneWeight(overflow_at=(1,)),
-        AmpPrecision(init_scale=8.0),
-        steps=3,
-        logger=logger,
-        callbacks=[AmpMonitor(), Look()],
-    )
-    logger.save()
-    header, *rows = (tmp_path / "metrics.csv").read_text().splitlines()
+    header, *rows = (tmp_path / "CSVLogger" / "metrics.csv").read_text().splitlines()
     assert {"loss_scale", "skipped_steps", "grad_norm"} <= set(header.split(","))
-    assert len(rows) == 3
-    assert shown == {"loss_scale": 4.0, "skipped_steps": 1.0, "grad_norm": 3.0}
+    assert len(rows) == 4
+    assert look.shown == {"loss_scale": 8.0, "skipped_steps": 1.0, "grad_norm": 3.0}
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_the_norm_alone_is_logged_where_nothing_is_scaled(precision, clip):
-    shown = {}
-
-    class Look(Callback):
-        def on_train_batch_end(self, trainer, *_):
-            shown.update(trainer.progress_bar_metrics)
-
-    monitor = AmpMonitor()
+    monitor, look = AmpMonitor(), Look()
     plugin = AmpPrecision(precision)
-    callbacks = [monitor, Look()]
-    trainer = fit(
-        OneWeight(), plugin, steps=2, callbacks=callbacks, gradient_clip_val=clip, accumulate_grad_batches=2
-    )
-    assert dict(trainer.callback_metrics) == shown == {"grad_norm": 3.0}  # the mean of the window
+    options = {"gradient_clip_val": clip, "accumulate_grad_batches": 2}
+    trainer = fit(OneWeight(), plugin, steps=2, callbacks=[monitor, look], **options)
+    assert dict(trainer.callback_metrics) == look.shown == {"grad_norm": 3.0}  # the mean of the window
     assert plugin.last_step(trainer.optimizers[0]).norm.item() == 3.0  # before clipping
     assert monitor.skipped_steps == 0
 

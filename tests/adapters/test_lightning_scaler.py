@@ -13,9 +13,6 @@ from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
 from tests.adapters.lightning_models import QUIET, Linear, OneWeight, fit, regression
 
 pytestmark = QUIET
-HALVES = {
-    "scheduler": lambda optimizer: {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
-}
 
 
 # -- from construction on -----------------------------------------------------------------------

@@ -271,18 +271,6 @@ def test_methods_of_a_subclass_for_fabric_are_called_as_under_the_stock_plugin(
 # -- as the stock plugin is made ----------------------------------------------------------------
 
 
-def test_a_scaler_may_be_given_as_to_the_stock_plugin():
-    finals = []
-    for make in (AmpPrecision, MixedPrecision):
-        given = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-        plugin = make(precision="16-mixed", device="cpu", scaler=given)
-        assert plugin.scaler.get_scale() == 2.0**12
-        finals.append(trained(plugin))
-    torch.testing.assert_close(*finals, rtol=1e-6, atol=1e-6)
-    given = torch.amp.GradScaler("cpu", init_scale=2.0**12)
-    assert FabricAmpPrecision("16-mixed", scaler=given).scaler.get_scale() == 2.0**12
-
-
 @pytest.mark.parametrize("cls", [AmpPrecision, FabricAmpPrecision])
 def test_a_scaler_where_nothing_is_scaled_is_refused(cls):
     with pytest.raises(TypeError, match="no loss is scaled in bf16; use .*or leave the scaler out"):

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("lightning")
 
 from amp_plugin import AmpPrecision, FabricAmpPrecision, GradScaler
-from amp_plugin.adapters.accelerate import AmpAccelerator, install, uninstall
 
 
 @pytest.fixture(params=[AmpPrecision, FabricAmpPrecision], ids=["trainer", "fabric"])
@@ -67,15 +66,3 @@ def test_torchs_scaler_leaves_our_options_to_the_plugin(plugin):
     assert scaler.loss_scale.options.hysteresis == 3
     with pytest.raises(TypeError, match="hysteresis=3"):
         plugin("fp16", scaler=GradScaler("cpu"), hysteresis=3)
-
-
-def test_install_after_an_accelerator_was_made_warns():
-    from accelerate import Accelerator
-
-    AmpAccelerator(cpu=True)
-    install()  # ours: nothing to tell
-    uninstall()
-    stock = Accelerator(cpu=True)
-    with pytest.warns(UserWarning, match="no effect on the Accelerator that was made before"):
-        install()
-    assert type(stock) is Accelerator

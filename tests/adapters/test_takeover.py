@@ -296,17 +296,19 @@ def test_our_adapter_may_be_imported_first(tmp_path, first, second):
     assert "train.py used Accelerator(mixed_precision='bf16')" in done.stderr
 
 
-@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 class TestLightning:
+    @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+    def package(self, request):
+        pytest.importorskip(request.param)
+        return request.param
+
     def test_a_trainer_takes_our_plugin(self, run, package):
-        pytest.importorskip(package)
         result, said = run(LIGHTNING.format(package=package, more="", chosen='precision="16-mixed"'))
         assert result.exit_code == 0, result.output
         assert result.stdout.startswith("AmpPrecision('fp16')")
         assert said[-1] == "amp-plugin run: train.py used Trainer(precision='16-mixed')"
 
     def test_precision_is_for_a_trainer_without_one(self, run, package):
-        pytest.importorskip(package)
         text = LIGHTNING.format(package=package, more="", chosen="precision=32")
         result, said = run(text, "--precision", "bf16")
         assert result.stdout.startswith("AmpPrecision('bf16')")
@@ -314,7 +316,6 @@ class TestLightning:
         assert run(text)[0].stdout.startswith("<")  # Lightning's own again
 
     def test_a_stock_plugin_gives_its_scaler(self, run, package):
-        pytest.importorskip(package)
         more = (
             f"from {package}.plugins import MixedPrecision\nimport torch\n"
             "own = MixedPrecision('16-mixed', 'cpu', torch.amp.GradScaler('cpu', init_scale=64.0))"
@@ -326,11 +327,9 @@ class TestLightning:
 
     @pytest.mark.native
     def test_the_plugin_follows_the_rules(self, run, package, tmp_path):
-        pytest.importorskip(package)
         (tmp_path / "rules.yaml").write_text("device_type: cpu\nrules: {aten::linear: fp32}\n")
-        demo = "lightning.pytorch" if package == "lightning.pytorch" else package
         more = (
-            f"from {demo}.demos.boring_classes import BoringModel\ndtypes = set()\n"
+            f"from {package}.demos.boring_classes import BoringModel\ndtypes = set()\n"
             "class Model(BoringModel):\n"
             "    def forward(self, x):\n"
             "        out = super().forward(x)\n"
@@ -348,7 +347,6 @@ class TestLightning:
 
     @pytest.mark.native  # without the core a region of ours is a block of torch.autocast, and counted as one
     def test_a_trainer_with_a_plugin_of_ours_is_told_so(self, run, package):
-        pytest.importorskip(package)
         more = (
             "from amp_plugin.adapters.lightning import classes_for\n"
             f"AmpPrecision = classes_for({package!r}).AmpPrecision\n"
@@ -362,12 +360,10 @@ class TestLightning:
         assert "train.py uses amp_plugin itself" in said[-1]
 
     def test_a_plugin_that_takes_no_step_is_use_too(self, run, package):
-        pytest.importorskip(package)
         text = f"from amp_plugin.adapters.lightning import classes_for\nclasses_for({package!r}).AmpPrecision('bf16')"
         assert "uses amp_plugin itself" in run(text)[1][-1]
 
     def test_fabric_takes_our_plugin(self, run, package):
-        pytest.importorskip(package)
         fabric = "lightning.fabric" if package == "lightning.pytorch" else "lightning_fabric"
         text = (
             "import warnings; warnings.simplefilter('ignore')\n"

@@ -58,6 +58,7 @@ def train(folder, make=tiny_bert, resume=None, **arguments):
 
 
 HABITS = {
+    "accumulation and clipping": {"num_train_epochs": 8},
     "gradient checkpointing": {"gradient_checkpointing": True},
     "reentrant checkpointing": {
         "gradient_checkpointing": True,
@@ -96,7 +97,9 @@ def test_in_bf16_it_trains_as_under_accelerates_own(habit, tmp_path):
     assert len(history) > 5
 
 
-@pytest.mark.parametrize("habit", ["gradient checkpointing", "label smoothing", "lora"])
+@pytest.mark.parametrize(
+    "habit", ["accumulation and clipping", "gradient checkpointing", "label smoothing", "lora"]
+)
 def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
     _, expected = train(tmp_path / "fp32", **options_of(habit))
     reset()
@@ -107,6 +110,17 @@ def test_in_fp16_it_learns_as_in_fp32(habit, tmp_path):
         for name, value in mine.items():
             assert value == pytest.approx(theirs[name], rel=0.2, abs=0.05), (name, mine, theirs)
     assert history[0]["grad_norm"] == pytest.approx(expected[0]["grad_norm"], rel=0.02)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the first steps skip: schedulers that wait
+def test_skipped_steps_hold_the_learning_rate_and_end_a_run(tmp_path):
+    install(AmpKwargs(init_scale=2.0**40, max_skips_in_a_row=4))
+    trainer, history = train(tmp_path, fp16=True, max_steps=3, lr_scheduler_type="linear")
+    assert trainer.accelerator.amp_metrics() == {"loss_scale": 2.0**37, "skipped_steps": 3}
+    assert {line["learning_rate"] for line in history} == {5e-3}
+    reset()
+    with pytest.raises(RuntimeError, match="4 optimizer steps in a row were skipped"):
+        train(tmp_path, fp16=True)
 
 
 @pytest.mark.parametrize("make", [tiny_bert, pytest.param(with_lora, marks=needs_peft)])

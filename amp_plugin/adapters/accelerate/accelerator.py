@@ -26,7 +26,6 @@ from amp_plugin.adapters.accelerate.optimizer import (
     Parameters,
     Stepping,
     Unprepared,
-    torch_optimizer,
 )
 from amp_plugin.adapters.accelerate.settings import (
     AmpKwargs,
@@ -46,6 +45,7 @@ from amp_plugin.adapters.scaler import (
     register,
     scaler_for,
     scaler_groups,
+    torch_optimizer,
 )
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
@@ -87,8 +87,8 @@ class AmpAccelerator(HasScaler, Accelerator):
         **kwargs: Accelerator's; ``kwargs_handlers`` may hold AmpKwargs.
 
     Attributes:
-        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another GradScaler may be put in its place,
-            torch's own or None too; what is not ours is driven as Accelerate drives it.
+        scaler: the ``amp_plugin.GradScaler``; None unless fp16. Another one may be put in its place; torch's
+            gives its options and state, None scales no loss.
 
     Raises:
         TypeError: an argument is unknown.
@@ -262,7 +262,7 @@ class AmpAccelerator(HasScaler, Accelerator):
         apply_fp32_modules(engine.module, found_patterns(engine.module, settings.fp32_modules))
         config = self.deepspeed_plugin.deepspeed_config
         self._take_scaler(deepspeed.scaler_for_engine(engine, settings, config))
-        register(self._scaler, engine.optimizer, [engine.module])
+        register(self._scaler, [engine.optimizer], [engine.module])
 
     def _begin_page(self) -> None:
         """Draw the run from its first prepared model to ``end_training``, or to the end of the process."""
@@ -368,10 +368,9 @@ class AmpAccelerator(HasScaler, Accelerator):
         groups = scaler_groups(next(filter(None, map(fsdp_root, self._models)), None))
         if groups:
             self._scaler.place(self.device.type, **groups)
-        models = [self.unwrap_model(model) for model in self._models]
-        for optimizer in map(torch_optimizer, self._optimizers):
-            register(self._scaler, optimizer, models)
-        self._weights.add(self._models, map(torch_optimizer, self._optimizers))
+        optimizers = [torch_optimizer(optimizer) for optimizer in self._optimizers]
+        register(self._scaler, optimizers, [self.unwrap_model(model) for model in self._models])
+        self._weights.add(self._models, optimizers)
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -522,7 +521,7 @@ class AmpAccelerator(HasScaler, Accelerator):
                 f"{self.mixed_precision}); ask accelerator.optimizer_step_was_skipped"
             )
             raise RuntimeError(msg)
-        return torch_optimizer(optimizer)
+        return super()._unwrap(optimizer)
 
     @property
     def _knows_steps(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.scaling.grad_scaler import GradScaler
@@ -124,80 +124,51 @@ def steps_in_backward(optimizer: Optimizer) -> bool:
     return any(kind.__module__.partition(".")[0] == "lomo_optim" for kind in type(optimizer).__mro__)
 
 
-def torch_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that Accelerate has wrapped, or the one given."""
-    while isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    return optimizer
-
-
-class Unprepared:
+class Unprepared(GradientOrigins):
     """Refuses scaled gradients to optimizers that were not prepared.
 
-    Parameters that no prepared optimizer has are looked at around each backward; in most programs there are
-    none. A gradient that the backward has made and nobody has written to since carries the loss scale.
+    Parameters that no prepared optimizer has are watched; in most programs there are none.
     """
 
     leaves_gradients = leaves_steps = True  # else no prepared optimizer steps in one pass
 
     def __init__(self) -> None:
+        super().__init__()
         self._looked_at: tuple[int, int] = (0, 0)  # models, optimizers
-        self._params: list[Tensor] = []
-        self._made: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # gradients, with their versions
-        self._handle: RemovableHandle | None = None
+        self._step_hook: RemovableHandle | None = None
 
     @contextmanager
     def watching(self, models: Sequence[nn.Module], scaler: GradScaler) -> Iterator[None]:
         """Learn which parameters of no optimizer of the scaler a backward brings gradients to."""
         if self._looked_at != (len(models), len(scaler.optimizers)):
-            self._looked_at = len(models), len(scaler.optimizers)
             known = {id(param) for optimizer in scaler.optimizers for param in params_of(optimizer)}
-            params = [param for model in models for param in model.parameters()]
-            self._params = [param for param in params if param.requires_grad and id(param) not in known]
-            self._made.clear()
-        before = {id(param): _version(param) for param in self._params}
-        yield
-        for param in self._params:
-            made = _version(param)
-            if param.grad is not None and not _is_same(before[id(param)], made):
-                self._made[id(param)] = made
-        if self._made and self._handle is None:
-            self._handle = register_optimizer_step_pre_hook(self)
+            params = [param for model in models for param in model.parameters() if id(param) not in known]
+            self.release()
+            self._looked_at = len(models), len(scaler.optimizers)
+            self.watch(params)
+            if params:
+                self._step_hook = register_optimizer_step_pre_hook(self)
+        with self.inside():
+            yield
 
     def release(self) -> None:
         """Look at no optimizer any more."""
-        if self._handle is not None:
-            self._handle.remove()
-        self.__init__()  # type: ignore[misc]
+        self.unwatch()
+        self._looked_at = (0, 0)
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Run before the step of any optimizer."""
-        scaled = [
-            param
-            for param in (params_of(optimizer) if self._made else ())
-            if _is_same(self._made.get(id(param)), _version(param))
-        ]
+        scaled = sum(map(self.is_scaled, params_of(optimizer)))
         if scaled:
             msg = (
-                f"{type(optimizer).__name__}.step(): {len(scaled)} gradients are multiplied by "
+                f"{type(optimizer).__name__}.step(): {scaled} gradients are multiplied by "
                 "the loss scale, and this optimizer was not prepared: call optimizer = "
                 "accelerator.prepare(optimizer), or keep its parameters out of prepared models"
             )
             raise RuntimeError(msg)
-
-    def __reduce__(self) -> tuple[type[Unprepared], tuple[()]]:
-        return Unprepared, ()
-
-
-def _version(param: Tensor) -> tuple[weakref.ref[Tensor], int]:
-    """Return a parameter's gradient, or the parameter if it has none, with its version."""
-    seen = param if param.grad is None else param.grad
-    return weakref.ref(seen), seen._version
-
-
-def _is_same(before: tuple[weakref.ref[Tensor], int] | None, now: tuple[weakref.ref[Tensor], int]) -> bool:
-    """Whether a gradient is there that nobody has written to since."""
-    return before is not None and before[0]() is now[0]() and before[1] == now[1]
 
 
 # -- gradients -----------------------------------------------------------------------------------

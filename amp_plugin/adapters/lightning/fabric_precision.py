@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning_utilities import apply_to_collection
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from amp_plugin.adapters.lightning.precision_core import PrecisionCore
-from amp_plugin.adapters.scaler import fsdp_root, register
+from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
 from amp_plugin.casting.threads import autocast_module
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.options import LightningOptions, lists_options
@@ -28,10 +28,8 @@ from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import parameter_layouts
 from amp_plugin.weights.ddp import reduce_in_fp32, refuse_sharded, sharded_by
 
-Member = TypeVar("Member")
 
-
-class _Known(weakref.WeakKeyDictionary[Member, None]):
+class _Modules(weakref.WeakKeyDictionary[nn.Module, None]):
     """What this process has set up, in order, as long as it lives; pickled empty, for spawned processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,9 +62,7 @@ class FabricPrecision(PrecisionCore):
 
     def _begin(self) -> None:
         super()._begin()
-        self._modules: _Known[nn.Module] = _Known()
-        self._wrapped: _Known[nn.Module] = _Known()
-        self._optimizers: _Known[Optimizer] = _Known()
+        self._modules, self._wrapped = _Modules(), _Modules()
         self._started = False
 
     # -- set-up -------------------------------------------------------------------------------
@@ -87,11 +83,9 @@ class FabricPrecision(PrecisionCore):
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Make an optimizer known, so that its gradients follow the scale before its first step too."""
-        if optimizer not in self._optimizers and isinstance(optimizer, Optimizer):  # DeepSpeed's is not one
-            self._optimizers[optimizer] = None
+        if optimizer not in self._scaler.optimizers and isinstance(optimizer, Optimizer):  # not DeepSpeed's
             self._weights.add(self._modules, [optimizer])
-            if self._started:
-                register(self._scaler, optimizer, list(self._modules))
+            register(self._scaler, [optimizer], list(self._modules))
 
     def _ready(self, optimizer: Any = None) -> GradScaler:
         """Return the scaler once the device is known; it knows the optimizer now, if it was not set up."""
@@ -119,10 +113,10 @@ class FabricPrecision(PrecisionCore):
         if not may_be_offloaded:
             remedy = f"use Fabric(accelerator={self.settings.device!r}) and set the module up"
             self._refuse_other_device(device, remedy)
+        optimizers = self._scaler.optimizers
         self._start(device, root)
         self._started = True
-        for optimizer in list(self._optimizers):
-            register(self._scaler, optimizer, modules)
+        register(self._scaler, optimizers, modules)
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -151,7 +145,7 @@ class FabricPrecision(PrecisionCore):
     @outside_graphs
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Unscale and step, or skip; closures too."""
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         scaler = self._ready(optimizer)  # a first closure runs its forward and backward only below
         output = scaler.step(optimizer, **kwargs)
         scaler.update()
@@ -179,12 +173,8 @@ class FabricPrecision(PrecisionCore):
         Returns:
             The norm before clipping, float32, 0-dim.
         """
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         return self._ready(optimizer).clip_grad_norm_(optimizer, max_norm, norm_type, fold=fold)
-
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        wrapped = isinstance(optimizer, self.package.wrappers._FabricOptimizer)
-        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
 
     @classmethod
     @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from typing_extensions import Doc
@@ -12,7 +11,7 @@ from typing_extensions import Doc
 from amp_plugin.adapters.lightning.trainer_precision import TrainerPrecision
 from amp_plugin.adapters.scaler import StepNorms, endless_skips
 from amp_plugin.messages import warn_user
-from amp_plugin.options import check_type, lists_options, option_types, takes, whole
+from amp_plugin.options import ReportPath, check_type, lists_options, option_types, takes, whole
 from amp_plugin.weights.store import weight_bytes
 
 if TYPE_CHECKING:
@@ -35,11 +34,7 @@ class MonitorOptions:
             "``log_every_n_steps``."
         ),
     ] = None
-
-    report: Annotated[
-        str | Path | None,
-        Doc("A page of the run, rewritten while it goes on: ``amp_plugin.report``. It waits for each step."),
-    ] = None
+    report: ReportPath = None
 
     def __post_init__(self) -> None:
         for name, wanted in option_types(MonitorOptions).items():

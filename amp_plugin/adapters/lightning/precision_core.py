@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.adapters.float8 import convert_linear_layers, refuse_device
 from amp_plugin.adapters.lightning.settings import PrecisionSettings
-from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups
+from amp_plugin.adapters.scaler import HasScaler, scaler_for, scaler_groups, torch_optimizer
 from amp_plugin.adapters.weights import ModelWeights
 from amp_plugin.casting.dispatcher import set_default_rules
 from amp_plugin.casting.region import autocast
@@ -272,7 +272,7 @@ class PrecisionCore(HasScaler):
             )
             raise TypeError(msg)
         self.last_step(optimizer)  # raises if there is none
-        if self.step_log.holds_schedulers(self._unwrap(optimizer)):
+        if self.step_log.holds_schedulers(torch_optimizer(optimizer)):
             return False
         scheduler.step(*args)
         return True
@@ -280,9 +280,6 @@ class PrecisionCore(HasScaler):
     def _stepped(self, optimizer: Optimizer) -> None:
         """Count a step; only once it is over, since a closure may raise."""
         self._attempted_steps += 1
-
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        return optimizer  # type: ignore[no-any-return]
 
     @property
     def skipped_steps(self) -> int:

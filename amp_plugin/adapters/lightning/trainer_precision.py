@@ -30,11 +30,12 @@ from amp_plugin.adapters.lightning.user_code import (
     calls_closure_again,
     is_extended,
 )
-from amp_plugin.adapters.scaler import fsdp_root, register
+from amp_plugin.adapters.scaler import fsdp_root, register, torch_optimizer
 from amp_plugin.kernels.tracers import outside_graphs
 from amp_plugin.messages import warn_user
 from amp_plugin.options import LightningOptions, lists_options
 from amp_plugin.scaling.closures import uses_gradients_before_closure
+from amp_plugin.scaling.gradients import params_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.utilities.types import LRSchedulerConfig
@@ -121,18 +122,17 @@ class TrainerPrecision(PrecisionCore):
         self._weights.add([model], optimizers)
         if self._fitting:
             self._check_shards(model)
-        for optimizer in optimizers:
-            register(self._scaler, optimizer, [model])
+        register(self._scaler, optimizers, [model])
         self._schedulers.take(lr_schedulers if self._may_skip else [], self.step_log)
         if self._scaler.is_enabled() and self._manual:
-            self._strays.watch(optimizers)
+            self._strays.watch(param for optimizer in optimizers for param in params_of(optimizer))
         return model, optimizers, lr_schedulers
 
     def teardown(self) -> None:
         """End the run; warn if all of its steps were skipped."""
         if sys.exc_info()[0] is None:  # the Trainer tears down after an error too
             self.step_log.end_run(self.package.utilities.rank_zero_only(warn_user))
-        self._strays.release()
+        self._strays.unwatch()
         self._averages.release()
         self._schedulers.take([], self.step_log)
         self._user_hooks = None  # it holds the module
@@ -192,7 +192,7 @@ class TrainerPrecision(PrecisionCore):
     @outside_graphs
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run backward without autocast."""
-        with self._outside_region(), self._strays.expected():
+        with self._outside_region(), self._strays.inside():
             self._plain.backward(self, tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: Any) -> Tensor:
@@ -258,7 +258,7 @@ class TrainerPrecision(PrecisionCore):
             self._unscale(optimizer, model)
         elif self.measures_norms and (not self._may_skip or self._hooks_of(model).norm_is_lost):
             self._scaler.measure(optimizer)  # before they are clipped
-        self._leaves_clip_to_step = not self._scaler.is_enabled() and self._hooks_of(model).clip_is_unseen
+        self._leaves_clip_to_step = self._hooks_of(model).clip_is_unseen
         try:
             self._after_closure(model, optimizer)
         finally:
@@ -304,22 +304,19 @@ class TrainerPrecision(PrecisionCore):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip the unscaled gradients of an optimizer to a total norm."""
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
-        elif self._scaler.has_scaled:
-            seen = self._in_train_step or self._user_hooks is None or self._user_hooks.read_gradients
-            self._scaler.clip_grad_norm_(optimizer, clip_val, fold=not seen)
-        elif self._sharded_root is not None:
+        elif self._sharded_root is not None and not self._scaler.has_scaled:
             self._scaler.measure(optimizer, self._sharded_root.clip_grad_norm_(clip_val))
-        elif self._scaler.is_enabled():
+        elif self._scaler.is_enabled() and not self._scaler.has_scaled:
             self._plain.clip_grad_by_norm(self, optimizer, clip_val)
         else:
             self._scaler.clip_grad_norm_(optimizer, clip_val, fold=self._leaves_clip_to_step)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         """Clip each element of the unscaled gradients of an optimizer."""
-        optimizer = self._unwrap(optimizer)
+        optimizer = torch_optimizer(optimizer)
         if self._clips_other_parameters(optimizer):
             self._plain.clip_grad_by_value(self, optimizer, clip_val)
         elif self._scaler.has_scaled:
@@ -334,10 +331,6 @@ class TrainerPrecision(PrecisionCore):
         if self._scaler.has_scaled:
             self._scaler.ensure_unscaled(optimizer)
         return True
-
-    def _unwrap(self, optimizer: Any) -> Optimizer:
-        wrapped = isinstance(optimizer, self.package.core.optimizer.LightningOptimizer)
-        return optimizer.optimizer if wrapped else optimizer  # type: ignore[no-any-return]
 
     @property
     def _plain(self) -> Any:

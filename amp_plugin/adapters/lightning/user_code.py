@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
 
-import torch
-from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from amp_plugin.adapters.gradient_origins import GradientOrigins
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.gradients import params_of
 
@@ -86,56 +82,15 @@ def is_extended(plugin: Any, known: tuple[type, ...], method: str) -> bool:
 # -- gradients of unscaled losses ----------------------------------------------------------------
 
 
-class StrayGradients:
-    """The gradients of a manual ``training_step`` that ``self.manual_backward()`` has not made.
-
-    A hook on each parameter tells; a stray gradient is one that a backward outside :meth:`expected`
-    has made or added to, until it is dropped (``zero_grad``, as after an attack on the inputs).
-    """
-
-    def __init__(self) -> None:
-        self._expected = False
-        self._strays: dict[int, weakref.ref[Tensor]] = {}
-        self._handles: list[RemovableHandle] = []
-
-    def watch(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch the parameters of these optimizers, and no others any more."""
-        self.release()
-        params = {id(param): param for optimizer in optimizers for param in params_of(optimizer)}
-        with torch._C.DisableTorchFunctionSubclass():  # which refuses hooks on lazy parameters
-            self._handles = [
-                param.register_post_accumulate_grad_hook(self._made)  # type: ignore[no-untyped-call]
-                for param in params.values()
-                if param.requires_grad
-            ]
-
-    def release(self) -> None:
-        """Watch no parameter any more."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._strays.clear()
-
-    def _made(self, param: Tensor) -> None:
-        if not self._expected and param.grad is not None:
-            self._strays[id(param)] = weakref.ref(param.grad)
-
-    _made.keeps_gradients = True  # type: ignore[attr-defined] # else the scaler watches for gradients it takes
-
-    @contextmanager
-    def expected(self) -> Iterator[None]:
-        """Take what is made within for gradients of a scaled loss."""
-        before, self._expected = self._expected, True
-        try:
-            yield
-        finally:
-            self._expected = before
+class StrayGradients(GradientOrigins):
+    """Refuses gradients of a manual ``training_step`` that ``self.manual_backward()`` has not made."""
 
     def refuse(self, optimizer: Optimizer, scaler: GradScaler, *, scaled: bool) -> None:
         """Raise RuntimeError if an optimizer is to step with gradients of a loss that was not scaled.
 
         Without ``scaled``, ``manual_backward`` has not run since its last step.
         """
-        strays = [param for param in params_of(optimizer) if self._is_stray(param)]
+        strays = [param for param in params_of(optimizer) if self.take_outside(param)]
         if not scaled and scaler.has_new_gradients(optimizer):
             strays = [param for param in params_of(optimizer) if param.grad is not None]
         if strays:
@@ -147,10 +102,6 @@ class StrayGradients:
                 "write self.manual_backward(loss) instead of loss.backward()"
             )
             raise RuntimeError(msg)
-
-    def _is_stray(self, param: Tensor) -> bool:
-        stray = self._strays.pop(id(param), None)
-        return stray is not None and param.grad is not None and stray() is param.grad
 
 
 # -- closures ------------------------------------------------------------------------------------
