@@ -276,22 +276,16 @@ def test_zeroing_in_place(weights, set_to_none, fused):
 
 def test_a_skipped_fused_step_leaves_unscaled_gradients(weights):
     """What the kernel did is known to the device only; the next backward must still add rightly."""
-    for gradient, total in ((float("inf"), None), (3.0, -3.0 - 7.0)):
-        one = weights(fused=True)
-        scaler = fresh(GradScaler, one.optimizer)
-        scaler.scale(one.loss(gradient)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
-        if total is None:
-            for p in one.params:
-                p.grad.fill_(3.0)  # as if the overflow had been elsewhere
-            scaler.scale(one.loss(4.0)).backward()
-            scaler.step(one.optimizer)
-            assert one.value == -7.0
-        else:
-            scaler.scale(one.loss(4.0)).backward()
-            scaler.step(one.optimizer)
-            assert one.value == total
+    one = weights(fused=True)
+    scaler = fresh(GradScaler, one.optimizer)
+    scaler.scale(one.loss(float("inf"))).backward()
+    scaler.step(one.optimizer)
+    scaler.update()
+    for p in one.params:
+        p.grad.fill_(3.0)  # as if the overflow had been elsewhere
+    scaler.scale(one.loss(4.0)).backward()
+    scaler.step(one.optimizer)
+    assert one.value == -7.0
 
 
 def test_optimizers_without_gradients(weights):
