@@ -16,15 +16,7 @@ _TOO_MANY = 4096
 
 
 class Disagreement(AssertionError):
-    """What was computed is not what the oracle says.
-
-    Attributes:
-        program: The lines of Python that have led there.
-    """
-
-    def __init__(self, text: str, program: str = "") -> None:
-        super().__init__(text)
-        self.program = program
+    """What was computed is not what the oracle says."""
 
 
 class OutOfDomainError(Exception):

@@ -64,7 +64,7 @@ def closure(
 ) -> None:
     """``step(optimizer, closure)``."""
     oracle, own = run.oracle, run.members(o)
-    if run.kind(o) == "takes_gradients" or run.setup.compiled:
+    if run.kind(o) == "takes_gradients":
         return
     if not may_meet(oracle, o) or is_disputed(oracle, o):
         return

@@ -44,7 +44,7 @@ def add_param_group(run: Run, o: int, index: int) -> None:
     fixed, oracle = ("lbfgs", "two_calls", "takes_gradients"), run.oracle
     if run.kind(o) in fixed or index in run.owned_by(*fixed) or index in run.members(o):
         return
-    if run.setup.compiled or oracle.windows[o].folded:
+    if oracle.windows[o].folded:
         return
     if o not in oracle.known or may_meet(oracle, o, [index]):
         run.scene.run(f'o{o}.add_param_group({{"params": [p{index}]}})')
