@@ -195,23 +195,6 @@ def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
     assert all(param.item() == -1.0 for param in params)
 
 
-@pytest.mark.parametrize("factors", [(2.0, 0.3), (3.0, 0.1), (1.7, 0.9)])
-def test_odd_factors_have_torchs_bits(factors, weights):
-    scales = []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        one = weights()
-        scaler = cls("cpu", 720.0, *factors, growth_interval=2)
-        seen = []
-        for gradient in [1.0, math.inf, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]:
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss(gradient)).backward()
-            scaler.step(one.optimizer)
-            scaler.update()
-            seen.append(scaler.get_scale())
-        scales.append(seen)
-    assert scales[0] == scales[1]
-
-
 class Wrapper(torch.optim.Optimizer):
     """Lookahead and its like: another optimizer's groups, and no ``Optimizer.__init__``."""
 
