@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.model import Model
+from tests.fuzz.model import NO, YES, Model
 from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
-from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.setups import Setup
 
 _IMPORTS = """\

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.scale_model import DEFAULT, ScaleModel, float32
+from tests.fuzz.scale_model import DEFAULT, ScaleModel
 
 PARAMS = 5
 
@@ -57,19 +57,7 @@ class Setup:
 
     def scale_model(self) -> ScaleModel:
         """The model of the scales: torch's rule, with a floor only where one was asked for."""
-        dynamic = self.options.get("dynamic", True)
-        return ScaleModel(
-            self.names,
-            self.init_scale,
-            self.options.get("growth_factor", 2.0),
-            self.options.get("backoff_factor", 0.5),
-            self.options.get("growth_interval", 2000),
-            self.options.get("min_scale", 0.0),
-            self.options.get("max_scale", float32(3.4028234e38)),
-            dynamic,
-            self.options.get("hysteresis", 1) if dynamic else 1,
-            self.options.get("hysteresis_mode", "apex"),
-        )
+        return ScaleModel(self.names, self.options)
 
 
 def draw_setup(rng: random.Random) -> Setup:

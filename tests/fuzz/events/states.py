@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tests.fuzz.model import NO, YES
 from tests.fuzz.predictions import error_of_copy, may_meet, may_update
 from tests.fuzz.run import NOT_SCALED_YET, Run
 from tests.fuzz.scene import params
-from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.setups import PARAMS
 
 
