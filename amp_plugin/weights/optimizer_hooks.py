@@ -148,7 +148,6 @@ class OptimizerHooks:
         params = stored_params(_params(optimizer))
         if any(map(asked_for, _params(optimizer))):
             self._widened = optimizer
-        decompress(optimizer.state)
         if any(param.grad is not None and param.grad.grad_fn is not None for param in params):
             msg = (
                 f"{type(optimizer).__name__} is given gradients with a graph (backward(create_graph=True)), "
@@ -158,11 +157,14 @@ class OptimizerHooks:
         self._count_steps(optimizer, params)
         self._show(params)
         if not params and self._widened is None:
+            decompress(optimizer.state)
             return None
         if callable(kwargs.get("closure")):
-            kwargs = {**kwargs, "closure": self._on_16_bits(params, kwargs["closure"])}
+            kwargs = {**kwargs, "closure": self._as_kept(optimizer, params, kwargs["closure"])}
         elif len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
-            args = (args[0], self._on_16_bits(params, args[1]), *args[2:])
+            args = (args[0], self._as_kept(optimizer, params, args[1]), *args[2:])
+        else:
+            decompress(optimizer.state)
         arguments = _Arguments(args)
         arguments.hooks = self
         return arguments, kwargs
@@ -210,11 +212,16 @@ class OptimizerHooks:
                 count = optimizer.state.get(param, {}).get("step", weight.steps)
                 weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
 
-    def _on_16_bits(self, params: list[Tensor], closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _as_kept(
+        self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Let a closure run on 16 bits, and the first call on states as they are kept between steps."""
+
         def run() -> Any:
             self._hide()
             value = closure()
             self._show(params)
+            decompress(optimizer.state)
             return value
 
         return run

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-import random
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.fuzz import graphs, two_sides
 from tests.fuzz.graph_printer import printed
+from tests.fuzz.search import Fuzzer, Problem
 
 _TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
 # Its cache of casts knows no dtype: recomputed inside backward, a float16 region finds the bfloat16 cast of a weight.
@@ -21,27 +20,6 @@ _TORCHS_CACHE = re.compile(
     "Recomputed values .* have different metadata|but got (Half and BFloat16|BFloat16 and Half)"
 )
 _VIEWED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Difference(NamedTuple):
-    """A small graph that differs."""
-
-    seed: int
-    index: int
-    program: str
-    text: str
-
-    @property
-    def kind(self) -> str:
-        """What differs, without the numbers."""
-        return _kind(self.text)
-
-    def __str__(self) -> str:
-        """Return a program that differs, and how to find it again."""
-        again = f"python -m tests.fuzz graphs --seed {self.seed} --first {self.index} --count 1"
-        prelude = "from tests.fuzz.two_sides import *\nfor side in (Ours(), Theirs()):"
-        body = "\n".join(f"    {line}" for line in self.program.split("\n"))
-        return f"# {again}\n{prelude}\n{body}\n# {self.text}\n"
 
 
 def run(program: str, side: Any) -> tuple[dict[str, Tensor], str]:
@@ -92,39 +70,16 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype}, requires_grad={tensor.requires_grad}, {flat[:3].tolist()}"
 
 
-def draw(seed: int, index: int, without: frozenset[str] = frozenset()) -> tuple[graphs.Node, ...]:
-    """Make the graph that a seed and an index stand for."""
-    return graphs.generate(random.Random(f"{seed}-{index}"), without=without)
+def problem(nodes: tuple[graphs.Node, ...], ours: Callable[[], Any] = two_sides.Ours) -> Problem | None:
+    """Run a graph on both sides; return what differs."""
+    program = printed(nodes)
+    text = difference(program, ours)
+    if not text:
+        return None
+    body = "\n".join(f"    {line}" for line in program.split("\n"))
+    prelude = "from tests.fuzz.two_sides import *\nfor side in (Ours(), Theirs()):"
+    kind = "gradients" if ".grad differs" in text else re.sub(r"\d+", "", text)[:20]
+    return Problem(text, kind, f"{prelude}\n{body}")
 
 
-def differences(
-    seed: int,
-    indices: range,
-    *,
-    without: frozenset[str] = frozenset(),
-    ours: Callable[[], Any] = two_sides.Ours,
-) -> Iterator[Difference]:
-    """Run graphs; yield those that differ, made small."""
-    for index in indices:
-        nodes = draw(seed, index, without)
-        text = difference(printed(nodes), ours)
-        if text:
-            nodes = _shrunk(nodes, functools.partial(_differs_alike, _kind(text), ours))
-            small = printed(nodes)
-            yield Difference(seed, index, small, difference(small, ours) or text)
-
-
-def _kind(text: str) -> str:
-    return "gradients" if ".grad differs" in text else re.sub(r"\d+", "", text)[:20]
-
-
-def _differs_alike(kind: str, ours: Callable[[], Any], nodes: tuple[graphs.Node, ...]) -> bool:
-    return _kind(difference(printed(nodes), ours)) == kind
-
-
-def _shrunk(nodes: tuple[graphs.Node, ...], fails: Callable[..., bool]) -> tuple[graphs.Node, ...]:
-    while True:
-        smaller = next((candidate for candidate in graphs.shorter(nodes) if fails(candidate)), None)
-        if smaller is None:
-            return nodes
-        nodes = smaller
+GRAPHS = Fuzzer("graphs", graphs.generate, problem, graphs.shorter)

@@ -108,28 +108,28 @@ class Node:
     body: tuple[Node, ...] = ()
 
 
-def generate(rng: random.Random, *, without: frozenset[str] = frozenset()) -> tuple[Node, ...]:
+def generate(rng: random.Random) -> tuple[Node, ...]:
     """Make a graph: some iterations, each with a region or two and a backward pass."""
     nodes: list[Node] = []
     for _ in range(rng.choice((1, 1, 2, 3))):
-        nodes += _block(rng, rng.randint(1, 3), 0, without)
-        nodes.append(_region(rng, 1, without))
+        nodes += _block(rng, rng.randint(1, 3), 0)
+        nodes.append(_region(rng, 1))
         if rng.random() < 0.5:
-            nodes += _block(rng, rng.randint(1, 2), 0, without)
+            nodes += _block(rng, rng.randint(1, 2), 0)
         nodes.append(Node("backward"))
-        if rng.random() < 0.5 and "write" not in without:
-            nodes += _written_between(rng, lambda weight: _region(rng, 1, without, weight))
+        if rng.random() < 0.5:
+            nodes += _written_between(rng, lambda weight: _region(rng, 1, weight))
     return tuple(nodes)
 
 
-def _block(rng: random.Random, count: int, depth: int, without: frozenset[str]) -> list[Node]:
-    return [node for _ in range(count) for node in _nodes(rng, depth, without)]
+def _block(rng: random.Random, count: int, depth: int) -> list[Node]:
+    return [node for _ in range(count) for node in _nodes(rng, depth)]
 
 
-def _nodes(rng: random.Random, depth: int, without: frozenset[str]) -> list[Node]:
-    if rng.random() < 0.03 and "write" not in without:
-        return _written_between(rng, lambda weight: _op(rng, without, weight))
-    return [_node(rng, depth, without)]
+def _nodes(rng: random.Random, depth: int) -> list[Node]:
+    if rng.random() < 0.03:
+        return _written_between(rng, lambda weight: _op(rng, weight))
+    return [_node(rng, depth)]
 
 
 def _written_between(rng: random.Random, use: Callable[[int], Node]) -> list[Node]:
@@ -138,47 +138,46 @@ def _written_between(rng: random.Random, use: Callable[[int], Node]) -> list[Nod
     return [use(weight), _write(rng, weight), use(weight)]
 
 
-def _op(rng: random.Random, without: frozenset[str], weight: int | None = None) -> Node:
+def _op(rng: random.Random, weight: int | None = None) -> Node:
     """An op; one that uses a weight if that is given."""
-    names = [name for name in OPS if name not in without and (weight is None or "{w}" in OPS[name])]
+    names = [name for name in OPS if weight is None or "{w}" in OPS[name]]
     numbers = [rng.randrange(100) for _ in range(4)]
     if weight is not None:
         numbers[2] = weight
     return Node("op", (rng.choice(names), *numbers))
 
 
-def _node(rng: random.Random, depth: int, without: frozenset[str]) -> Node:
+def _node(rng: random.Random, depth: int) -> Node:
     if rng.random() < 0.72 or depth > 3:
-        return _op(rng, without)
+        return _op(rng)
     makers = {
-        "region": lambda: _region(rng, depth + 1, without),
-        "checkpoint": lambda: Node(
-            "checkpoint",
-            (rng.random() < 0.5 and "reentrant" not in without, rng.randrange(100)),
-            _body(rng, depth, without),
-        ),
-        "no_grad": lambda: Node("no_grad", (), _body(rng, depth, without)),
-        "inference": lambda: Node("inference", (), _body(rng, depth, without)),
-        "write": lambda: _write(rng, rng.randrange(len(MATRICES))),
-        "backward": lambda: Node("backward"),
+        "region": (5, lambda: _region(rng, depth + 1)),
+        "checkpoint": (4, lambda: _checkpoint(rng, depth)),
+        "no_grad": (2, lambda: Node("no_grad", (), _body(rng, depth))),
+        "inference": (1, lambda: Node("inference", (), _body(rng, depth))),
+        "write": (3, lambda: _write(rng, rng.randrange(len(MATRICES)))),
+        "backward": (0.7, lambda: Node("backward")),
     }
-    weights = {"region": 5, "checkpoint": 4, "no_grad": 2, "inference": 1, "write": 3, "backward": 0.7}
-    allowed = [kind for kind in makers if kind not in without]
-    return makers[rng.choices(allowed, [weights[kind] for kind in allowed])[0]]()
+    kind = rng.choices(list(makers), [weight for weight, _ in makers.values()])[0]
+    return makers[kind][1]()
 
 
-def _body(rng: random.Random, depth: int, without: frozenset[str]) -> tuple[Node, ...]:
-    return tuple(_block(rng, rng.randint(1, 4), depth + 1, without))
+def _checkpoint(rng: random.Random, depth: int) -> Node:
+    return Node("checkpoint", (rng.random() < 0.5, rng.randrange(100)), _body(rng, depth))
 
 
-def _region(rng: random.Random, depth: int, without: frozenset[str], weight: int | None = None) -> Node:
-    dtype = "fp16" if rng.random() < 0.25 and "fp16" not in without else "bf16"
+def _body(rng: random.Random, depth: int) -> tuple[Node, ...]:
+    return tuple(_block(rng, rng.randint(1, 4), depth + 1))
+
+
+def _region(rng: random.Random, depth: int, weight: int | None = None) -> Node:
+    dtype = "fp16" if rng.random() < 0.25 else "bf16"
     enabled = depth == 1 or rng.random() < 0.6
-    cached = rng.random() < 0.85 or "cache_enabled" in without
+    cached = rng.random() < 0.85
     form = "decorator" if rng.random() < 0.1 else "with"
-    body = _block(rng, rng.randint(2, 7), depth, without)
+    body = _block(rng, rng.randint(2, 7), depth)
     if weight is not None:
-        body.insert(0, _op(rng, without, weight))
+        body.insert(0, _op(rng, weight))
     return Node("region", (dtype, enabled, cached, form), tuple(body))
 
 

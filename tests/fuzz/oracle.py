@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tests.fuzz.model import Gradient, Model, Window
+from tests.fuzz.model import MAYBE, NO, YES, Gradient, Model, Window
 from tests.fuzz.predictions import is_disputed, update_waits
 from tests.fuzz.scale_model import DEFAULT, OutOfDomainError
-from tests.fuzz.seen_overflows import MAYBE, NO, YES
 
 
 class GaveUpError(Exception):

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from amp_plugin import GradScaler
-from tests.fuzz.events import backwards, clips, closures, edits, states, steps
+from tests.fuzz.events import edits, gradients, states, steps
 from tests.fuzz.run import Run
 from tests.fuzz.scale_model import Disagreement, OutOfDomainError
-from tests.fuzz.sequences import Sequence
+from tests.fuzz.search import Fuzzer, Problem
+from tests.fuzz.sequences import Sequence, generate, smaller
 
 
 def _events_of(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]]:
@@ -22,29 +24,23 @@ def _events_of(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]
                 yield name, function
 
 
-EVENTS = dict(_events_of(backwards, clips, closures, edits, states, steps))
+EVENTS = dict(_events_of(edits, gradients, states, steps))
 """Each event by name. One that means nothing where it stands does nothing."""
 
 _OF_OPTIMIZERS = {name for name, event in EVENTS.items() if "o" in inspect.signature(event).parameters}
 
 
-def play(sequence: Sequence, scaler: type[GradScaler] = GradScaler) -> None:
-    """Play a sequence.
-
-    Args:
-        sequence: What to do.
-        scaler: The class that is tested.
-
-    Raises:
-        Disagreement: The scaler and the oracle differ; ``program`` is what was run.
-    """
+def problem(sequence: Sequence, scaler: type[GradScaler] = GradScaler) -> Problem | None:
+    """Play a sequence; return where the scaler and the oracle differ."""
     with _strict_warnings():
         run = Run(sequence.setup, scaler)
         try:
             with contextlib.suppress(OutOfDomainError):
                 _play(run, sequence)
         except Disagreement as error:
-            raise Disagreement(str(error), "\n".join(run.scene.lines)) from error
+            kind = re.sub(r"[\[{].*|-?\d[-\d.e+]*", "", str(error))[:60]
+            return Problem(str(error), kind, "\n".join(run.scene.lines))
+    return None
 
 
 def _play(run: Run, sequence: Sequence) -> None:
@@ -72,3 +68,6 @@ def _strict_warnings() -> Iterator[None]:
             "ignore", message="gradients overflowed although the loss scale is at min_scale"
         )
         yield
+
+
+SCALER = Fuzzer("scaler", generate, problem, smaller)

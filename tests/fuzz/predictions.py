@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tests.fuzz.model import Model
-from tests.fuzz.seen_overflows import MAYBE, NO, YES
+from tests.fuzz.model import MAYBE, NO, YES, Model
 
 
 def may_meet(model: Model, o: int, joining: Iterable[int] | None = None) -> bool:

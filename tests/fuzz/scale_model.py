@@ -16,15 +16,7 @@ _TOO_MANY = 4096
 
 
 class Disagreement(AssertionError):
-    """What was computed is not what the oracle says.
-
-    Attributes:
-        program: The lines of Python that have led there.
-    """
-
-    def __init__(self, text: str, program: str = "") -> None:
-        super().__init__(text)
-        self.program = program
+    """What was computed is not what the oracle says."""
 
 
 class OutOfDomainError(Exception):
@@ -59,6 +51,19 @@ def float32(value: float) -> float:
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
+_RULE = {
+    "init_scale": 2.0**16,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "growth_interval": 2000,
+    "min_scale": 0.0,
+    "max_scale": float32(3.4028234e38),
+    "dynamic": True,
+    "hysteresis": 1,
+    "hysteresis_mode": "apex",
+}
+
+
 class ScaleModel:
     """All states the loss scales may be in.
 
@@ -67,35 +72,17 @@ class ScaleModel:
         growth_factor: As GradScaler's, and so are ``backoff_factor`` and ``growth_interval``.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        init: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        floor: float,
-        ceiling: float,
-        dynamic: bool,
-        hysteresis: int,
-        hysteresis_mode: str,
-    ) -> None:
-        self.names = tuple(names)
-        self.growth_factor, self.backoff_factor, self.growth_interval = (
-            growth_factor,
-            backoff_factor,
-            growth_interval,
-        )
-        self._floor, self._ceiling, self._dynamic = floor, ceiling, dynamic
-        self._hysteresis, self._mode = hysteresis, hysteresis_mode
-        self.worlds = {World(requested=False, scales=(Scale(init, 0, hysteresis),) * len(self.names))}
+    def __init__(self, names: Iterable[str], options: dict[str, Any]) -> None:
+        rule = {**_RULE, **options}
+        self.names, self.is_dynamic = tuple(names), rule["dynamic"]
+        self.growth_factor, self.backoff_factor = rule["growth_factor"], rule["backoff_factor"]
+        self.growth_interval, self._mode = rule["growth_interval"], rule["hysteresis_mode"]
+        self._floor, self._ceiling = rule["min_scale"], rule["max_scale"]
+        self._hysteresis = rule["hysteresis"] if self.is_dynamic else 1
+        start = Scale(rule["init_scale"], 0, self._hysteresis)
+        self.worlds = {World(requested=False, scales=(start,) * len(self.names))}
 
     # -- what happens ---------------------------------------------------------------------------
-
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether updates change the scales."""
-        return self._dynamic
 
     def record(self, name: str, found: set[bool], certain: bool) -> None:
         """A check counts for a scale: for sure, or perhaps."""
@@ -186,7 +173,7 @@ class ScaleModel:
         return World(requested=False, scales=tuple(self._updated(scale) for scale in world.scales))
 
     def _updated(self, scale: Scale) -> Scale:
-        if scale.found is None or not self._dynamic:
+        if scale.found is None or not self.is_dynamic:
             return scale._replace(found=None)
         if scale.found:
             return self._lowered(scale)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.model import Model
+from tests.fuzz.model import NO, YES, Model
 from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
-from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.setups import Setup
 
 _IMPORTS = """\
@@ -48,12 +47,8 @@ class Scene:
         for index, value in enumerate(setup.weights()):
             self.run(f"p{index} = Parameter(torch.tensor({value}))")
         self.params: list[torch.Tensor] = [self._names[f"p{i}"] for i in range(len(oracle.params))]
-        if setup.compiled:
-            torch._dynamo.reset()
         for o, (kind, members) in enumerate(zip(setup.kinds, setup.members, strict=True)):
             self.run(f"o{o} = optimizer({kind!r}, [{params(members)}])")
-            if setup.compiled:
-                self.run(f'o{o}.step = torch.compile(o{o}.step, backend="eager")')
         self.make_scaler(setup)
         self.keep_weights()
 

@@ -1,82 +1,59 @@
-"""Look for a sequence that fails, and make it small."""
+"""Look for a random case that fails, and make it small."""
 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
-from amp_plugin import GradScaler
-from tests.fuzz.player import play
-from tests.fuzz.scale_model import Disagreement
-from tests.fuzz.sequences import Sequence, generate
-from tests.fuzz.shrinking import shrink
+
+class Problem(NamedTuple):
+    """What is wrong: in words, without the numbers, and the program that shows it."""
+
+    text: str
+    kind: str
+    program: str
 
 
 class Failure(NamedTuple):
-    """A small failing sequence."""
+    """A small case that fails, and the command that finds it again."""
 
-    seed: int
-    index: int
-    program: str
-    text: str
-
-    @property
-    def kind(self) -> str:
-        """What is wrong, without the numbers."""
-        return _kind(self.text)
+    again: str
+    problem: Problem
 
     def __str__(self) -> str:
-        """Return a program that fails, and how to find it again."""
-        again = f"python -m tests.fuzz scaler --seed {self.seed} --first {self.index} --count 1"
-        return f"# {again}\n{self.program}\n# {self.text}\n"
+        """Return the program that fails."""
+        return f"# {self.again}\n{self.problem.program}\n# {self.problem.text}\n"
 
 
-def failures(
-    seed: int,
-    indices: range,
-    *,
-    without: frozenset[str] = frozenset(),
-    compiled: float = 0.0,
-    scaler: type[GradScaler] = GradScaler,
-) -> Iterator[Failure]:
-    """Play sequences; yield those that fail.
+class Fuzzer(NamedTuple):
+    """What is drawn, how it is played, and the smaller cases to try in place of one that fails."""
 
-    Args:
-        seed: Of all sequences; together with an index it fixes one.
-        indices: Which of them to play.
-        without: Events, kinds of optimizers, edits and options to leave out.
-        compiled: Share of sequences whose optimizer steps are compiled.
-        scaler: The class that is tested.
-    """
-    for index in indices:
-        sequence = draw(seed, index, without, compiled)
-        error = problem(sequence, scaler)
-        if error is not None:
-            small = shrink(sequence, _fails_alike(error, scaler))
-            error = problem(small, scaler) or error
-            yield Failure(seed, index, error.program, str(error))
+    name: str
+    generate: Callable[[random.Random], Any]
+    problem: Callable[..., Problem | None]  # of a case, and of what is tested in place of ours
+    smaller: Callable[[Any], Iterable[Any]]
 
+    def draw(self, seed: int, index: int) -> Any:
+        """Make the case that a seed and an index stand for."""
+        return self.generate(random.Random(f"{seed}-{index}"))
 
-def draw(seed: int, index: int, without: frozenset[str] = frozenset(), compiled: float = 0.0) -> Sequence:
-    """Make the sequence that a seed and an index stand for."""
-    return generate(random.Random(f"{seed}-{index}"), without=without, compiled=compiled)
+    def failures(self, seed: int, indices: range) -> Iterator[Failure]:
+        """Play cases; yield those that fail, made small."""
+        for index in indices:
+            case = self.draw(seed, index)
+            problem = self.problem(case)
+            while problem is not None:
+                kind = problem.kind
+                tried = ((other, self.problem(other)) for other in self.smaller(case))
+                smaller = next((found for found in tried if found[1] and found[1].kind == kind), None)
+                if smaller is None:
+                    again = f"python -m tests.fuzz {self.name} --seed {seed} --first {index} --count 1"
+                    yield Failure(again, problem)
+                    break
+                case, problem = smaller
 
-
-def _fails_alike(error: Disagreement, scaler: type[GradScaler]) -> Callable[[Sequence], bool]:
-    kind = _kind(str(error))
-    return lambda sequence: _kind(str(problem(sequence, scaler))) == kind
-
-
-def problem(sequence: Sequence, scaler: type[GradScaler] = GradScaler) -> Disagreement | None:
-    """Play a sequence; return what is wrong."""
-    try:
-        play(sequence, scaler)
-    except Disagreement as error:
-        return error
-    return None
-
-
-def _kind(text: str) -> str:
-    return re.sub(r"[\[{].*|-?\d[-\d.e+]*", "", text)[:60]
+    def finds(self, broken: type, count: int = 300) -> bool:
+        """Whether one of some cases fails on what is broken, and not on ours."""
+        cases = (self.draw(0, index) for index in range(count))
+        return any(self.problem(case, broken) and not self.problem(case) for case in cases)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tests.fuzz.scale_model import DEFAULT
 from tests.fuzz.setups import PARAMS, Setup, draw_setup
 
 
@@ -64,27 +65,53 @@ _NOISE = {
 EDITS = ("in place", "replaced", "data", "numpy", "collective")
 
 
-def generate(rng: random.Random, *, without: frozenset[str] = frozenset(), compiled: float = 0.0) -> Sequence:
+def generate(rng: random.Random) -> Sequence:
     """Make a sequence: iterations as people write them, with anything in between."""
-    setup = draw_setup(rng, without, compiled)
-    make = _Maker(rng, setup, without)
+    setup = draw_setup(rng)
+    make = _Maker(rng, setup)
     events: list[Event] = []
-    if "named_only" in without:
-        events.append(Event("backward", (DEFAULT, ((0, 1.0),), None)))
     for _ in range(rng.randint(1, 6)):
         events += make.iteration() if rng.random() < 0.75 else make.noise(rng.randint(1, 6))
     return Sequence(setup, events)
 
 
+def smaller(sequence: Sequence) -> Iterator[Sequence]:
+    """Every sequence with fewer events, halves first, or with a simpler set-up."""
+    events, size = sequence.events, len(sequence.events)
+    while size > 0:
+        for start in range(0, len(events), size):
+            yield sequence._replace(events=events[:start] + events[start + size :])
+        size //= 2
+    for setup in _simpler(sequence.setup):
+        yield sequence._replace(setup=setup)
+
+
+def _simpler(setup: Setup) -> Iterator[Setup]:
+    for option in setup.options:
+        yield replace(setup, options={k: v for k, v in setup.options.items() if k != option})
+    if not all(setup.registered):
+        yield replace(setup, registered=(True,) * len(setup.kinds))
+    for o, (kind, members) in enumerate(zip(setup.kinds, setup.members, strict=True)):
+
+        def changed(values: tuple[Any, ...], *new: Any, o: int = o) -> tuple[Any, ...]:
+            return (*values[:o], *new, *values[o + 1 :])
+
+        if len(setup.kinds) > 1:
+            rest = {name: changed(getattr(setup, name)) for name in ("kinds", "members", "registered")}
+            yield replace(setup, **rest)
+        for simple in ("sgd", "sgd_fused") if kind not in {"sgd", "sgd_fused"} else ():
+            yield replace(setup, kinds=changed(setup.kinds, simple))
+        for index in members if len(members) > 1 else ():
+            yield replace(setup, members=changed(setup.members, tuple(i for i in members if i != index)))
+
+
 class _Maker:
     """Draws events."""
 
-    def __init__(self, rng: random.Random, setup: Setup, without: frozenset[str]) -> None:
+    def __init__(self, rng: random.Random, setup: Setup) -> None:
         self._rng = rng
         self._setup = setup
-        self._without = without
         self._count = len(setup.kinds)
-        self._weights = {name: weight for name, weight in _NOISE.items() if name not in without}
 
     def iteration(self) -> list[Event]:
         """One iteration of a training loop, with now and then something unusual in it."""
@@ -113,11 +140,11 @@ class _Maker:
                 events.append(Event("update"))
         if not update_each and rng.random() < 0.9:
             events.append(Event("update"))
-        return [event for event in events if event.name not in self._without]
+        return events
 
     def noise(self, count: int) -> list[Event]:
         """Any events."""
-        names = self._rng.choices(list(self._weights), list(self._weights.values()), k=count)
+        names = self._rng.choices(list(_NOISE), list(_NOISE.values()), k=count)
         return [self.draw(name) for name in names]
 
     def _perhaps(self, chance: float) -> list[Event]:
@@ -147,7 +174,7 @@ class _Maker:
         return (self._loss_name(), self._terms(), self._rng.randrange(PARAMS) if overflow else None)
 
     def _zero_grad(self) -> tuple[Any, ...]:
-        return (self._o(), "zero_in_place" in self._without or self._rng.random() < 0.5)
+        return (self._o(), self._rng.random() < 0.5)
 
     def _unscale(self) -> tuple[Any, ...]:
         return (self._o(),)
@@ -161,7 +188,7 @@ class _Maker:
         return self._rng.choice((2.0, 2.0, 2.0, 1.0, math.inf))
 
     def _clip_norm(self) -> tuple[Any, ...]:
-        fold = "fold" not in self._without and self._rng.random() < 0.5
+        fold = self._rng.random() < 0.5
         return (self._o(), self._limit(), self._norm_type(), fold)
 
     def _clip_norm_of_params(self) -> tuple[Any, ...]:
@@ -175,16 +202,11 @@ class _Maker:
         )
 
     def _edit(self) -> tuple[Any, ...]:
-        kinds = [kind for kind in EDITS if kind not in self._without]
-        return (self._o(), self._rng.choice(kinds), self._rng.choice((0.01, 0.5, 2.0, 100.0)), self._params())
+        return (self._o(), self._rng.choice(EDITS), self._rng.choice((0.01, 0.5, 2.0, 100.0)), self._params())
 
     def _inject(self) -> tuple[Any, ...]:
-        kinds = [kind for kind in ("in place", "data", "replaced") if kind not in self._without]
-        return (
-            self._rng.randrange(PARAMS),
-            self._rng.choice(("inf", "-inf", "nan")),
-            self._rng.choice(kinds),
-        )
+        value, kind = ("inf", "-inf", "nan"), ("in place", "data", "replaced")
+        return (self._rng.randrange(PARAMS), self._rng.choice(value), self._rng.choice(kind))
 
     def _repair(self) -> tuple[Any, ...]:
         return (self._rng.randrange(PARAMS),)
@@ -199,8 +221,7 @@ class _Maker:
 
     def _closure(self) -> tuple[Any, ...]:
         rng = self._rng
-        edits = [] if "closure_edits" in self._without else ["clip value", "decay"]
-        kinds = ["", "", "clip norm", "ensure", *edits]
+        kinds = ("", "", "clip norm", "ensure", "clip value", "decay")
         zero = rng.choice((True, True, False, None))
         overflow = rng.choice((None, None, None, 0, 1, 2))
         return (self._o(), self._terms(), zero, rng.choice(kinds), overflow, self._loss_name())

@@ -6,10 +6,9 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.fuzz.scale_model import DEFAULT, ScaleModel, float32
+from tests.fuzz.scale_model import DEFAULT, ScaleModel
 
 PARAMS = 5
-LOW_FLOOR = 2.0**-60  # a floor that no sequence reaches
 
 _KINDS = {
     "sgd": 4,
@@ -25,8 +24,6 @@ _KINDS = {
     "takes_gradients": 0.3,
 }
 
-_COMPILABLE = {"sgd", "sgd_momentum", "sgd_fused", "sgd_fused_momentum", "adamw_fused"}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -36,14 +33,12 @@ class Setup:
         kinds: The optimizers, by the names of :mod:`tests.fuzz.prelude`.
         members: The parameters of each, by index; a parameter may have several.
         registered: Which of them are registered at the start.
-        compiled: Whether their steps are compiled.
         options: Arguments of GradScaler.
     """
 
     kinds: tuple[str, ...]
     members: tuple[tuple[int, ...], ...]
     registered: tuple[bool, ...]
-    compiled: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -62,44 +57,26 @@ class Setup:
 
     def scale_model(self) -> ScaleModel:
         """The model of the scales: torch's rule, with a floor only where one was asked for."""
-        dynamic = self.options.get("dynamic", True)
-        return ScaleModel(
-            self.names,
-            self.init_scale,
-            self.options.get("growth_factor", 2.0),
-            self.options.get("backoff_factor", 0.5),
-            self.options.get("growth_interval", 2000),
-            self.options.get("min_scale", 0.0),
-            self.options.get("max_scale", float32(3.4028234e38)),
-            dynamic,
-            self.options.get("hysteresis", 1) if dynamic else 1,
-            self.options.get("hysteresis_mode", "apex"),
-        )
+        return ScaleModel(self.names, self.options)
 
 
-def draw_setup(rng: random.Random, without: frozenset[str], compiled: float) -> Setup:
+def draw_setup(rng: random.Random) -> Setup:
     count = rng.choice((1, 1, 2, 2, 2, 3))
-    compile_steps = rng.random() < compiled
-    allowed = _COMPILABLE if compile_steps else _KINDS.keys()
-    kinds = {kind: weight for kind, weight in _KINDS.items() if kind in allowed - without}
-    chosen = tuple(rng.choices(list(kinds), list(kinds.values()), k=count))
+    chosen = tuple(rng.choices(list(_KINDS), list(_KINDS.values()), k=count))
     pool = list(range(PARAMS - 1))
     rng.shuffle(pool)
     members = [[pool.pop()] for _ in range(count)]
     for indices in members:
         if pool and rng.random() < 0.4:
             indices.append(pool.pop())
-    if count > 1 and "shared" not in without and rng.random() < 0.35:
+    if count > 1 and rng.random() < 0.35:
         _share(rng, chosen, members)
-    shared = len({i for indices in members for i in indices}) < sum(map(len, members))
-    late = "late" not in without and not ("late_shared" in without and shared)
-    known = rng.choice((1.0, 1.0, 1.0, 0.5, 0.0)) if late else 1.0
+    known = rng.choice((1.0, 1.0, 1.0, 0.5, 0.0))
     return Setup(
         kinds=chosen,
         members=tuple(map(tuple, members)),
         registered=tuple(rng.random() < known for _ in chosen),
-        compiled=compile_steps,
-        options=_options(rng, without),
+        options=_options(rng),
     )
 
 
@@ -111,26 +88,24 @@ def _share(rng: random.Random, kinds: tuple[str, ...], members: list[list[int]])
             members[second].pop(0)
 
 
-def _options(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
+def _options(rng: random.Random) -> dict[str, Any]:
     options: dict[str, Any] = {
         "init_scale": 2.0 ** rng.choice((1, 3, 3, 10, 16)),
         "growth_interval": rng.choice((1, 1, 2, 3, 2000)),
     }
-    if rng.random() < 0.15 and "odd_factors" not in without:
+    if rng.random() < 0.15:
         options["growth_factor"] = rng.choice((1.5, 3.0, 1.001))
         options["backoff_factor"] = rng.choice((0.3, 0.7, 0.1))
     if rng.random() < 0.1:
         options["dynamic"] = False
-    if rng.random() < 0.2 and "losses" not in without:
+    if rng.random() < 0.2:
         options["losses"] = rng.choice((("b",), ("b", "c")))
     if rng.random() < 0.15:
         options["hysteresis"] = rng.choice((2, 3))
         options["hysteresis_mode"] = rng.choice(("apex", "megatron", "deepspeed"))
     if rng.random() < 0.4:
         options["one_pass"] = False
-    if "default_floor" in without:
-        options["min_scale"] = LOW_FLOOR
-    elif rng.random() < 0.15:
+    if rng.random() < 0.15:
         options["min_scale"] = 2.0 ** rng.choice((-20, -1, 0, 1))
     if rng.random() < 0.1:
         options["max_scale"] = 2.0**17

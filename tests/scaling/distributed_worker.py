@@ -53,28 +53,6 @@ def plain(rank, world, fused, has_gradients):
     return out
 
 
-def stock(rank, world):
-    """torch's scaler: what a rank decides alone, and what a DTensor hides from it."""
-    out = {}
-    for kind in ("plain", "sharded", "replicated"):
-        param = torch.nn.Parameter(torch.zeros(SIZE))
-        if kind != "plain":
-            mesh = init_device_mesh("cpu", (world,))
-            placement = Shard(0) if kind == "sharded" else Replicate()
-            param = torch.nn.Parameter(distribute_tensor(torch.zeros(SIZE), mesh, [placement]))
-        optimizer = torch.optim.SGD([param], lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scaler.scale(torch.ones(()))
-        grad = torch.full((SIZE,), 8.0)
-        param.grad = grad if kind == "plain" else distribute_tensor(grad, mesh, [placement])
-        if rank == world - 1:
-            (param.grad if kind == "plain" else param.grad._local_tensor)[0] = math.inf
-        scaler.step(optimizer)
-        local = param if kind == "plain" else param._local_tensor
-        out[kind] = bool((local == 0).all())
-    return out
-
-
 def no_gradients(rank, world, call):
     """The last rank has no gradients of its DTensor; every call must find all ranks."""
     mesh = init_device_mesh("cpu", (world,))
@@ -373,7 +351,6 @@ def scenarios(rank, world):
         "partial": partial(rank, world),
         **{f"fsdp2 {f}": fsdp2(rank, world, f) for f in both},
         **{f"fsdp1 {f}": fsdp1(rank, world, f) for f in both},
-        "stock": stock(rank, world),
         **{
             f"no gradients {call}": no_gradients(rank, world, call)
             for call in ("norm optimizer", "norm params", "value params", "ensure")

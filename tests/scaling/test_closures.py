@@ -76,26 +76,6 @@ def test_lbfgs_equals_float32(form, line_search):
     assert ends[0].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_torch_steps_with_scaled_gradients_or_raises(form):
-    """The stock scaler refuses a keyword closure and lets a positional one through, unscaled."""
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(param.sum()).backward()
-
-    def closure():
-        optimizer.zero_grad()
-        scaler.scale(param.sum()).backward()
-
-    if form == "keyword":
-        with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
-            call(scaler, optimizer, closure, form)
-    else:
-        call(scaler, optimizer, closure, form)
-        assert param[0] == -8.0
-
-
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("fused", [False, True])
@@ -137,51 +117,6 @@ def test_sam_equals_float32(form):
             scaler.update()
         ends.append(param.detach().clone())
     assert torch.allclose(*ends, rtol=1e-6)
-
-
-@pytest.mark.parametrize("at", [0, 1, 3])
-def test_an_overflow_in_any_call_puts_everything_back(at):
-    param, loss_of = quadratic(torch.float32)
-    optimizer = torch.optim.LBFGS([param], lr=0.5, max_iter=5)
-    scaler = GradScaler("cpu", init_scale=2.0**12)
-    calls = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of() * (math.inf if poisoned and len(calls) == at else 1.0)
-        calls.append(loss)
-        scaler.scale(loss).backward()
-        return loss
-
-    poisoned = False
-    scaler.step(optimizer, closure)
-    scaler.update()
-    before, state = param.detach().clone(), {k: v for k, v in optimizer.state[param].items() if k == "n_iter"}
-    poisoned, calls = True, []
-    assert scaler.step(optimizer, closure) is None
-    scaler.update()
-    assert len(calls) == at + 1
-    assert torch.equal(param.detach(), before)
-    assert {k: v for k, v in optimizer.state[param].items() if k == "n_iter"} == state
-    assert scaler.last_step(optimizer).skipped
-    assert scaler.get_scale() == 2.0**11
-
-
-def test_sam_gives_up_if_its_second_half_overflows():
-    param, loss_of = quadratic(torch.float32)
-    optimizer = Sam([param], torch.optim.SGD)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    start = param.detach().clone()
-
-    def closure(factor=math.inf):
-        optimizer.zero_grad()
-        scaler.scale(loss_of() * factor).backward()
-
-    closure(1.0)
-    scaler.step(optimizer, closure)
-    assert torch.equal(param.detach(), start)
-    assert not optimizer.state
-    assert scaler.last_step(optimizer).skipped
 
 
 def test_an_overflow_before_the_step_skips_it():

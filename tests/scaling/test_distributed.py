@@ -50,13 +50,6 @@ def test_all_ranks_skip_without_a_loss_scale_too(two, kind, clip):
         assert steps[1]["elsewhere"] is (kind != "ddp" and rank == 0)
 
 
-def test_torch_decides_differently_on_each_rank(two):
-    """Told whether each rank skipped: one steps and the other does not."""
-    for kind in ("plain", "replicated"):
-        assert [result["stock"][kind] for result in two] == [False, True]
-    assert [result["stock"]["sharded"] for result in two] == [True, True]
-
-
 @pytest.mark.parametrize("call", ["norm optimizer", "norm params", "value params", "ensure"])
 def test_a_rank_without_gradients_takes_part(two, call):
     for result in two:

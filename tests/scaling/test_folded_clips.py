@@ -98,11 +98,12 @@ def test_what_the_gradients_are_at_the_step_is_clipped(pair):
     assert run.scaler.last_step(run.optimizer).skipped
 
 
-def test_a_change_that_is_seen_is_an_error(pair):
+@pytest.mark.parametrize("edit", [lambda grad: grad.mul_(2.0), lambda grad: grad * 2.0])
+def test_a_change_that_is_seen_is_an_error(pair, edit):
     run, _ = pair("sgd")
     run.backward()
     run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
-    run.params[0].grad.mul_(2.0)
+    run.params[0].grad = edit(run.params[0].grad)
     text = (
         r"gradients were changed between clip_grad_norm_\(\.\.\., fold=True\) and step\(\).*not clipped then"
     )
@@ -113,21 +114,12 @@ def test_a_change_that_is_seen_is_an_error(pair):
     run.scaler.step(run.optimizer)
 
 
-def test_a_batch_may_be_dropped_by_zeros_and_clipped_again(pair):
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_batch_may_be_dropped_and_clipped_again(pair, set_to_none):
     run, _ = pair("sgd")
     run.backward()
     run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
-    run.optimizer.zero_grad(set_to_none=False)
-    assert run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True) == 0
-    run.scaler.step(run.optimizer)
-    assert not run.scaler.last_step(run.optimizer).skipped
-
-
-def test_a_clip_of_gradients_that_are_gone_is_forgotten(pair):
-    run, _ = pair("sgd")
-    run.backward()
-    run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
-    run.optimizer.zero_grad()
+    run.optimizer.zero_grad(set_to_none=set_to_none)
     assert run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True) == 0
     run.scaler.step(run.optimizer)
     assert not run.scaler.last_step(run.optimizer).skipped
@@ -187,18 +179,6 @@ def test_other_steps_see_clipped_gradients(pair, reason):
     assert torch.cat([grad.flatten() for grad in run.gradients()]).norm().item() == pytest.approx(
         0.5, rel=1e-5
     )
-
-
-def test_a_norm_too_large_for_float32_makes_zeros_as_torchs():
-    run = Run("sgd", scaler=scaler_of(None))
-    run.backward()
-    for param in run.params:
-        param.grad.fill_(3e38)
-    before = run.values()
-    assert run.scaler.clip_grad_norm_(run.optimizer, 1.0, fold=True).isinf()
-    run.scaler.step(run.optimizer)
-    assert not run.scaler.last_step(run.optimizer).skipped
-    assert all(map(torch.equal, run.values(), before))
 
 
 def test_no_gradients_at_all(pair):

@@ -8,7 +8,6 @@ import torch
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
-from tests.scaling.ops_seen import OpsSeen
 
 
 def edit_data(grad):
@@ -39,45 +38,6 @@ def test_gradients_are_read_again_after_user_code(weights, edit, how):
     assert norm.item() == pytest.approx(600.0)
     scaler.step(one.optimizer)
     assert one.params[0].norm().item() == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("edit", [edit_data, edit_numpy])
-@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
-@pytest.mark.parametrize("clips", [1, 2])
-def test_a_folded_clip_is_of_what_the_gradients_are_at_the_step(weights, edit, norm_type, clips):
-    one = weights(count=1, fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(one.loss(3.0)).backward()
-    for _ in range(clips):
-        scaler.clip_grad_norm_(one.optimizer, 1.0, norm_type, fold=True)
-    edit(one.params[0].grad)
-    scaler.step(one.optimizer)
-    assert torch.linalg.vector_norm(one.params[0].detach(), norm_type).item() == pytest.approx(1.0)
-
-
-def test_an_infinity_written_after_unscaling_is_not_stepped_on(weights):
-    one = weights(count=1)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(one.loss(3.0)).backward()
-    scaler.clip_grad_norm_(one.optimizer, 1.0)
-    one.params[0].grad.data[0] = math.inf
-    scaler.step(one.optimizer)
-    assert scaler.last_step(one.optimizer).skipped
-    assert one.value == 0.0
-
-
-def test_an_adapter_may_vouch_for_gradients(weights):
-    """Its own sequence leaves no room for user code: one read is enough."""
-    one = weights(fused=True)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.register(one.optimizer)
-    scaler.scale(one.loss(3.0)).backward()
-    norm = scaler.clip_grad_norm_(one.optimizer, 1.0, fold=True)
-    scaler.assume_unchanged(one.optimizer)
-    with OpsSeen() as seen:
-        scaler.step(one.optimizer)
-    assert not {"norm_check", "unscale_"} & set(seen.names)
-    assert scaler.last_step(one.optimizer).norm is norm
 
 
 def test_what_needs_a_small_scale_trains_as_under_torch():
@@ -152,20 +112,6 @@ def test_splitting_a_set_keeps_what_was_known():
     assert (shared[0].item(), own[0].item()) == (-4.0, -2.0)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_two_unregistered_optimizers_that_share_a_parameter(fused):
-    shared = torch.nn.Parameter(torch.zeros(4))
-    one, two = (torch.optim.SGD([shared], lr=1.0, fused=fused) for _ in range(2))
-    scaler = GradScaler("cpu", init_scale=8.0)
-    for _ in range(2):
-        one.zero_grad()
-        scaler.scale((2.0 * shared).sum()).backward()
-        scaler.step(one)
-        scaler.step(two)
-        scaler.update()
-    assert shared[0].item() == -8.0
-
-
 def test_a_scale_set_by_hand_is_told_to_results(weights):
     one = weights()
     scaler = GradScaler("cpu", init_scale=8.0)
@@ -188,45 +134,6 @@ def test_gradients_left_over_from_before_any_scaling_with_named_losses(weights):
     scaler.scale(one.loss(1.0), name="a").backward()
     scaler.step(one.optimizer)
     assert one.value == -3.0
-
-
-def edit_clip_value(scaler, one):
-    torch.nn.utils.clip_grad_value_(one.params, 0.5)
-
-
-def edit_clip_norm(scaler, one):
-    torch.nn.utils.clip_grad_norm_(one.params, 0.5 * 12**0.5)
-
-
-def edit_weight_decay(scaler, one):
-    for param in one.params:
-        param.grad = param.grad * 0.25
-
-
-@pytest.mark.parametrize("edit", [edit_clip_value, edit_clip_norm, edit_weight_decay])
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.LBFGS])
-def test_a_closure_may_edit_unscaled_gradients(edit, optimizer, weights):
-    one = weights(optimizer=torch.optim.SGD)
-    one.optimizer = optimizer(one.params, lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    calls = []
-
-    def closure():
-        calls.append(1)
-        one.optimizer.zero_grad()
-        loss = one.loss(2.0)
-        scaler.scale(loss).backward()
-        scaler.unscale_(one.optimizer)
-        edit(scaler, one)
-        return loss
-
-    for _ in range(2):
-        scaler.step(one.optimizer, closure)
-        scaler.update()
-    assert not scaler.last_step(one.optimizer).skipped
-    assert one.params[0].abs().sum().item() > 0
-    if optimizer is torch.optim.SGD:
-        assert one.value == pytest.approx(-1.0)
 
 
 def test_lazy_parameters_may_be_registered():
@@ -286,23 +193,6 @@ def test_an_update_after_each_optimizer_asks_few_others(monkeypatch):
         scaler.update()
     assert len(asked) < 4 * len(optimizers)
     assert all(param.item() == -1.0 for param in params)
-
-
-@pytest.mark.parametrize("factors", [(2.0, 0.3), (3.0, 0.1), (1.7, 0.9)])
-def test_odd_factors_have_torchs_bits(factors, weights):
-    scales = []
-    for cls in (GradScaler, torch.amp.GradScaler):
-        one = weights()
-        scaler = cls("cpu", 720.0, *factors, growth_interval=2)
-        seen = []
-        for gradient in [1.0, math.inf, 1.0, 1.0, math.inf, 1.0, 1.0, 1.0, 1.0]:
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss(gradient)).backward()
-            scaler.step(one.optimizer)
-            scaler.update()
-            seen.append(scaler.get_scale())
-        scales.append(seen)
-    assert scales[0] == scales[1]
 
 
 class Wrapper(torch.optim.Optimizer):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
+from tests.fuzz.prelude import TakesGradients
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -81,29 +82,8 @@ def test_an_overflow_written_over_still_counts_after_another_backward(weights):
     )
 
 
-class Offloaded(torch.optim.SGD):
-    """Takes each gradient away as soon as it is there, and steps with the copies, as torchao's does."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        self.kept = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.register_post_accumulate_grad_hook(self.take)
-
-    def take(self, param):
-        self.kept[param], param.grad = param.grad, None
-
-    def step(self, closure=None):
-        for param, grad in self.kept.items():
-            param.grad = grad
-        super().step()
-        for param in self.kept:
-            param.grad = None
-
-
 def test_gradients_that_a_hook_has_taken_away_are_refused(weights):
-    one = weights(count=1, optimizer=Offloaded)
+    one = weights(count=1, optimizer=TakesGradients)
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.register(one.optimizer)
     scaler.scale(one.loss(1.0)).backward()
@@ -116,7 +96,7 @@ def test_gradients_that_a_hook_has_taken_away_are_refused(weights):
 
 
 def test_gradients_taken_away_are_known_after_parameters_got_another_owner(weights):
-    one = weights(count=2, optimizer=Offloaded)
+    one = weights(count=2, optimizer=TakesGradients)
     scaler = GradScaler("cpu", init_scale=1024.0)
     scaler.register(one.optimizer)
     scaler.scale(one.loss(1.0)).backward()

@@ -49,11 +49,9 @@ def train(scaler, cls, options, poison=None, clip=None, drop=False):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, scale):
-    (params, state), results = train(
-        scaler_of(scale, dynamic=False), cls, options, poison=math.nan, clip=clip
-    )
+@pytest.mark.parametrize(("clip", "poison"), [(None, math.nan), (None, -math.inf), (0.1, math.inf)])
+def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, poison, scale):
+    (params, state), results = train(scaler_of(scale, dynamic=False), cls, options, poison=poison, clip=clip)
     (other_params, other_state), _ = train(
         scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True
     )
@@ -75,22 +73,6 @@ def test_without_poison_every_bit_is_torchs(clip):
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-@pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
-def test_a_skip_changes_nothing(cls, options, poison, scale):
-    model, optimizer = build(cls, options)
-    scaler = scaler_of(scale)
-    good, bad = torch.ones(2, 4), torch.full((2, 4), poison)
-    step(model, optimizer, scaler, good)
-    before = everything(model, optimizer)
-    step(model, optimizer, scaler, bad)
-    after = everything(model, optimizer)
-    assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
-    assert scaler.last_step(optimizer).skipped
-    assert scaler.get_scale() == (1.0 if scale is None else 4.0)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
 def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
     """torch's fused SGD allocates its momentum with empty_like and returns before writing it."""
     bad = torch.full((2, 4), math.inf)
@@ -102,30 +84,6 @@ def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
             step(model, optimizer, scaler, x)
         results.append(everything(model, optimizer))
     assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
-
-
-def test_torchs_skipped_first_step_leaves_momentum_behind():
-    """Memory that was never written: the next good step multiplies it by the momentum and adds it."""
-    state = {}
-    for cls in (torch.amp.GradScaler, GradScaler):
-        model, optimizer = build(torch.optim.SGD, {"momentum": 0.9, "fused": True})
-        step(model, optimizer, cls("cpu", init_scale=8.0), torch.full((2, 4), math.inf))
-        state[cls] = [s for s in optimizer.state.values() if s.get("momentum_buffer") is not None]
-    assert state[torch.amp.GradScaler]
-    assert not state[GradScaler]
-
-
-def test_torchs_sum_of_flags_makes_the_fused_kernel_step():
-    """What two devices that both overflow give: 2.0."""
-    param = torch.nn.Parameter(torch.zeros(4))
-    optimizer = torch.optim.AdamW([param], lr=1.0, fused=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale((param * math.inf).sum()).backward()
-    scaler.unscale_(optimizer)
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    found["another device"] = torch.ones(())
-    scaler.step(optimizer)
-    assert param.isnan().any()
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.kernels import build
 from tests.process_groups import group_of_one
 
 
@@ -38,10 +37,8 @@ def test_losses_and_scales_are_equal(training, dtype, fused, clip):
         assert any(b < a for a, b in pairwise(scales)), "no overflow: the test shows too little"
 
 
-def test_the_fallback_trains_the_same(training, monkeypatch):
+def test_the_fallback_trains_the_same(training, without_native):
     theirs = training(torch.amp.GradScaler("cpu", **OPTIONS))
-    off = build.NativeCore(reason="switched off")
-    monkeypatch.setattr("amp_plugin.scaling.gradients.native_core", lambda: off)
     assert training(GradScaler("cpu", **OURS))[0] == theirs[0]
 
 

@@ -45,30 +45,6 @@ def test_one_backward_for_two_scales_is_refused(weights, how):
         sum(losses).backward() if how == "sum" else torch.autograd.backward(losses)
 
 
-def test_one_backward_for_two_losses_of_one_scale(weights):
-    one = weights()
-    scaler = fresh(one.optimizer)
-    torch.autograd.backward([scaler.scale(one.loss(3.0)), scaler.scale(one.loss(4.0))])
-    scaler.step(one.optimizer)
-    assert one.value == -7.0
-
-
-def test_one_scale_per_optimizer(weights):
-    d, g = weights(), weights()
-    scaler = fresh(d.optimizer, g.optimizer, losses=("d", "g"), growth_interval=100)
-    for _ in range(2):
-        d.optimizer.zero_grad()
-        scaler.scale(d.loss(float("inf")), name="d").backward()
-        scaler.step(d.optimizer)
-        scaler.update()
-        g.optimizer.zero_grad()
-        scaler.scale(g.loss(2.0), name="g").backward()
-        scaler.step(g.optimizer)
-        scaler.update()
-    assert (d.value, g.value) == (0.0, -4.0)
-    assert (scaler.get_scale("d"), scaler.get_scale("g")) == (2.0, 8.0)
-
-
 @pytest.mark.parametrize("names", ["abc", ["a", "a"]])
 def test_names_of_losses_are_a_list_without_repeats(names):
     with pytest.raises(ValueError, match=r"losses=.* is not allowed; give a list of different names"):

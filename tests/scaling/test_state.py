@@ -77,28 +77,9 @@ def test_empty_states_raise_and_foreign_ones_warn_and_change_nothing(weights):
     assert scaler.state_dict() == before
 
 
-def test_torch_cannot_load_them(weights):
-    with pytest.raises(RuntimeError, match="source state dict is empty"):
-        torch.amp.GradScaler("cpu").load_state_dict({})
-    with pytest.raises(KeyError):
-        torch.amp.GradScaler("cpu").load_state_dict({"scale": 4.0})
-
-
 def test_missing_keys_keep_the_present_value(weights):
     scaler = GradScaler("cpu", growth_interval=7)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scaler.load_state_dict({"scale": 4.0})
     assert (scaler.get_scale(), scaler.get_growth_interval()) == (4.0, 7)
-
-
-def test_lightnings_and_accelerates_payloads(weights, tmp_path):
-    """Both store scaler.state_dict(): under the plugin's name in the checkpoint, or in scaler.pt."""
-    theirs = used(torch.amp.GradScaler, weights)
-    checkpoint = {"MixedPrecision": theirs.state_dict()}
-    torch.save(theirs.state_dict(), tmp_path / "scaler.pt")
-    for payload in (checkpoint["MixedPrecision"], torch.load(tmp_path / "scaler.pt", weights_only=True)):
-        scaler = GradScaler("cpu")
-        scaler.load_state_dict(payload)
-        assert scaler.get_scale() == theirs.get_scale()
-        assert scaler._get_growth_tracker() == theirs._get_growth_tracker()

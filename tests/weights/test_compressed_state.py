@@ -268,6 +268,7 @@ def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
 
     def closure():
         assert model[0].weight.dtype is torch.bfloat16
+        assert all(isinstance(state, CompressedState) for state in states(optimizer))
         return 1.0
 
     assert optimizer.step(closure) == 1.0
@@ -280,6 +281,19 @@ def test_a_closure_sees_the_weights_and_exceptions_end_the_step():
         optimizer.step(wrong)
     take_steps(model, optimizer, [1])
     assert all(isinstance(state, CompressedState) for state in states(optimizer))
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_with_a_closure_is_the_step_without(form, weights):
+    """States are decoded once, after its first call: coded again around each they were rounded twice."""
+    runs = []
+    for arguments in ((), (lambda: 1.0,)):
+        model, optimizer = trained(OTHERS["NAdam"], form, weights)
+        optimizer.step(*arguments)
+        runs.append((model, optimizer))
+    assert all_equal(*(exact(model) for model, _ in runs))
+    assert all_equal(*(kept(optimizer) for _, optimizer in runs))
 
 
 # -- checkpoints --------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from tests.fuzz.model import NO, YES
 from tests.fuzz.predictions import error_of_copy, may_meet, may_update
 from tests.fuzz.run import NOT_SCALED_YET, Run
 from tests.fuzz.scene import params
-from tests.fuzz.seen_overflows import NO, YES
 from tests.fuzz.setups import PARAMS
 
 
@@ -44,7 +44,7 @@ def add_param_group(run: Run, o: int, index: int) -> None:
     fixed, oracle = ("lbfgs", "two_calls", "takes_gradients"), run.oracle
     if run.kind(o) in fixed or index in run.owned_by(*fixed) or index in run.members(o):
         return
-    if run.setup.compiled or oracle.windows[o].folded:
+    if oracle.windows[o].folded:
         return
     if o not in oracle.known or may_meet(oracle, o, [index]):
         run.scene.run(f'o{o}.add_param_group({{"params": [p{index}]}})')

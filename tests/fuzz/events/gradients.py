@@ -1,4 +1,4 @@
-"""Unscaling and clipping."""
+"""Losses and their backward passes, unscaling and clipping."""
 
 from __future__ import annotations
 
@@ -7,11 +7,44 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.predictions import error_of_unscale, is_disputed
+from tests.fuzz.model import YES
+from tests.fuzz.predictions import are_unscaled, error_of_unscale, is_disputed
 from tests.fuzz.run import NOT_SCALED_YET, Run
 from tests.fuzz.scale_model import Disagreement, OutOfDomainError
-from tests.fuzz.scene import params
-from tests.fuzz.seen_overflows import YES
+from tests.fuzz.scene import named, params, terms
+
+
+def backward(run: Run, name: str, pairs: Any, overflow: int | None) -> None:
+    """``scale(loss).backward()``; perhaps with a gradient that is not finite."""
+    pairs = [(i, math.inf if i == overflow else factor) for i, factor in pairs]
+    run.scene.run(f"scaler.scale(loss({terms(pairs)}){named(name)}).backward()")
+    run.oracle.scale(name)
+    run.backward(name, "loss", pairs)
+
+
+def scale_early(run: Run, name: str, pairs: Any) -> None:
+    """Scale a loss whose backward comes later."""
+    run.scene.run(f"early = scaler.scale(linear({terms(pairs)}){named(name)})")
+    run.oracle.scale(name)
+    run.early = (name, pairs)
+
+
+def backward_early(run: Run) -> None:
+    """The backward of a loss that was scaled before."""
+    if run.early is not None:
+        run.scene.run("early.backward(); del early")
+        (name, pairs), run.early = run.early, None
+        run.backward(name, "linear", pairs)
+
+
+def regularise(run: Run, o: int) -> None:
+    """Add the gradient of a loss that is not scaled to unscaled gradients."""
+    members = run.members(o)
+    if are_unscaled(run.oracle, members) and run.oracle.present(members) == members:
+        pairs = [(i, 0.5) for i in members]
+        run.scene.run(f"linear({terms(pairs)}).backward()")
+        for index in members:
+            run.oracle.edit(index, lambda grad: grad.add_(0.5))
 
 
 def unscale(run: Run, o: int) -> None:
