@@ -22,7 +22,7 @@ import torch
 from amp_plugin import log_casts
 from amp_plugin.kernels import build, build_cache
 from amp_plugin.kernels.build import NativeCore, build_core, core_name, native_core, require_native
-from tests.cuda_emulation.emulated_kernels import torch_headers
+from tests.cuda_emulation.emulated_kernels import object_folder, torch_headers
 from tests.warm_processes import WarmProcess, call
 
 SOURCES = build.SOURCES
@@ -431,12 +431,16 @@ def test_only_what_python_calls_reads_the_headers_of_autograd() -> None:
 
 
 def check_without_warnings(file: Path, width: str) -> None:
-    """Let the compiler read a file with every warning an error."""
+    """Let the compiler read a file with every warning an error; what it has read so before is not read again."""
+    checked = object_folder() / f"{file.stem}-{core_name(width)}.checked"
+    if checked.exists():
+        return
     python = f"-isystem{build.sysconfig.get_path('include')}"
     flags = [*build.compile_flags(width), "-O0", "-Werror", "-Wno-psabi", "-fsyntax-only"]
     command = ["c++", *flags, f"-I{SOURCES}", *torch_headers(), python, str(file)]
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 0, answer.stderr
+    checked.touch()
 
 
 @needs_compiler
