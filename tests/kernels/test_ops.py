@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 
 from amp_plugin.kernels import ops, reference
 from amp_plugin.kernels.build import native_core
-from amp_plugin.kernels.cuda.register import cuda_core
-from tests.host_device import host_device
 
 OP = torch.ops.amp_plugin
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -20,46 +17,6 @@ LAYOUTS = ("contiguous", "unaligned", "transposed", "gaps")
 NORM_TYPES = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.5, -1.0, 0.0)
 NORM_TOLERANCE = 1e-6  # relative; the result is fp32
 GUARD = 24  # elements around a tensor, all nan
-
-
-@dataclass
-class Kernels:
-    device: torch.device
-    ops: object
-    name: str
-
-    def chunk(self, dtype: torch.dtype) -> int:
-        """Elements that a thread or a block works on at a time: kGranuleBytes on a GPU."""
-        return 4096 // dtype.itemsize if self.device.type == "cuda" else 32768
-
-    def sizes(self, dtype: torch.dtype) -> tuple[int, ...]:
-        chunk = self.chunk(dtype)
-        return (0, 1, 15, 16, 17, chunk - 1, chunk, chunk + 1)
-
-
-ON = [
-    "op",
-    "reference",
-    *(pytest.param(order, marks=pytest.mark.gpu) for order in ("ascending", "descending")),
-]
-
-
-@pytest.fixture(scope="module", params=ON)
-def on(request):
-    """The CPU's kernels, the plain ones, and those on a GPU, or emulated with threads and blocks in either order."""
-    if request.param in {"op", "reference"}:
-        native_core()
-        yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, request.param)
-        return
-    if host_device.LOADED:
-        torch.ops.host_device.descending(request.param == "descending")
-    elif request.param == "descending":
-        pytest.skip("a GPU chooses the order itself")
-    core = cuda_core(0)
-    assert core.loaded, core.reason
-    yield Kernels(torch.device("cuda", 0), OP, request.param)
-    if host_device.LOADED:
-        torch.ops.host_device.descending(False)
 
 
 class Guarded:
