@@ -226,20 +226,6 @@ def test_no_sources(sources: Path) -> None:
         build.compile_core(sources, "AVX2")
 
 
-def test_a_cache_folder_others_can_write_to_is_not_used(sources: Path, cache: Path) -> None:
-    cache.chmod(0o777)
-    with pytest.warns(RuntimeWarning, match="others can write to .*/cache in the build cache"):
-        assert not native_core().loaded
-    assert not list(cache.iterdir())
-
-
-@needs_compiler
-def test_a_core_others_can_write_to_is_not_loaded(sources: Path, cache: Path, small_core: Path) -> None:
-    place(small_core, cache).chmod(0o620)
-    with pytest.warns(RuntimeWarning, match=r"others can write to .*\.so in the build cache \(mode 0620\)"):
-        assert not native_core().loaded
-
-
 @needs_compiler
 def test_a_core_of_another_user_is_not_loaded(
     sources: Path, cache: Path, small_core: Path, monkeypatch: pytest.MonkeyPatch
@@ -267,12 +253,6 @@ def test_a_whole_cache_on_a_read_only_file_system_is_used(
         *((build_cache, "FileLock"), (build_cache.tempfile, "TemporaryDirectory")),
     ):
         monkeypatch.setattr(owner, name, refuse)
-    assert (native_core().library, native_core().seconds) == (file, 0.0)
-
-
-@needs_compiler
-def test_a_core_in_the_cache_needs_no_compiler(no_compiler: None, cache: Path, small_core: Path) -> None:
-    file = place(small_core, cache)
     assert (native_core().library, native_core().seconds) == (file, 0.0)
 
 
