@@ -223,12 +223,17 @@ def test_rules_are_read_from_their_content():
 def test_code_around_which_regions_are_opened_tells_many_rule_sets_apart():
     """More than torch has dtypes, which show Dynamo one digit each."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("eager")
-    compiled = torch.compile(lambda x: x.softmax(-1) @ x.T, backend=counter, fullgraph=True)
-    sets = [DEFAULT.with_rule(op, "unchanged") for op in sorted(DEFAULT.rules)][:50]
+
+    def forward(x):
+        return x.softmax(-1), x @ x.T
+
+    compiled = torch.compile(forward, backend=counter, fullgraph=True)
+    sets = [None, SOFTMAX32, LINEAR32.with_rule("aten::mm", "fp32")]
+    sets += [DEFAULT.with_rule(op, "unchanged") for op in sorted(DEFAULT.rules)][:50]
     with torch._dynamo.config.patch(recompile_limit=1000, accumulated_recompile_limit=1000):
         for rules in [*sets, *sets[:10]]:
             with region(rules):
-                compiled(X)
+                assert [y.dtype for y in compiled(X)] == [y.dtype for y in forward(X)]
     assert counter.frame_count == len(sets)
 
 

@@ -1,4 +1,4 @@
-"""Regions on a CUDA device: autograd's threads, graph capture, torch's case lists for real."""
+"""Regions on a CUDA device: autograd's threads, graph capture."""
 
 from __future__ import annotations
 
@@ -7,49 +7,8 @@ import torch
 from torch import nn
 
 import amp_plugin
-from tests.torchs_own import torchs_own
 
 pytestmark = [pytest.mark.gpu, pytest.mark.native]
-LISTS = ["torch_fp16", "nn_fp16", "linalg_fp16", "torch_fp32", "nn_fp32", "torch_need_autocast_promote"]
-MODULES = {"nn": torch._C._nn, "linalg": torch._C._linalg}
-
-
-def tensors(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for element in value for t in tensors(element)] if isinstance(value, (list, tuple)) else []
-
-
-@pytest.mark.filterwarnings("ignore")  # deprecated ops in torch's lists
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", LISTS)
-def test_case_lists_give_torchs_bits(name, dtype):
-    lists = torchs_own("autocast_test_lists").AutocastTestLists(torch.device("cuda:0"))
-    module = MODULES.get(name.split("_")[0], torch)
-    ran = 0
-    for op, args, *rest in getattr(lists, name):
-        if isinstance(args, str) or not hasattr(module, op):
-            continue  # einsum's equation in the list does not fit its matrices
-        kwargs = next((value for value in rest if isinstance(value, dict)), {})
-        results = []
-        for autocast in (torch.autocast, amp_plugin.autocast):
-            with autocast("cuda", dtype=dtype):
-                try:
-                    results.append(tensors(getattr(module, op)(*args, **kwargs)))
-                except RuntimeError as error:
-                    results.append(str(error).splitlines()[0])
-        theirs, ours = results
-        if isinstance(theirs, str) and "Unexpected floating ScalarType" in theirs:
-            continue  # fp16 arguments in a bf16 region: torch raises, we promote
-        assert isinstance(theirs, str) == isinstance(ours, str), (op, theirs, ours)
-        if isinstance(theirs, str):
-            assert theirs == ours
-            continue
-        ran += 1
-        for a, b in zip(ours, theirs, strict=True):
-            assert a.dtype == b.dtype, op
-            assert torch.equal(a, b) or torch.isnan(a).any(), op
-    assert ran > 0
 
 
 def make_model():

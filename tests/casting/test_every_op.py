@@ -111,7 +111,9 @@ def fake_dtypes(autocast, device, mode, op, sample):
         return [t.dtype for t in outputs if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+@pytest.mark.parametrize(
+    "device", ["cuda", *(pytest.param(device, marks=pytest.mark.whole_run) for device in ("xpu", "mps"))]
+)
 def test_like_torch_on(device):
     op_db = torchs_own("common_methods_invocations").op_db
     mode, compared, different = FakeTensorMode(), 0, []

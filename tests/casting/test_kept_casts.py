@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import amp_plugin
+from tests.host_device import host_device
+from tests.process_groups import leave
+from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.native
 BF16 = torch.bfloat16
@@ -246,3 +251,65 @@ def test_compiled_autograd():
 
     for ours, theirs in zip(gradients(compiled=True), gradients(compiled=False), strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.fixture
+def late():
+    """Work that is as late as can be, on the device made of host memory; a real one is late by itself."""
+    with host_device.late_work() if host_device.LOADED else contextlib.nullcontext():
+        yield
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("late")
+def test_within_a_region_a_stream_makes_its_own_casts():
+    weight = nn.Parameter(torch.randn(16, 8, generator=torch.Generator().manual_seed(0)).cuda())
+    inputs, other = BATCHES[0].cuda(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with amp_plugin.autocast("cuda", dtype=BF16):
+        torch.cuda._sleep(50_000_000)
+        nn.functional.linear(inputs, weight)
+        with torch.cuda.stream(other):
+            second = nn.functional.linear(inputs, weight)
+    other.synchronize()
+    right = nn.functional.linear(BATCHES[0].to(BF16), weight.detach().cpu().to(BF16))
+    assert torch.equal(second.cpu(), right)
+
+
+def second_forward() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    plain = [p.detach().clone() for p in model.parameters()]
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.randn(2, 8)
+
+    def expected():
+        hidden = x.bfloat16() @ plain[0].bfloat16().t()
+        return hidden @ plain[1].bfloat16().t()
+
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+        first = model(x)
+        assert torch.equal(first, expected())
+        assert torch.ops.amp_plugin._kept_cast_count() == 0
+        first.float().sum().backward()
+        with torch.no_grad():
+            for p, q in zip(model.parameters(), plain, strict=True):
+                # by a kernel that no hook of an optimizer announces
+                p.to_local().numpy()[:] *= 2
+                q.mul_(2)
+        for layer in model:
+            layer.reshard()
+        assert torch.equal(model(x), expected())
+    leave()
+
+
+@pytest.mark.dist
+def test_weights_that_fsdp2_refills_are_never_kept():
+    """A forward after an update uses the new ones."""
+    ranks = call_on_ranks(2, 90, second_forward)
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(rank.stderr for rank in ranks)

@@ -139,64 +139,6 @@ class TestTorchsDefects:
             nested(torch.autocast)
         assert nested(amp_plugin.autocast) == (torch.bfloat16, torch.float16)
 
-    def updates():
-        def in_place(p):
-            with torch.no_grad():
-                p.mul_(2)
-
-        def through_data(p):
-            p.data.mul_(2)
-
-        def clamp_data(p):
-            p.data.clamp_(-0.1, 0.1)
-
-        def swap_data(p):
-            p.data = p.data * 2
-
-        def swap_to_view(p):
-            p.data = torch.stack([p.data * 3, p.data * 2])[1]
-
-        def swap_to_fewer_rows(p):
-            p.data = p.data[:2]  # same storage, offset and strides
-
-        def swap_to_transposed(p):
-            p.data = p.data.t()
-
-        def optimizer(p, **kwargs):
-            p.grad = torch.ones_like(p)
-            torch.optim.SGD([p], lr=1.0, **kwargs).step()
-
-        def foreach(p):
-            optimizer(p, foreach=True)
-
-        def fused(p):
-            optimizer(p, fused=True)
-
-        def load(p):
-            module = torch.nn.Module()
-            module.p = p
-            module.load_state_dict({"p": p.detach() * 2})
-
-        through = [in_place, through_data, clamp_data, optimizer, foreach, fused, load]
-        return [*through, swap_data, swap_to_view, swap_to_fewer_rows, swap_to_transposed]
-
-    @pytest.mark.parametrize("update", updates(), ids=lambda u: u.__name__)
-    def test_weight_updated_inside_a_region(self, update):
-        def outputs(autocast):
-            torch.manual_seed(0)
-            w, x = torch.nn.Parameter(torch.randn(3, 3)), torch.randn(3, 3)
-            with autocast("cpu", dtype=torch.bfloat16):
-                torch.nn.functional.linear(x, w)
-                update(w)
-                after = torch.nn.functional.linear(x, w)
-            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-                return after, torch.nn.functional.linear(x, w)
-
-        stale, right = outputs(torch.autocast)
-        assert not torch.equal(stale, right), "torch has mended this"
-        ours, right = outputs(amp_plugin.autocast)
-        assert torch.equal(ours, right)
-
     def test_instance_entered_again(self):
         def reenter(autocast):
             region = autocast("cpu")
@@ -338,20 +280,6 @@ class TestWeightCache:
     @staticmethod
     def casts():
         return torch.ops.amp_plugin._kept_cast_count()
-
-    def test_weight_is_cast_once_per_region(self):
-        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
-        with amp_plugin.autocast("cpu"):
-            first, second = x @ w, x @ w
-            assert self.casts() == 1
-            assert first.grad_fn.next_functions[1][0] is second.grad_fn.next_functions[1][0]
-        assert self.casts() == 0
-
-    def test_cache_can_be_switched_off(self):
-        w, x = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
-        with amp_plugin.autocast("cpu", cache_enabled=False):
-            x @ w
-            assert self.casts() == 0
 
     @pytest.mark.parametrize("kind", ["frozen", "view", "non-leaf", "inference"])
     def test_what_is_never_kept(self, kind):

@@ -76,7 +76,17 @@ SEEN = {
     "no_grad, addmm": lambda w: torch.no_grad()(w.addmm_)(OTHER, OTHER),
     "detached, no op of the region": lambda w: w.detach().tanh_(),
     "set": lambda w: torch.no_grad()(w.set_)(OTHER.clone()),
+    "version": lambda w: torch.no_grad()(w.mul_)(2),
+    "view of other memory": lambda w: setattr(w, "data", torch.stack([OTHER, OTHER * 2])[1]),
+    "transposed memory": lambda w: setattr(w, "data", w.data.t()),
+    "loaded": lambda w: loaded(w, OTHER.clone()),
 }
+
+
+def loaded(weight, value):
+    module = torch.nn.Module()
+    module.weight = weight
+    module.load_state_dict({"weight": value})
 
 
 def in_region_without_autocast(w):
@@ -95,10 +105,10 @@ UNSEEN = {
 }
 
 
-def uses_new_values(write) -> bool:
+def uses_new_values(write, autocast=amp_plugin.autocast) -> bool:
     torch.manual_seed(0)
     w = torch.nn.Parameter(torch.linspace(-2.2, 2.9, 9).reshape(3, 3))
-    with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+    with autocast("cpu", dtype=torch.bfloat16):
         old = X @ w
         write(w)
         new = X @ w
@@ -109,6 +119,18 @@ def uses_new_values(write) -> bool:
 @pytest.mark.parametrize("name", SEEN)
 def test_seen(name):
     assert uses_new_values(SEEN[name])
+
+
+def test_fewer_rows_of_the_same_memory_are_seen():
+    w = torch.nn.Parameter(OTHER.clone())
+    with amp_plugin.autocast("cpu", dtype=torch.bfloat16):
+        assert (w @ X).shape == (3, 3)
+        w.data = w.data[:2]
+        assert (w @ X).shape == (2, 3)
+
+
+def test_torch_sees_none():
+    assert not uses_new_values(SEEN["version"], torch.autocast), "torch has mended this"
 
 
 @pytest.mark.parametrize("name", UNSEEN)

@@ -13,16 +13,6 @@ CHUNK = 32768
 SIZES = [0, 1, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def native():
-    return native_core()
-
-
-@pytest.fixture(params=["op", "reference"])
-def kernel(request):
-    return OP if request.param == "op" else reference
-
-
 def pair_of(kernel, master):
     high, low = torch.empty_like(master, dtype=torch.bfloat16), torch.empty_like(master, dtype=torch.int16)
     kernel.pack_weights_([master], [high], [low])

@@ -1,10 +1,8 @@
 // What computes on elements.
-#include "scaling_cast.cpp"
 #include "scaling_cpu.cpp"
 #include "scaling_ranks.cpp"
 #include "scaling_update.cpp"
 #include "step_adam.cpp"
-#include "step_last_block.cpp"
 #include "step_rows.cpp"
 #include "step_sgd.cpp"
 #include "weight_storage.cpp"

@@ -1,7 +1,6 @@
 // What the dispatcher calls, and what launches CUDA kernels.
 #include "autocast_kernel.cpp"
 #include "cast_log.cpp"
-#include "cpu_ops.cpp"
 #include "cuda_device.cpp"
 #include "cuda_driver.cpp"
 #include "cuda_gradients.cpp"
@@ -11,7 +10,5 @@
 #include "cuda_steps.cpp"
 #include "cuda_table.cpp"
 #include "install.cpp"
-#include "list_kernel.cpp"
-#include "may_keep.cpp"
 #include "region.cpp"
 #include "region_casts.cpp"

@@ -8,7 +8,6 @@
 #include <array>
 
 #include "cast_log.h"
-#include "may_keep.h"
 #include "region_casts.h"
 #include "torch_autocast.h"
 

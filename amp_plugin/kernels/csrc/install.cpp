@@ -1,11 +1,16 @@
-// Registers the autocast kernels with the dispatcher, and takes them back.
+// Registers the autocast kernels with the dispatcher, and takes them back; registers the ops of the CPU.
+#include <ATen/core/IListRef.h>
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/ops/cat_ops.h>
+#include <ATen/ops/stack_ops.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <map>
 #include <mutex>
 
 #include "autocast_kernel.h"
-#include "list_kernel.h"
+#include "cpu_ops.h"
 #include "region_casts.h"
 
 namespace amp_plugin {
@@ -45,6 +50,69 @@ class WatchKernel final : public c10::OperatorKernel {
   const DispatchKey key_;
   std::vector<size_t> written_;  // arguments, counted from the end of the stack
 };
+
+// Kernels of ops on tensor lists: boxing a list copies it, which cat and stack are too quick for.
+// Op is at::_ops::cat or at::_ops::stack, List its list of tensors.
+template <typename Op, typename List>
+class ListKernel final : public c10::OperatorKernel {
+ public:
+  explicit ListKernel(AutocastKernel kernel) : kernel_(std::move(kernel)) {}
+
+  at::Tensor operator()(c10::DispatchKeySet keys, List tensors, int64_t dim) {
+    const OpFacts& facts = kernel_.facts();
+    const Plan plan = plan_for(facts.device);
+    const auto rule = plan.course == Course::kFollowRules
+        ? static_cast<Rule>(kernel_.entry(plan.rules) & 0xff)
+        : Rule::kNone;
+    if (rule == Rule::kPromote && has_one_dtype(tensors, facts.device)) {
+      const c10::impl::ExcludeDispatchKeyGuard below_autocast(facts.key);
+      return Op::call(tensors, dim);
+    }
+    return boxed(keys, tensors, dim);
+  }
+
+ private:
+  // Then promotion has nothing to cast.
+  static bool has_one_dtype(const List& tensors, c10::DeviceType device) {
+    auto first = c10::ScalarType::Undefined;
+    for (const at::Tensor& tensor : tensors) {
+      if (!is_eligible(tensor, device)) continue;
+      if (first != c10::ScalarType::Undefined && first != tensor.scalar_type()) return false;
+      first = tensor.scalar_type();
+    }
+    return true;
+  }
+
+  at::Tensor boxed(c10::DispatchKeySet keys, const List& tensors, int64_t dim) const {
+    c10::List<at::Tensor> list;
+    list.reserve(tensors.size());
+    for (const at::Tensor& tensor : tensors) list.push_back(tensor);
+    torch::jit::Stack stack{std::move(list), dim};
+    kernel_(kernel_.facts().op, keys, &stack);
+    return std::move(stack.back()).toTensor();
+  }
+
+  const AutocastKernel kernel_;
+};
+
+template <typename Op, typename List>
+c10::KernelFunction unboxed(AutocastKernel kernel) {
+  using Kernel = ListKernel<Op, List>;
+  return c10::KernelFunction::makeFromUnboxedFunctor<false, Kernel>(
+      std::make_unique<Kernel>(std::move(kernel)));
+}
+
+// The dispatcher's form of a kernel: unboxed for the ops above, boxed for all others.
+c10::KernelFunction kernel_for(AutocastKernel kernel) {
+  const auto& name = kernel.facts().op.operator_name();
+  if (name.overload_name.empty() && name.name == "aten::cat") {
+    return unboxed<at::_ops::cat, const at::ITensorListRef&>(std::move(kernel));
+  }
+  if (name.overload_name.empty() && name.name == "aten::stack") {
+    return unboxed<at::_ops::stack, at::TensorList>(std::move(kernel));
+  }
+  return c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<AutocastKernel>(std::move(kernel)));
+}
 
 // Dispatcher warns that a kernel is overridden; here that is the purpose.
 class NoWarnings final : public c10::WarningHandler {
@@ -159,6 +227,22 @@ TORCH_LIBRARY_FRAGMENT(amp_plugin, library) {
   library.def("_uninstall() -> ()", uninstall);
   library.def("_installed(str device) -> str[]", installed);
   library.def("_kept_cast_count() -> int", kept_cast_count);
+}
+
+TORCH_LIBRARY_IMPL(amp_plugin, CPU, m) {
+  m.impl("norm_check", norm_check);
+  m.impl("unscale_", unscale_);
+  m.impl("multiply_", multiply_);
+  m.impl("cast", cast);
+  m.impl("clip_factor", clip_factor);
+  m.impl("update_scale_", update_scale_);
+  m.impl("pack_measurements_", pack_measurements_);
+  m.impl("unpack_measurements", unpack_measurements);
+  m.impl("adam_", adam_);
+  m.impl("sgd_", sgd_);
+  m.impl("pack_weights_", pack_weights_);
+  m.impl("unpack_weights_", unpack_weights_);
+  m.impl("round_weights_", round_weights_);
 }
 
 }  // namespace amp_plugin

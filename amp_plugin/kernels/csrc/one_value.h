@@ -1,7 +1,8 @@
-// A device-side number, read on the host: factors, scales, flags.
+// Numbers as tensors on the CPU: factors, scales, norms, flags.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 namespace amp_plugin {
 
@@ -15,6 +16,12 @@ inline double one_value(const at::Tensor& number, const char* name) {
       number.scalar_type() == at::kDouble, "amp_plugin: ", name, " must be float32 or float64; got ",
       number.scalar_type(), ".");
   return *number.const_data_ptr<double>();
+}
+
+inline at::Tensor tensor_of(double value) {
+  at::Tensor result = at::empty({}, at::kFloat);
+  *result.mutable_data_ptr<float>() = static_cast<float>(value);
+  return result;
 }
 
 }  // namespace amp_plugin

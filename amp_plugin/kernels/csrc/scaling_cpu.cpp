@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -35,6 +34,10 @@ struct Chunk {
 struct Result {
   double power = 0.0;
   std::vector<uint8_t> flags;
+
+  double found() const {
+    return std::any_of(flags.begin(), flags.end(), [](uint8_t flag) { return flag != 0; }) ? 1.0 : 0.0;
+  }
 };
 
 Norm norm_of(double p) {
@@ -61,9 +64,8 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
     Partial partial = run_chunk<T, Norm::none, write>(values, count, static_cast<Wide<T>>(factor));
     partial.power = power;
     return partial;
-  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {  // too rare for a loop of
-                                                                                  // theirs
-    const double power = run_chunk<T, norm, false>(values, count, static_cast<Wide<T>>(factor)).power;
+  } else if constexpr (write && (norm == Norm::one || norm == Norm::infinity)) {  // too rare for a loop
+    const double power = chunk_of_reals<T, norm, false>(data, count, factor, p).power;
     Partial partial = run_chunk<T, Norm::none, true>(values, count, static_cast<Wide<T>>(factor));
     partial.power = power;
     return partial;
@@ -74,6 +76,8 @@ Partial chunk_of_reals(void* data, int64_t count, double factor, double p) {
         // After a write the data are multiplied already: undo that in the power.
         partial.power = sum_of_squares(values, count) / (write ? factor * factor : 1.0);
       }
+    } else if constexpr (norm == Norm::one) {
+      if (partial.flags == 0 && !std::isfinite(partial.power)) partial.power = any_power(values, count, p);
     }
     return partial;
   }
@@ -227,12 +231,6 @@ Result run_all(const std::vector<c10::TensorImpl*>& tensors, Norm norm, double f
   return result;
 }
 
-at::Tensor scalar(double value) {
-  at::Tensor result = at::empty({}, at::kFloat);
-  *result.mutable_data_ptr<float>() = static_cast<float>(value);
-  return result;
-}
-
 Measured measured(const Result& result, double factor, double p) {
   double norm = result.power;
   if (!takes_extreme(p) && p != 0.0) {
@@ -243,9 +241,7 @@ Measured measured(const Result& result, double factor, double p) {
   }
   at::Tensor flags = at::empty({static_cast<int64_t>(result.flags.size())}, at::kByte);
   std::copy(result.flags.begin(), result.flags.end(), flags.mutable_data_ptr<uint8_t>());
-  const bool found =
-      std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
-  return {scalar(norm), scalar(found ? 1.0 : 0.0), flags};
+  return {tensor_of(norm), tensor_of(result.found()), flags};
 }
 
 // What gradients are multiplied by; 1 divided by a scale is rounded to the dtype of the scale.
@@ -277,14 +273,12 @@ Measured unscale_(at::TensorList grads, const at::Tensor& inv_scale, double p, b
 at::Tensor multiply_(at::TensorList grads, const at::Tensor& factor) {
   const double value = one_value(factor, "factor");
   if (value == 1.0) {
-    return scalar(0.0);
+    return tensor_of(0.0);
   }
   const Flattened flattened(grads);
   const Result result = run_all<true>(flattened.tensors(), Norm::none, value, 2.0);
   flattened.write_back(grads);
-  const bool found =
-      std::any_of(result.flags.begin(), result.flags.end(), [](uint8_t flag) { return flag != 0; });
-  return scalar(found ? 1.0 : 0.0);
+  return tensor_of(result.found());
 }
 
 }  // namespace amp_plugin

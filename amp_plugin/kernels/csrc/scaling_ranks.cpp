@@ -1,7 +1,6 @@
 // pack_measurements_ and unpack_measurements on the CPU, a few scalars; see kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -29,12 +28,6 @@ double neutral(double p) { return p < 0 && std::isinf(p) ? p : 0.0; }
 double join(double a, double b, double p) {
   if (!std::isinf(p)) return a + b;
   return b > a || std::isnan(b) ? b : a;  // nan wins
-}
-
-at::Tensor scalar_of(double value) {
-  at::Tensor result = at::empty({}, at::kFloat);
-  *result.mutable_data_ptr<float>() = static_cast<float>(value);
-  return result;
 }
 
 }  // namespace
@@ -69,7 +62,7 @@ std::tuple<at::Tensor, at::Tensor> unpack_measurements(at::TensorList packed, do
     found = value[count];
   }
   const double norm = has_no_power(p) ? (p < 0 ? -total : total) : raised(total, 1.0 / p);
-  return {scalar_of(norm), scalar_of(found > 0.0 ? 1.0 : 0.0)};
+  return {tensor_of(norm), tensor_of(found > 0.0 ? 1.0 : 0.0)};
 }
 
 }  // namespace amp_plugin

@@ -1,7 +1,6 @@
 // update_scale_ and clip_factor on the CPU: a few scalars; the rules are told in kernels/reference.py.
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,6 +8,7 @@
 #include <optional>
 
 #include "cpu_ops.h"
+#include "one_value.h"
 #include "versions.h"
 
 namespace amp_plugin {
@@ -58,9 +58,7 @@ at::Tensor clip_factor(
   const float value = *norm.const_data_ptr<float>();
   const bool skipped = found_inf ? *found_inf->const_data_ptr<float>() > 0 : !std::isfinite(value);
   const float factor = skipped ? 1.0F : std::min(1.0F, static_cast<float>(max_norm) / (value + 1e-6F));
-  at::Tensor result = at::empty({}, at::kFloat);
-  *result.mutable_data_ptr<float>() = scale ? *scale->const_data_ptr<float>() / factor : factor;
-  return result;
+  return tensor_of(scale ? *scale->const_data_ptr<float>() / factor : factor);
 }
 
 }  // namespace amp_plugin

@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "cpu_ops.h"
+#include "cuda_layout.h"
 #include "one_value.h"
 #include "step_run.h"
 #include "versions.h"
@@ -11,15 +12,7 @@
 namespace amp_plugin {
 namespace {
 
-struct AdamOptions {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  bool decoupled;
-  bool maximize;
-};
+using cuda::AdamOptions;
 
 // What one step of a parameter does to an element; float32 numbers, worked out in float64.
 template <bool amsgrad>
@@ -109,7 +102,8 @@ void adam_(
       " exp_avg_sqs and ", steps.size(), " steps; give one for each parameter.");
   if (found_inf && one_value(*found_inf, "found_inf") > 0) return divide_gradients(rows, divisor);
   if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
-  const AdamOptions options{lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize};
+  const AdamOptions options{
+      lr, beta1, beta2, eps, weight_decay, decoupled_weight_decay, maximize, !max_exp_avg_sqs.empty(), 0};
   if (max_exp_avg_sqs.empty()) {
     run_rows(rows.rows(), divisor, rules_of<false>(steps, options));
   } else {

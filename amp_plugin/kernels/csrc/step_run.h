@@ -3,7 +3,6 @@
 
 #include <vector>
 
-#include "step_last_block.h"
 #include "step_rows.h"
 #include "step_states.h"
 #include "step_weights.h"

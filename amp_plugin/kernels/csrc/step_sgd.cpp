@@ -3,21 +3,14 @@
 #include <optional>
 
 #include "cpu_ops.h"
+#include "cuda_layout.h"
 #include "one_value.h"
 #include "step_run.h"
 
 namespace amp_plugin {
 namespace {
 
-struct SgdOptions {
-  double lr;
-  double momentum;
-  double dampening;
-  double weight_decay;
-  bool nesterov;
-  bool maximize;
-  bool first_step;
-};
+using cuda::SgdOptions;
 
 // What one step does to an element; float32 numbers, worked out in float64.
 template <bool has_momentum>
@@ -66,7 +59,7 @@ void sgd_(
       " params; give one for each parameter.");
   if (found_inf && one_value(*found_inf, "found_inf") > 0) return divide_gradients(rows, divisor);
   if (lr_tensor) lr = one_value(*lr_tensor, "lr_tensor");
-  const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step};
+  const SgdOptions options{lr, momentum, dampening, weight_decay, nesterov, maximize, first_step, 0};
   if (momentum == 0) {
     run_rows(rows.rows(), divisor, std::vector(params.size(), SgdRule<false>(options)));
   } else {

@@ -1,7 +1,10 @@
-// pack_weights_, unpack_weights_ and round_weights_ on the CPU: many tensors, one pass over all of them.
+// cast, pack_weights_, unpack_weights_ and round_weights_ on the CPU: many tensors, one pass over all of
+// them.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/util/FunctionRef.h>
 
@@ -18,7 +21,7 @@
 namespace amp_plugin {
 namespace {
 
-constexpr int64_t kWeightChunk = 32768;  // elements; a multiple of kDraws
+constexpr int64_t kPiece = 32768;  // elements; a multiple of kDraws
 
 // Elements [begin, end) of the tensors with this number.
 struct Piece {
@@ -82,13 +85,13 @@ void for_each_piece(const std::vector<at::Tensor>& tensors, c10::function_ref<vo
   int64_t total = 0;
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t numel = tensors[i].numel();
-    for (int64_t begin = 0; begin < numel; begin += kWeightChunk) {
-      pieces.push_back({i, begin, std::min(numel, begin + kWeightChunk)});
+    for (int64_t begin = 0; begin < numel; begin += kPiece) {
+      pieces.push_back({i, begin, std::min(numel, begin + kPiece)});
     }
     total += numel;
   }
   const auto count = static_cast<int64_t>(pieces.size());
-  const int64_t grain = std::max<int64_t>(1, count * 2 * kWeightChunk / std::max<int64_t>(1, total));
+  const int64_t grain = std::max<int64_t>(1, count * 2 * kPiece / std::max<int64_t>(1, total));
   at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       run(pieces[i]);
@@ -96,7 +99,51 @@ void for_each_piece(const std::vector<at::Tensor>& tensors, c10::function_ref<vo
   });
 }
 
+using Copy = void (*)(const void* src, void* out, int64_t begin, int64_t count);
+
+template <typename From, typename To>
+void copy(const void* src, void* out, int64_t begin, int64_t count) {
+  at::vec::convert(static_cast<const From*>(src) + begin, static_cast<To*>(out) + begin, count);
+}
+
+// The casts of mixed precision; anything else goes through Tensor::copy_.
+Copy copy_for(at::ScalarType from, at::ScalarType to) {
+  if (from == at::kFloat && to == at::kHalf) return copy<float, at::Half>;
+  if (from == at::kFloat && to == at::kBFloat16) return copy<float, at::BFloat16>;
+  if (from == at::kHalf && to == at::kFloat) return copy<at::Half, float>;
+  if (from == at::kBFloat16 && to == at::kFloat) return copy<at::BFloat16, float>;
+  return nullptr;
+}
+
+bool casts_in_order(const at::Tensor& one, const at::Tensor& other) {
+  return one.layout() == at::kStrided && other.layout() == at::kStrided && one.sizes() == other.sizes() &&
+      one.strides() == other.strides() && one.is_non_overlapping_and_dense();
+}
+
 }  // namespace
+
+void cast(at::TensorList src, at::TensorList out) {
+  TORCH_CHECK_VALUE(
+      src.size() == out.size(), "cast: ", src.size(), " tensors to copy and ", out.size(),
+      " to write; give one output for each input.");
+  std::vector<at::Tensor> from, to;
+  std::vector<Copy> copies;
+  for (size_t i = 0; i < src.size(); ++i) {
+    const Copy run = copy_for(src[i].scalar_type(), out[i].scalar_type());
+    if (run == nullptr || !casts_in_order(src[i], out[i])) {
+      out[i].copy_(src[i]);
+      continue;
+    }
+    from.push_back(src[i]);
+    to.push_back(out[i]);
+    copies.push_back(run);
+  }
+  for_each_piece(from, [&](const Piece& piece) {
+    const size_t i = piece.tensor;
+    copies[i](from[i].const_data_ptr(), to[i].mutable_data_ptr(), piece.begin, piece.end - piece.begin);
+  });
+  increment_versions(to);
+}
 
 void pack_weights_(at::TensorList masters, at::TensorList high, at::TensorList low) {
   check_count("pack_weights_", masters.size(), high.size(), "high halves");

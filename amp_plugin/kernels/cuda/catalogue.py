@@ -9,7 +9,7 @@ from typing import Final
 
 SOURCES: Final = Path(__file__).parent
 LAYOUT: Final = SOURCES.parent / "csrc" / "cuda_layout.h"  # what C++ and kernels share
-NORMS: Final = ("Squares", "Maximum", "Power")  # the structs of norms.cuh, in the order of cuda_kernels.h
+NORMS: Final = ("Squares", "Maximum", "Power")  # the structs of norms.cuh, in the order of cuda_device.h
 _OF_EACH_NORM: Final = ("norm_check", "unscale")
 
 

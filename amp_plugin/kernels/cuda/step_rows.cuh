@@ -222,7 +222,19 @@ struct BFloat16States {
   }
 };
 
-// Apply `rule(param, grad, states)` to groups of kCount elements of [begin, end), with divided gradients.
+// Apply `rule(param, grad, states)` to an element of a group.
+template <u32 kStates, int kCount, typename Rule>
+__device__ inline void step_lane(
+    Lanes<kCount>& param, const Lanes<kCount>& grad, Lanes<kCount>* states, int i, const Rule& rule) {
+  float values[kStates + 1];
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
+  param.lane[i] = rule(param.lane[i], grad.lane[i], values);
+#pragma unroll
+  for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
+}
+
+// Apply it to groups of kCount elements of [begin, end), with divided gradients.
 template <int kCount, typename States, u32 kStates, typename Rule>
 __device__ void step_range(
     const Parameter& parameter, u64 begin, u64 end, const Divisor& divisor, const Rule& rule, u32 seed) {
@@ -234,14 +246,7 @@ __device__ void step_range(
     for (u32 k = 0; k < kStates; ++k) states[k] = States::template load<kCount>(parameter.states[k], at);
     divide_grad<kCount>(parameter, at, divisor, grad);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      float values[kStates + 1];
-#pragma unroll
-      for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
-      param.lane[i] = rule(param.lane[i], grad.lane[i], values);
-#pragma unroll
-      for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
-    }
+    for (int i = 0; i < kCount; ++i) step_lane<kStates>(param, grad, states, i, rule);
 #pragma unroll
     for (u32 k = 0; k < kStates; ++k)
       States::template store<kCount>(parameter.states[k], at, states[k], k, seed);
@@ -361,12 +366,7 @@ __device__ void step_codes(
         grad.lane[i] = one.lane[0];
         param.lane[i] = load_param<1>(parameter, at + i).lane[0];
       }
-      float values[kStates + 1];
-#pragma unroll
-      for (u32 k = 0; k < kStates; ++k) values[k] = states[k].lane[i];
-      param.lane[i] = rule(param.lane[i], grad.lane[i], values);
-#pragma unroll
-      for (u32 k = 0; k < kStates; ++k) states[k].lane[i] = values[k];
+      step_lane<kStates>(param, grad, states, i, rule);
       if (!whole) store_param<1>(parameter, at + i, Lanes<1>{{param.lane[i]}});
     }
     if (whole) store_param<kGroup>(parameter, at, param);

@@ -1,5 +1,4 @@
 // The Python extension: the way in and out of a region, and what steps read of Python's lists.
-#include "../may_keep.h"
 #include "../region.h"
 #include "../region_casts.h"
 #include "tensors.h"

@@ -66,7 +66,7 @@ const at::Tensor& tensor_in(PyObject* holder, py::handle name) {
   if (value == nullptr || value == Py_None)
     throw Obstacle{"has no " + name.cast<std::string>() + " yet, which torch's own step makes"};
   if (!python::is_tensor(value))
-    throw Obstacle{"has a state " + name.cast<std::string>() + " that is no tensor"};
+    throw Obstacle{"has a state " + name.cast<std::string>() + " that is not a tensor"};
   return THPVariable_Unpack(value);
 }
 

@@ -1,0 +1,60 @@
+"""Who runs the ops that tests of kernels call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from amp_plugin.kernels import ops, reference  # noqa: F401 - defines torch.ops.amp_plugin
+from amp_plugin.kernels.build import native_core
+from amp_plugin.kernels.cuda.register import cuda_core
+from tests.host_device import host_device
+
+OP = torch.ops.amp_plugin
+ON = [
+    "op",
+    "reference",
+    *(pytest.param(order, marks=pytest.mark.gpu) for order in ("ascending", "descending")),
+]
+
+
+@dataclass
+class Kernels:
+    device: torch.device
+    ops: object
+    name: str
+
+    def chunk(self, dtype: torch.dtype) -> int:
+        """Elements that a thread or a block works on at a time: kGranuleBytes on a GPU."""
+        return 4096 // dtype.itemsize if self.device.type == "cuda" else 32768
+
+    def sizes(self, dtype: torch.dtype) -> tuple[int, ...]:
+        chunk = self.chunk(dtype)
+        return (0, 1, 15, 16, 17, chunk - 1, chunk, chunk + 1)
+
+
+@pytest.fixture(scope="module", params=ON)
+def on(request):
+    """The CPU's kernels, the plain ones, and those on a GPU, or emulated with threads and blocks in either order."""
+    if request.param in {"op", "reference"}:
+        native_core()
+        yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, request.param)
+        return
+    if host_device.LOADED:
+        torch.ops.host_device.descending(request.param == "descending")
+    elif request.param == "descending":
+        pytest.skip("a GPU chooses the order itself")
+    core = cuda_core(0)
+    assert core.loaded, core.reason
+    yield Kernels(torch.device("cuda", 0), OP, request.param)
+    if host_device.LOADED:
+        torch.ops.host_device.descending(False)
+
+
+@pytest.fixture(params=["op", "reference"])
+def kernel(request):
+    """The registered kernels of the CPU, native ones if there are, and the plain ones."""
+    native_core()
+    return OP if request.param == "op" else reference
