@@ -33,16 +33,7 @@ class Program:
 
 
 def program_named(name: str, *, as_module: bool, command: str) -> Program:
-    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder.
-
-    Args:
-        name: the file's path, or the module's name with dots.
-        as_module: whether ``-m`` was given.
-        command: of amp-plugin, to show how it takes a module.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder."""
     if not as_module and Path(name).is_file():
         return Program(name=name, file=Path(name))
     place = _place_of(name)
@@ -95,12 +86,6 @@ def run_program(
 
     While it runs, ``torch.autocast`` blocks follow the rules that the environment names, or this package's
     default rules, which equal torch's. An error of the script is printed as Python prints it.
-
-    Args:
-        program: a file or a module.
-        arguments: its arguments.
-        around: entered before the script, left after it.
-        expected: errors that need no printing; the exit code is 1 all the same.
     """
     code, failed, argv, path = 0, False, sys.argv, list(sys.path)
     folder = program.file.resolve().parent if program.module is None else Path.cwd()

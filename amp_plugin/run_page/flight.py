@@ -143,12 +143,7 @@ class FlightRecorder:
             call.follow(output)
 
     def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
-        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that.
-
-        Args:
-            step: What has just been.
-            is_wrong: Whether its loss was not finite, or its gradients though it was taken.
-        """
+        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that."""
         self._end_watch()
         alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
         is_worth_it = (alone and is_wrong and not self._was_wrong) or self._is_worth_it(step)

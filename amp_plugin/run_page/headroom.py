@@ -113,11 +113,7 @@ class Headroom:
             self.columns = [*(_joined(*pair) for pair in pairs), *odd]
 
     def bits(self, limits: Mapping[str, float]) -> Tensor:
-        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed.
-
-        Args:
-            limits: The largest number that each module's dtype can hold.
-        """
+        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed."""
         if not self.columns:
             return torch.empty(len(self.modules), 0)
         largest = torch.stack([column.largest for column in self.columns], dim=1)

@@ -79,11 +79,7 @@ class Facts:
 
 
 def require_libraries() -> None:
-    """Raise if the packages that draw the page are missing.
-
-    Raises:
-        ImportError: One of them is.
-    """
+    """Raise if the packages that draw the page are missing."""
     try:
         import altair  # noqa: F401, PLC0415, ICN001 - optional
         import jinja2  # noqa: F401, PLC0415 - optional

@@ -99,13 +99,6 @@ class ReferenceGradients:
         """Compare the gradients of a batch with the reference's.
 
         A loss scale is divided out: the power of two by which the gradients are larger.
-
-        Args:
-            batch: its number, from 0.
-            gradients: by the names of the reference's.
-
-        Raises:
-            ValueError: the batch gave other parameters a gradient.
         """
         reference = self._batches[batch]
         if reference.keys() != gradients.keys():
@@ -195,11 +188,7 @@ class Trials:
         self.batches = len(self._reference)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return what a rule set costs on the first batches (all by default).
-
-        Raises:
-            RuntimeError: the program does not run with it.
-        """
+        """Return what a rule set costs on the first batches (all by default)."""
         errors: list[GradientError] = []
 
         def compare(gradients: Gradients, _: float) -> None:

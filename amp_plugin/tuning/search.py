@@ -208,13 +208,6 @@ class Search:
 
         ``diagnose`` names the op that makes the first number which is not finite; it gets the rule fp32, and
         the next one is looked for. Rules that turn out not to be needed are dropped one by one.
-
-        Args:
-            workload: what fails.
-            ops: all ops it uses, tried where ``diagnose`` names none.
-
-        Raises:
-            RuntimeError: the gradients are not finite with any set.
         """
         used = list(ops)
         chosen: Changes = ()

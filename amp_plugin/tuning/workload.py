@@ -158,11 +158,7 @@ class Script:
         self.batches, self.model = batches, None
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the program until its first backward passes are done; its output is dropped.
-
-        Raises:
-            RuntimeError: it ended before, by itself or by an error.
-        """
+        """Run the program until its first backward passes are done; its output is dropped."""
         count = 0
 
         def counted(gradients: Gradients, seconds: float) -> None:
@@ -290,13 +286,6 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
     """Run a workload's first batch and return the ops it calls in forward passes, most frequent first.
 
     An op that another op calls is not listed: autocast looks at the outermost.
-
-    Args:
-        workload: what runs.
-        rules: which it runs by.
-
-    Returns:
-        Names without overload, ``"aten::layer_norm"``, of ops that make new floating-point tensors.
     """
     profiled = profile()
     with rules_on_trial(rules):
