@@ -19,17 +19,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What is to run as the main program.
+    """What is to run as the main program."""
 
-    Attributes:
-        name: as the user wrote it.
-        file: of a package its ``__main__.py``.
-        module: its module's name; None if a file was named.
-    """
-
-    name: str
-    file: Path
-    module: str | None = None
+    name: str  # as the user wrote it
+    file: Path  # of a package its __main__.py
+    module: str | None = None  # None if a file was named
 
 
 def program_named(name: str, *, as_module: bool, command: str) -> Program:
@@ -64,15 +58,10 @@ def _place_of(module: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramRun:
-    """A program that has run.
-
-    Attributes:
-        code: its exit code.
-        failed: whether it ended in an error, which has been printed.
-    """
+    """A program that has run."""
 
     code: int
-    failed: bool
+    failed: bool  # in an error, which has been printed
 
 
 def run_program(

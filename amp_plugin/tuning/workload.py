@@ -58,17 +58,7 @@ class Workload(Protocol):
 
 
 class Steps:
-    """A step function on batches.
-
-    Args:
-        step: runs forward and backward on a batch, in an autocast region without rules of its own; it leaves
-            the optimizer out.
-        model: whose gradients are compared.
-        batches: what ``step`` takes.
-
-    Raises:
-        ValueError: there is no batch, or no parameter wants a gradient.
-    """
+    """A step function on batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
         self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
@@ -143,11 +133,6 @@ class Script:
 
     It starts again for each set of rules, with the same seeds, in a copy of the present folder, and is ended
     after the last batch. Optimizers step, but their weights are put back, so that all batches see the same.
-
-    Args:
-        program: a file or a module.
-        arguments: its arguments.
-        batches: backward passes to run.
     """
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:

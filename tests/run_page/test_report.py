@@ -266,7 +266,7 @@ def test_long_runs_stay_small(tmp_path, monkeypatch):
 
 def test_neighbours_become_one_point():
     points = [history.Point(i, 0, 8.0 - i, 1.0 + i, None, float(i)) for i in range(3)]
-    first, second = history._halved(points)
+    first, second = history.halved(points, history._joined)
     assert first == history.Point(0, 0, 7.0, 2.0, None, 0.5)
     assert second == points[2]
 
