@@ -101,11 +101,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _from_adapter(name: str) -> Any:
-    """Load a name of an adapter.
-
-    Raises:
-        ImportError: its framework is not installed.
-    """
+    """Load a name of an adapter."""
     framework = _ADAPTERS[name]
     try:
         return getattr(importlib.import_module(f"amp_plugin.adapters.{framework}"), name)

@@ -75,12 +75,7 @@ def warn_user(text: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warned_at_user(make: Callable[..., Made], *args: Any) -> Made:
-    """Call something of torch's, and show what it warns of at the user's line.
-
-    Args:
-        make: what to call.
-        *args: its arguments.
-    """
+    """Call something of torch's, and show what it warns of at the user's line."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = make(*args)

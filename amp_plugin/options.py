@@ -346,25 +346,14 @@ KNOWN_VARIABLES: Final = (
 
 
 def read_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return name -> value of the package's variables, misspelt ones included.
-
-    Args:
-        environment: usually ``os.environ``.
-    """
+    """Return name -> value of the package's variables, misspelt ones included."""
     return {
         name: value for name, value in environment.items() if name.startswith(PREFIX) or name in _OF_OTHERS
     }
 
 
 def unknown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables ``AMP_PLUGIN_...`` that nothing reads.
-
-    Args:
-        environment: usually ``os.environ``.
-
-    Returns:
-        Name -> ``"; did you mean X?"``, or ``""`` if no known variable is near.
-    """
+    """Return the variables ``AMP_PLUGIN_...`` that nothing reads, each with a hint, or ``""``."""
     endings = [name.removeprefix(PREFIX) for name in KNOWN_VARIABLES]  # the prefix makes all names look alike
     return {
         name: did_you_mean(name.removeprefix(PREFIX), endings, written=PREFIX.__add__)
@@ -382,14 +371,6 @@ def takes(
     """Make an ``__init__`` take the options of a dataclass; it is called with those given, by name.
 
     Type checkers, editors, ``help``, ``inspect.signature`` and jsonargparse see each with type and default.
-
-    Args:
-        options: One of the dataclasses above.
-        by_position: How many options may be given without a name; None: as the dataclass says.
-        or_none: Show None as every default: an option that is not given is left to another source.
-
-    Raises:
-        TypeError: When called with an unknown name, or with too many arguments without one.
     """
     signature = _signature(options, by_position=by_position, or_none=or_none)
 
@@ -448,17 +429,7 @@ def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
 def refuse_misfits(
     owner: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Iterable[str]
 ) -> None:
-    """Raise if arguments do not fit a class.
-
-    Args:
-        owner: The class, as the user calls it.
-        signature: That of its ``__init__``, with ``self``.
-        args: Arguments given by position.
-        kwargs: Names of those given by name.
-
-    Raises:
-        TypeError: A name is unknown or given twice, or there are too many arguments without one.
-    """
+    """Raise if arguments do not fit a class."""
     params = list(signature.parameters.values())[1:]
     allowed = [param.name for param in params]
     for name in kwargs:
@@ -480,12 +451,7 @@ _WORDS: Final = {HysteresisMode, OnNonfinite, Literal["hold", "raise"]}
 
 
 def check_type(name: str, value: object, wanted: Any) -> None:
-    """Raise if a switch, a number or a word of an option is something else; other types are left alone.
-
-    Raises:
-        TypeError: It is not of the type.
-        ValueError: It is not one of the words.
-    """
+    """Raise if a switch, a number or a word of an option is something else; other types are left alone."""
     accepts_none = type(None) in get_args(wanted)
     if wanted is bool:
         flag(name, value)
@@ -498,22 +464,14 @@ def check_type(name: str, value: object, wanted: Any) -> None:
 
 
 def flag(name: str, value: object) -> None:
-    """Raise if an option is neither True nor False.
-
-    Raises:
-        TypeError: It is something else, ``"yes"`` for example.
-    """
+    """Raise if an option is neither True nor False."""
     if not isinstance(value, bool):
         msg = f"{name}={value!r} is not allowed; give True or False"
         raise TypeError(msg)
 
 
 def number(name: str, value: object, *, none: bool = False) -> None:
-    """Raise unless an option is a number (or None, where that is allowed).
-
-    Raises:
-        TypeError: It is something else, a text for example.
-    """
+    """Raise unless an option is a number (or None, where that is allowed)."""
     is_number = isinstance(value, SupportsFloat) and not isinstance(value, bool)
     if not (is_number or (none and value is None)):
         msg = f"{name}={value!r} is not allowed; give a number{' or None' if none else ''}"

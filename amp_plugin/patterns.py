@@ -52,16 +52,7 @@ def found_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 def require_matches(
     models: Sequence[nn.Module], patterns: Iterable[str], option: str = "fp32_modules"
 ) -> None:
-    """Raise unless each pattern matches a submodule of one of the models.
-
-    Args:
-        models: The models that are trained together.
-        patterns: As for :func:`matched_modules`.
-        option: What gave them, for the error.
-
-    Raises:
-        ValueError: A pattern matches nothing; the text names the nearest.
-    """
+    """Raise unless each pattern matches a submodule of one of the models."""
     patterns = list(patterns)
     found = {pattern for model in models for pattern in found_patterns(model, patterns)}
     missing = next((pattern for pattern in patterns if pattern not in found), None)

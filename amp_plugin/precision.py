@@ -74,17 +74,7 @@ def known_precision(given: object) -> PrecisionName | None:
 def checked_precision(
     option: str, given: object, source: str = "", *, weights_in: str = "weights={!r}"
 ) -> PrecisionName:
-    """Return our name of a precision, from a name of anybody's.
-
-    Args:
-        option: the option it was given for.
-        given: a name, a torch.dtype, or 16 and 32.
-        source: what set the option, for the error; left out where it is plain.
-        weights_in: how the option that stores weights in 16 bits is written there.
-
-    Raises:
-        ValueError: it is not a precision of ours; the text says what to use.
-    """
+    """Return our name of a precision, from a name of anybody's."""
     known = known_precision(given)
     if known is not None:
         return known
@@ -110,14 +100,7 @@ def checked_precision(
 
 
 def checked_training_precision(given: object) -> TrainingPrecision:
-    """Return our name of a precision to train in.
-
-    Args:
-        given: what :func:`checked_precision` takes, ``"fp8"``, or a name that says how weights are stored.
-
-    Raises:
-        ValueError: it is not a precision of ours; the text says what to use.
-    """
+    """Return our name of a precision to train in."""
     if str(given) in {"fp8", "transformer-engine", "float8"}:
         return "fp8"
     return checked_precision("precision", WEIGHTS_IN_16_BITS.get(str(given), given))
@@ -141,16 +124,7 @@ def weights_meant(precision: object, weights: WeightsName) -> WeightsName:
 
 
 def checked_dtype(option: str, given: Any, allowed: Sequence[str] = get_args(PrecisionName)) -> Any:
-    """Return the name of a dtype, also of a torch.dtype.
-
-    Args:
-        option: The option it was given for.
-        given: A name or a dtype.
-        allowed: The names that the option takes.
-
-    Raises:
-        ValueError: It is none of those; the text names the nearest.
-    """
+    """Return the name of a dtype, also of a torch.dtype."""
     name = known_precision(given) if isinstance(given, torch.dtype) else given
     if name in allowed:
         return name
@@ -163,20 +137,12 @@ def checked_dtype(option: str, given: Any, allowed: Sequence[str] = get_args(Pre
 
 
 def checked_reduce(given: Any) -> ReduceName:
-    """Return the dtype that gradients are to be reduced in.
-
-    Raises:
-        ValueError: It is none of the two.
-    """
+    """Return the dtype that gradients are to be reduced in."""
     return checked_dtype("reduce", given, get_args(ReduceName))  # type: ignore[no-any-return]
 
 
 def checked_state(given: Any) -> StateName:
-    """Return how optimizers' moments are to be kept.
-
-    Raises:
-        ValueError: It is none of the ways.
-    """
+    """Return how optimizers' moments are to be kept."""
     if given in get_args(StateName):
         return given  # type: ignore[no-any-return]
     allowed = ", ".join(map(repr, get_args(StateName)))
@@ -189,11 +155,7 @@ def _allowed() -> str:
 
 
 def checked_weights(given: Any) -> WeightsName:
-    """Return how weights are to be stored.
-
-    Raises:
-        ValueError: It is none of the ways.
-    """
+    """Return how weights are to be stored."""
     if given in _WEIGHTS:
         return given  # type: ignore[no-any-return]
     hint = did_you_mean(str(given), _WEIGHTS, aliases=_STORED_AS, written=lambda near: f"weights={near!r}")
@@ -202,16 +164,7 @@ def checked_weights(given: Any) -> WeightsName:
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:
-    """Raise if a model would compute in another dtype than its weights are stored in.
-
-    Args:
-        weights: How weights are stored.
-        precision: ``"fp16"``, ``"bf16"``, or another word for no mixed precision.
-        named: The option that gives it.
-
-    Raises:
-        ValueError: It would.
-    """
+    """Raise if a model would compute in another dtype than its weights are stored in."""
     wanted = weights.partition("-")[0]
     if weights == "fp32" or wanted == precision:
         return
@@ -249,13 +202,7 @@ def processor_facts() -> tuple[str, set[str]]:
 
 
 def is_fast(precision: str, device_type: str, index: int = 0) -> bool | None:
-    """Return whether a device has arithmetic of a precision; None if that is not known.
-
-    Args:
-        precision: ``"fp16"`` or ``"bf16"``.
-        device_type: ``"cpu"`` or ``"cuda"``; of others nothing is known.
-        index: which GPU.
-    """
+    """Return whether a device has arithmetic of a precision; None if that is not known."""
     if device_type == "cpu":
         flags = processor_facts()[1]
         return (

@@ -19,30 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
-    """What is to run as the main program.
+    """What is to run as the main program."""
 
-    Attributes:
-        name: as the user wrote it.
-        file: of a package its ``__main__.py``.
-        module: its module's name; None if a file was named.
-    """
-
-    name: str
-    file: Path
-    module: str | None = None
+    name: str  # as the user wrote it
+    file: Path  # of a package its __main__.py
+    module: str | None = None  # None if a file was named
 
 
 def program_named(name: str, *, as_module: bool, command: str) -> Program:
-    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder.
-
-    Args:
-        name: the file's path, or the module's name with dots.
-        as_module: whether ``-m`` was given.
-        command: of amp-plugin, to show how it takes a module.
-
-    Raises:
-        ValueError: there is none of this name.
-    """
+    """Return a Python file, or a module or package as ``python -m`` finds it from the present folder."""
     if not as_module and Path(name).is_file():
         return Program(name=name, file=Path(name))
     place = _place_of(name)
@@ -73,15 +58,10 @@ def _place_of(module: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramRun:
-    """A program that has run.
-
-    Attributes:
-        code: its exit code.
-        failed: whether it ended in an error, which has been printed.
-    """
+    """A program that has run."""
 
     code: int
-    failed: bool
+    failed: bool  # in an error, which has been printed
 
 
 def run_program(
@@ -95,12 +75,6 @@ def run_program(
 
     While it runs, ``torch.autocast`` blocks follow the rules that the environment names, or this package's
     default rules, which equal torch's. An error of the script is printed as Python prints it.
-
-    Args:
-        program: a file or a module.
-        arguments: its arguments.
-        around: entered before the script, left after it.
-        expected: errors that need no printing; the exit code is 1 all the same.
     """
     code, failed, argv, path = 0, False, sys.argv, list(sys.path)
     folder = program.file.resolve().parent if program.module is None else Path.cwd()

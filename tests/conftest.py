@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(without_core)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(without_gpu)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Pass over files without a test marked ``gpu`` where those alone are asked for: imports take longer than tests."""
+    chosen = config.option.markexpr.startswith("gpu") and collection_path.suffix == ".py"
+    return True if chosen and "pytest.mark.gpu" not in collection_path.read_text() else None
 
 
 @pytest.hookimpl(tryfirst=True)

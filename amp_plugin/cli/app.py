@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import amp_plugin
-from amp_plugin.cli import export, numerics, report, rules, run, tune
+from amp_plugin.cli import export, numerics, rules, run, tune
 from amp_plugin.cli.arguments import OF_SCRIPTS, AsJson, Device, fail, word_option
 
 app = typer.Typer(
@@ -118,6 +118,6 @@ app.command(context_settings=OF_SCRIPTS)(run.casts)
 app.command(context_settings=OF_SCRIPTS)(run.run)
 app.command(context_settings=OF_SCRIPTS)(numerics.diagnose)
 app.command()(numerics.compare)
-app.command(context_settings=OF_SCRIPTS)(report.report)
+app.command(context_settings=OF_SCRIPTS)(run.report)
 app.command(context_settings=OF_SCRIPTS)(tune.tune)
 app.add_typer(rules.commands)

@@ -27,11 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and 
 
 
 def program_of(script: str, *, as_module: bool, command: str) -> Program:
-    """Return the program that a command is to run.
-
-    Raises:
-        typer.BadParameter: There is none of this name.
-    """
+    """Return the program that a command is to run."""
     try:
         return program_named(script, as_module=as_module, command=command)
     except ValueError as error:
@@ -55,14 +51,7 @@ def word_option(
     name: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> Any:
-    """Return an option whose value is one of some words.
-
-    Args:
-        allowed: The words.
-        purpose: What the option is for.
-        name: Of the option; None: the parameter's.
-        aliases: Other names of words, for the hint of the error.
-    """
+    """Return an option whose value is one of some words."""
     words = tuple(allowed)
 
     def check(given: str | None) -> str | None:
@@ -101,14 +90,6 @@ def output_of_script(*, as_json: bool) -> contextlib.AbstractContextManager[obje
 
 
 def fail(message: str, *, code: int) -> NoReturn:
-    """Print an error to standard error and end the command.
-
-    Args:
-        message: what was given, what is allowed, what to do next.
-        code: the exit code.
-
-    Raises:
-        typer.Exit: always.
-    """
+    """Print an error to standard error and end the command."""
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}", highlight=False)
     raise typer.Exit(code)

@@ -37,20 +37,7 @@ Part = dict[str, Any]
 
 
 def examine(precision: str, device_type: str) -> dict[str, Any]:
-    """Return the whole report.
-
-    Args:
-        precision: ``"fp16"``, ``"bf16"`` or ``"fp32"``: the precision to plan for.
-        device_type: ``"cpu"``, ``"cuda"``, ``"xpu"`` or ``"mps"``: the device to plan for.
-
-    Returns:
-        ``versions``, ``devices``, ``native_core``, ``cuda_kernels``, ``cache``, ``plan``, ``environment``,
-        ``unknown_variables`` and ``healthy``: False if something that this machine could use is missing, the
-        planned device is not there or an environment variable is misspelt.
-
-    Raises:
-        ValueError: an environment variable has a value that is not allowed.
-    """
+    """Return the whole report."""
     core, kernels, cache = native_core_state(), cuda_kernels_state(), cache_state()
     planned, unknown = plan(precision, device_type), unknown_variables_state()
     return {
@@ -160,16 +147,7 @@ def unknown_variables_state() -> dict[str, str]:
 
 
 def plan(precision: str, device_type: str) -> Part:
-    """Return what a run in ``precision`` on ``device_type`` does.
-
-    Returns:
-        ``autocast``: whether it is on; ``dtype``: of its casts; ``ops``: number of ops per rule;
-        ``kernels``: whose casting kernels run, ``"amp_plugin"`` or ``"torch"``, None if nothing can run;
-        ``one_pass_steps``: the optimizers whose steps are taken in one pass, or why none are;
-        ``loss_scale``: the scaler's settings, None without a scaler; ``bytes_per_parameter``: of each way to
-        store weights, with AdamW; ``problem``: why nothing can run;
-        ``advice``: what the user should know.
-    """
+    """Return what a run in ``precision`` on ``device_type`` does."""
     problem, mixed = _problem(device_type), precision != "fp32"
     rules = Counter(rule.value for rule in OpRules.default(device_type).rules.values()) if mixed else {}
     kernels = "amp_plugin" if native_core_state()["loaded"] else "torch"

@@ -73,11 +73,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _rule_sets(words: list[str], device: str | None) -> list[OpRules]:
-    """Return the rules that words stand for, all of one device: the one given, a file's, or the best here.
-
-    Raises:
-        typer.Exit: a word stands for none, or two files are for different devices.
-    """
+    """Return the rules that words stand for, all of one device: the one given, a file's, or the best here."""
     from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.cli.doctor import default_device  # noqa: PLC0415 - loads torch
 

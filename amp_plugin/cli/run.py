@@ -1,9 +1,11 @@
-"""Run a program as it is: `amp-plugin run` on amp_plugin, `amp-plugin casts` under a log of its casts."""
+"""Run a program as it is: `run` on amp_plugin, `report` with a page, `casts` under a log of its casts."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -38,6 +40,7 @@ Precision = Annotated[
         "Accelerator, precision of a Trainer or Fabric.",
     ),
 ]
+Page = Annotated[Path, typer.Option("--page", help="The page, an HTML file.")]
 
 
 def run(
@@ -71,6 +74,36 @@ def run(
     except (OSError, ValueError) as error:
         fail(str(error), code=2)
     raise typer.Exit(run_program(program, arguments or [], around=takeover).code)
+
+
+def report(
+    script: Script, page: Page = Path("run.html"), arguments: Arguments = None, as_module: AsModule = False
+) -> None:
+    """Run a script and draw it into one HTML page while it runs; the exit code is the script's.
+
+    The page shows loss scale, skips, norms, how near gradients come to overflow, and the op and line behind a
+    skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
+    """
+    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
+    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
+    from amp_plugin.run_page.program import ProgramPage  # noqa: PLC0415 - loads torch
+
+    program = program_of(script, as_module=as_module, command="report")
+    try:
+        drawn = ProgramPage(page)
+    except ImportError as error:
+        fail(str(error), code=1)
+    takeover = Takeover(Path(program.name).name)
+    ran = run_program(program, arguments or [], around=_both(takeover, drawn))
+    if drawn.page is not None or not ran.code:  # otherwise the error above explains the missing page
+        print(f"amp-plugin report: {program.name} {drawn.outcome()}", file=sys.stderr)
+    raise typer.Exit(ran.code)
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[object], inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 _FIELDS: Final = {  # of a row in JSON

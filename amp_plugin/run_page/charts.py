@@ -13,14 +13,7 @@ _LEAST_ROW, _MOST_ROW, _MAP_HEIGHT = 4, 18, 620
 def curve_charts(
     *, has_scale: bool, has_loss: bool, has_skips: bool, several: bool
 ) -> dict[str, dict[str, Any]]:
-    """Return id -> chart of what is drawn over optimizer steps.
-
-    Args:
-        has_scale: Whether losses are scaled.
-        has_loss: Whether the loss is known.
-        has_skips: Whether a step was skipped.
-        several: Whether there are several optimizers.
-    """
+    """Return id -> chart of what is drawn over optimizer steps."""
     import altair as alt  # noqa: PLC0415 - of the extra
 
     def marked(curves: Any, title: str) -> dict[str, Any]:

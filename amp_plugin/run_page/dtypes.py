@@ -24,38 +24,23 @@ from amp_plugin.weights.compressed_state import local_of
 
 @dataclass(kw_only=True, slots=True)
 class Branch:
-    """A module, and those inside it.
-
-    Attributes:
-        name: Its own, without those around it.
-        path: As ``model.get_submodule`` takes it.
-        kind: Its class.
-        weights, computes, gradients, state: Dtypes, as text; empty where there are none.
-        parameters: Elements of its parameters and of those inside it.
-        held: Bytes of weights, gradients and optimizer state for them.
-        casts: Casts per call of the module, with those inside it; None if they were not seen.
-        inside: Its children.
-    """
+    """A module, and those inside it."""
 
     name: str
     path: str
     kind: str
-    weights: str = ""
+    weights: str = ""  # a dtype as text, like the next three; empty where there are none
     computes: str = ""
     gradients: str = ""
     state: str = ""
-    parameters: int = 0
-    held: int = 0
-    casts: float | None = None
+    parameters: int = 0  # elements, with those of the modules inside
+    held: int = 0  # bytes of weights, gradients and optimizer state for them
+    casts: float | None = None  # per call, with those inside; None if they were not seen
     inside: list[Branch] = field(default_factory=list)
 
 
 class Survey:
-    """Follow a model's first training step, and say what its modules compute in.
-
-    Args:
-        model: As it is trained. Of a compiled one the outside alone is seen.
-    """
+    """Follow a model's first training step, and say what its modules compute in."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

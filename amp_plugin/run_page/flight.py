@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.compiler import is_compiling
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -31,33 +31,25 @@ from amp_plugin.numerics.diagnose import Diagnosis, diagnosed
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.places import Place, called_from
 from amp_plugin.numerics.values import unwatched
-from amp_plugin.run_page.ranks import ranks
 from amp_plugin.scaling.replay import Replay, explain
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _MOST_LOOKS: Final = 5  # at skipped steps of one run: each takes as long as many steps
 _IN_A_ROW: Final = 3  # skips that a loss scale may need while it is found
 
+
 Found = Callable[[Sequence[Finding], str], None]
 
 
 @dataclass(kw_only=True, slots=True)
 class ModelCall:
-    """A call of the model in training that can be run again, back to its parameters.
-
-    Attributes:
-        model: What was called.
-        args, kwargs: With what.
-        regions: The autocast state it ran in.
-        place: The line that called it.
-        gradients: Of its results, filled by the backward pass.
-    """
+    """A call of the model in training that can be run again, back to its parameters."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     regions: tuple[RegionState, ...]
-    place: Place | None
+    place: Place | None  # the line that called it
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def follow(self, output: Any) -> None:
@@ -81,14 +73,7 @@ class ModelCall:
 
 
 class FlightRecorder:
-    """Keeps what the last window needs to be run again, and looks at the steps that are skipped.
-
-    Args:
-        log: The steps; it waits for the device after each, so that the batch at hand is that of the step.
-        model: What is trained.
-        found: Called with the findings of a skipped step, and how they were found.
-        watches: Whether the step after it may be watched: its weights are sound if the bad one was skipped.
-    """
+    """Keeps what the last window needs to be run again, and looks at the steps that are skipped."""
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
@@ -143,12 +128,7 @@ class FlightRecorder:
             call.follow(output)
 
     def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
-        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that.
-
-        Args:
-            step: What has just been.
-            is_wrong: Whether its loss was not finite, or its gradients though it was taken.
-        """
+        """Look at a step: run it again if it went wrong and the loss scale alone does not explain that."""
         self._end_watch()
         alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
         is_worth_it = (alone and is_wrong and not self._was_wrong) or self._is_worth_it(step)
@@ -199,6 +179,12 @@ class FlightRecorder:
     def _tell(self, findings: Sequence[Finding], how: str) -> None:
         self._is_explained = self._is_explained or bool(findings)
         self._found(findings, how)
+
+
+def ranks() -> int:
+    """Return how many processes train together."""
+    joined = distributed.is_available() and distributed.is_initialized()
+    return distributed.get_world_size() if joined else 1
 
 
 def _placed(finding: Finding, replay: Replay) -> Finding:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from amp_plugin.patterns import clean_name
+from amp_plugin.run_page.history import halved
 from amp_plugin.scaling.gradients import local_gradient
 from amp_plugin.scaling.step_log import StepResult
 
@@ -37,17 +38,7 @@ class Column(NamedTuple):
 
 
 class Headroom:
-    """What was read of a model's gradients.
-
-    Args:
-        model: Modules with parameters of their own are the rows.
-
-    Attributes:
-        modules: Their names.
-        columns: What was read, in order.
-        reads: How many steps were read.
-        seconds: How long that took.
-    """
+    """What was read of a model's gradients."""
 
     def __init__(self, model: nn.Module) -> None:
         rows: dict[str, int] = {}
@@ -108,16 +99,10 @@ class Headroom:
     def _add(self, column: Column) -> None:
         self.columns.append(column)
         if len(self.columns) > _MOST_COLUMNS:
-            pairs = zip(self.columns[::2], self.columns[1::2], strict=False)
-            odd = self.columns[-1:] if len(self.columns) % 2 else []
-            self.columns = [*(_joined(*pair) for pair in pairs), *odd]
+            self.columns = halved(self.columns, _joined)
 
     def bits(self, limits: Mapping[str, float]) -> Tensor:
-        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed.
-
-        Args:
-            limits: The largest number that each module's dtype can hold.
-        """
+        """Return, modules x columns, how often the largest gradient could double; -1 has overflowed."""
         if not self.columns:
             return torch.empty(len(self.modules), 0)
         largest = torch.stack([column.largest for column in self.columns], dim=1)

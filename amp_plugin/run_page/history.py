@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ _MOST_STEPS: Final = 10_000  # points of a curve; beyond, two neighbours become 
 _MOST_SKIPS: Final = 1_000  # kept with their parameters; all are counted
 
 Columns = dict[str, list[Any]]
+T = TypeVar("T")
 
 
 class Point(NamedTuple):
@@ -31,23 +32,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Skip:
-    """A skipped step.
+    """A skipped step."""
 
-    Attributes:
-        step: Its number, counted from 1 for its optimizer.
-        scale: Loss scale of its gradients; None if nothing is scaled.
-        in_a_row: How many were skipped one after the other, this one included.
-        parameters: Those whose gradients were not finite, in one line.
-        meaning: What that says.
-        findings: What was found in it, or in another one skipped in a row with it.
-    """
-
-    step: int
-    scale: float | None
-    in_a_row: int
-    parameters: str
+    step: int  # counted from 1 for its optimizer
+    scale: float | None  # None if nothing is scaled
+    in_a_row: int  # this one included
+    parameters: str  # whose gradients were not finite, in one line
     meaning: str
-    findings: tuple[Finding, ...] = field(default=())
+    findings: tuple[Finding, ...] = field(default=())  # in it, or in another one skipped in a row with it
 
     @property
     def place(self) -> str:
@@ -125,7 +117,7 @@ class History:
         )
         self._points.append(Point(number, optimizer, scale, *shown))
         if len(self._points) > _MOST_STEPS:
-            self._points, self.per_point = _halved(self._points), self.per_point * 2
+            self._points, self.per_point = halved(self._points, _joined), self.per_point * 2
         if result.skipped:
             self.skipped += 1
             report = result.overflow_report()
@@ -199,14 +191,14 @@ class History:
         }
 
 
-def _halved(points: list[Point]) -> list[Point]:
-    """Return one point for two neighbours: the first one's number, the lower scale, the larger norms."""
-    pairs = zip(points[::2], points[1::2], strict=False)
-    odd = points[-1:] if len(points) % 2 else []
-    return [*(_joined(first, second) for first, second in pairs), *odd]
+def halved(points: list[T], join: Callable[[T, T], T]) -> list[T]:
+    """Return one point for two neighbours."""
+    return [*map(join, points[::2], points[1::2]), *(points[-1:] if len(points) % 2 else [])]
 
 
 def _joined(first: Point, second: Point) -> Point:
+    """Return the first one's number, the lower scale, the larger norms."""
+
     def among(name: str) -> list[float]:
         return [value for point in (first, second) if (value := getattr(point, name)) is not None]
 

@@ -43,35 +43,19 @@ THEMES: Final = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:
-    """All that a page shows.
-
-    Attributes:
-        title: The program.
-        name: Of the page.
-        state: ``"running"``, ``"finished"``, or what ended the run.
-        began, written: When, as text.
-        history, headroom: What was measured.
-        limits: Largest number of the dtype that each module's gradients are made in.
-        dtypes: That dtype.
-        tree: The modules.
-        rules: For each device, ops whose rule is unlike torch's: torch's and the one in force.
-        looks: What was found in steps that went wrong, in order.
-        surroundings: Versions, device and seed.
-        options: What the run was asked to do.
-        command: What runs it again.
-    """
+    """All that a page shows."""
 
     title: str
     name: str
-    state: str
+    state: str  # "running", "finished", or what ended the run
     began: str
     written: str
     history: History
     headroom: Headroom
-    limits: Mapping[str, float]
+    limits: Mapping[str, float]  # by module: the largest number of the dtype its gradients are made in
     dtypes: Mapping[str, str]
     tree: Branch
-    rules: Mapping[str, Mapping[str, tuple[str, str]]]
+    rules: Mapping[str, Mapping[str, tuple[str, str]]]  # by device and op: torch's rule and another in force
     looks: Sequence[Look]
     surroundings: Mapping[str, str]
     options: Mapping[str, str]
@@ -79,11 +63,7 @@ class Facts:
 
 
 def require_libraries() -> None:
-    """Raise if the packages that draw the page are missing.
-
-    Raises:
-        ImportError: One of them is.
-    """
+    """Raise if the packages that draw the page are missing."""
     try:
         import altair  # noqa: F401, PLC0415, ICN001 - optional
         import jinja2  # noqa: F401, PLC0415 - optional

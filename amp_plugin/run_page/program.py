@@ -27,15 +27,6 @@ class ProgramPage:
 
     Its steps are those of the scaler, plugin or accelerator of this package that was made last before the
     model is first called; in a program without one, all steps of optimizers, before they are taken.
-
-    Args:
-        path: As for ``report``.
-
-    Attributes:
-        page: None until a model is trained.
-
-    Raises:
-        ImportError: The packages of the extra ``report`` are missing.
     """
 
     def __init__(self, path: str | Path) -> None:

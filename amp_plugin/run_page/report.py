@@ -2,38 +2,65 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import pickle
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from filelock import FileLock, Timeout
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 from typing_extensions import Self
 
 from amp_plugin.messages import warn_user
 from amp_plugin.numerics.finding import Finding, rank_of_process
 from amp_plugin.run_page.dtypes import Survey
-from amp_plugin.run_page.flight import FlightRecorder
+from amp_plugin.run_page.flight import FlightRecorder, ranks
 from amp_plugin.run_page.headroom import BUDGET, Headroom
 from amp_plugin.run_page.history import History, Look
 from amp_plugin.run_page.page import Facts, render, require_libraries
-from amp_plugin.run_page.ranks import OtherRanks
 from amp_plugin.scaling.grad_scaler import GradScaler
 from amp_plugin.scaling.step_log import LoggedStep, StepLog
 
 _SECONDS: Final = 10.0  # between two writes, at least
 _MOST_NAMES: Final = 100
+_pages = itertools.count()  # every rank makes its pages in the same order
 _PACKAGES: Final = ("accelerate", "lightning", "pytorch_lightning", "transformers")
+
+
+class OtherRanks:
+    """The looks of the ranks that write no page."""
+
+    def __init__(self) -> None:
+        self._name = f"amp_plugin/page/{next(_pages)}"
+
+    def send(self, looks: Sequence[Look]) -> None:
+        """Leave what this rank has found so far where rank 0 finds it."""
+        if ranks() > 1:
+            _store().set(f"{self._name}/{distributed.get_rank()}", pickle.dumps(tuple(looks)))
+
+    def received(self) -> Iterator[Look]:
+        """Return what the others have left by now."""
+        for rank in range(1, ranks()):
+            key = f"{self._name}/{rank}"
+            if _store().check([key]):
+                yield from pickle.loads(_store().get(key))  # noqa: S301 -- a rank of this run wrote it
+
+
+def _store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store  # noqa: PLC0415 -- absent in some builds
+
+    return _get_default_store()
 
 
 class HasStepLog(Protocol):

@@ -20,12 +20,6 @@ def fsdp1_policy(plan: DtypePlan) -> MixedPrecision:
     Weights are gathered in the dtype of the compute. This version of FSDP has one dtype for all of them, so
     with ``fp32_modules`` they are gathered in fp32, twice the bytes, and the region casts them. Inputs
     stay as they are, and buffers such as the statistics of a batch norm stay in fp32.
-
-    Args:
-        plan: The dtypes.
-
-    Raises:
-        TypeError: The plan stores weights in 16 bits.
     """
     from torch.distributed.fsdp import MixedPrecision  # noqa: PLC0415 -- loads torch.distributed
 
@@ -43,9 +37,6 @@ def add_up_in_fp32(model: nn.Module) -> None:
     """Add gradients of micro-batches under ``no_sync()`` up in fp32, where they are reduced in fp32.
 
     Without it FSDP1 adds them up in the dtype that weights are gathered in.
-
-    Args:
-        model: Wrapped; nothing happens without FSDP1. Any number of times.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415 -- loads torch.distributed
 

@@ -83,16 +83,7 @@ def shard_unit(
     mp_policy: MixedPrecisionPolicy,
     **options: Any,
 ) -> Any:
-    """Shard a module, or a list of modules that travel together; those in fp32 become units where need be.
-
-    Args:
-        shard: torch's ``fully_shard``.
-        unit: What it takes; modules in it that are sharded already stay as they are.
-        plan: The dtypes.
-        in_fp32: All modules in fp32.
-        mp_policy: Of what is not in fp32.
-        **options: torch's.
-    """
+    """Shard a module, or a list of modules that travel together; those in fp32 become units where need be."""
     from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 -- loads torch.distributed
 
     members = unit if isinstance(unit, list) else [unit]
@@ -110,11 +101,6 @@ def policy_of(
     """Return torch's policy for a module of a plan.
 
     Inputs stay as they are: under autocast each op casts what it needs, and labels keep their bits.
-
-    Args:
-        plan: The dtypes.
-        in_fp32: Whether the plan keeps the module in fp32.
-        output_dtype: That of its outputs; None leaves them.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy  # noqa: PLC0415 -- loads torch.distributed
 

@@ -62,11 +62,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def shard_units(model: nn.Module) -> list[ShardUnit]:
-    """Return the units of a model, those that hold others last but one: the model itself is the last.
-
-    Args:
-        model: With its wrapper. Weights outside of units count as one unit that nothing reduces.
-    """
+    """Return the units of a model, those that hold others last but one: the model itself is the last."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
@@ -283,15 +279,7 @@ _SET: Final = {
 
 
 def check_against_plan(model: nn.Module, plan: DtypePlan) -> bool:
-    """Compare what FSDP was told with a plan, before training starts; return whether FSDP shards the model.
-
-    Args:
-        model: Sharded by the user's own calls, or with a policy of the user's; else nothing happens.
-        plan: The dtypes that were asked for.
-
-    Raises:
-        ValueError: The weights of a module in ``fp32_modules`` would be gathered in 16 bits.
-    """
+    """Compare what FSDP was told with a plan; return whether FSDP shards the model at all."""
     units = [unit for unit in shard_units(model) if unit.engine in _SET] if is_sharded(model) else []
     if units and plan.fp32_modules:
         _refuse_rounded_weights(model, plan.in_fp32(model), units)

@@ -23,15 +23,10 @@ from amp_plugin.tuning.workload import Gradients, Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientError:
-    """How far the gradients of one batch are from the reference's.
+    """How far the gradients of one batch are from the reference's."""
 
-    Attributes:
-        whole: norm of the difference over the norm of the reference, all parameters together.
-        mean: the same for each parameter, at most 1 each, averaged: no parameter pays for the others.
-    """
-
-    whole: float
-    mean: float
+    whole: float  # norm of the difference over the norm of the reference, all parameters together
+    mean: float  # the same per parameter, at most 1 each, averaged: none pays for the others
 
     @property
     def is_finite(self) -> bool:
@@ -99,13 +94,6 @@ class ReferenceGradients:
         """Compare the gradients of a batch with the reference's.
 
         A loss scale is divided out: the power of two by which the gradients are larger.
-
-        Args:
-            batch: its number, from 0.
-            gradients: by the names of the reference's.
-
-        Raises:
-            ValueError: the batch gave other parameters a gradient.
         """
         reference = self._batches[batch]
         if reference.keys() != gradients.keys():
@@ -146,9 +134,6 @@ class SavedBytes(saved_tensors_hooks):
 
     Parameters are left out: they are there anyway. Casts of them count, they live because they are saved.
     What a recomputation saves inside a backward pass is left out, too.
-
-    Attributes:
-        total: bytes, over all forward passes in the region.
     """
 
     def __init__(self) -> None:
@@ -172,13 +157,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 class Trials:
-    """Measurements of rule sets on one workload.
-
-    Args:
-        workload: what runs.
-        device_type: of the rules.
-        reference: ``torch.float64``, the shadow of a run without 16 bits, or ``torch.float32``, that run.
-    """
+    """Measurements of rule sets on one workload."""
 
     def __init__(self, workload: Workload, device_type: str, *, reference: torch.dtype) -> None:
         self._workload = workload
@@ -195,11 +174,7 @@ class Trials:
         self.batches = len(self._reference)
 
     def measure(self, rules: OpRules, *, batches: int | None = None) -> Measurement:
-        """Return what a rule set costs on the first batches (all by default).
-
-        Raises:
-            RuntimeError: the program does not run with it.
-        """
+        """Return what a rule set costs on the first batches (all by default)."""
         errors: list[GradientError] = []
 
         def compare(gradients: Gradients, _: float) -> None:

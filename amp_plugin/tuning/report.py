@@ -69,15 +69,7 @@ def rules_file(
     after: Measurement,
     head: Sequence[str],
 ) -> str:
-    """Return a rules file.
-
-    Args:
-        device_type: of the rules.
-        changes: the rules, each measured together with those above it.
-        before: of the default rules.
-        after: of the chosen ones.
-        head: lines that say what was done.
-    """
+    """Return a rules file."""
     version, today = vars(sys.modules["amp_plugin"])["__version__"], datetime.now(timezone.utc).date()
     made = f"amp_plugin {version}, torch {torch.__version__}, {platform.machine()}, {today}"
     numbers = [

@@ -32,14 +32,9 @@ _CURES: Final = 10  # times that the op behind an overflow is looked for
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """One rule that differs from the default.
+    """One rule that differs from the default."""
 
-    Attributes:
-        op: name without overload, ``"aten::layer_norm"``.
-        rule: its rule.
-    """
-
-    op: str
+    op: str  # without overload: "aten::layer_norm"
     rule: OpRule
 
     def __str__(self) -> str:
@@ -51,30 +46,19 @@ Changes = tuple[Change, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """A set of changes and what it measured.
-
-    Attributes:
-        changes: against the default rules.
-        measurement: None where the program does not run with them.
-        batches: on how many.
-    """
+    """A set of changes and what it measured."""
 
     changes: Changes
-    measurement: Measurement | None
-    batches: int
+    measurement: Measurement | None  # None where the program does not run with them
+    batches: int  # on how many
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aim:
-    """What is to get smaller, and what may grow by how much.
-
-    Attributes:
-        goal: ``"memory"``, ``"casts"`` or ``"accuracy"``.
-        budget: the share by which the gradient error may grow; for ``"accuracy"`` the bytes.
-    """
+    """What is to get smaller, and what may grow by how much."""
 
     goal: Goal
-    budget: float
+    budget: float  # share by which the gradient error may grow; for "accuracy" the bytes
 
     def cost(self, measured: Measurement) -> float:
         """Return what is to get smaller."""
@@ -101,14 +85,7 @@ class Aim:
 
 
 class Search:
-    """A greedy search over the rules of the ops a program uses.
-
-    Args:
-        trials: measure.
-        default: the rules to change.
-        aim: what is wanted.
-        on_tried: called with each set when it was tried.
-    """
+    """A greedy search over the rules of the ops a program uses."""
 
     def __init__(self, trials: Trials, default: OpRules, aim: Aim, on_tried: Callable[[Tried], None]) -> None:
         self._trials, self._default, self._aim, self._on_tried = trials, default, aim, on_tried
@@ -208,13 +185,6 @@ class Search:
 
         ``diagnose`` names the op that makes the first number which is not finite; it gets the rule fp32, and
         the next one is looked for. Rules that turn out not to be needed are dropped one by one.
-
-        Args:
-            workload: what fails.
-            ops: all ops it uses, tried where ``diagnose`` names none.
-
-        Raises:
-            RuntimeError: the gradients are not finite with any set.
         """
         used = list(ops)
         chosen: Changes = ()

@@ -184,11 +184,7 @@ def tuned(
 
 
 def _aim(goal: str, budget: float, reference: str) -> Aim:
-    """Check what is wanted.
-
-    Raises:
-        ValueError: it is something else.
-    """
+    """Check what is wanted."""
     goals, msg = get_args(Goal), ""
     if goal not in goals:
         hint = did_you_mean(goal, goals, aliases={"speed": "casts", "bytes": "memory"}, written=repr)

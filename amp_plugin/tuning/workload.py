@@ -58,17 +58,7 @@ class Workload(Protocol):
 
 
 class Steps:
-    """A step function on batches.
-
-    Args:
-        step: runs forward and backward on a batch, in an autocast region without rules of its own; it leaves
-            the optimizer out.
-        model: whose gradients are compared.
-        batches: what ``step`` takes.
-
-    Raises:
-        ValueError: there is no batch, or no parameter wants a gradient.
-    """
+    """A step function on batches."""
 
     def __init__(self, step: Callable[[Any], object], model: nn.Module, batches: Sequence[Any]) -> None:
         self._step, self._inputs, self._params = step, list(batches), dict(model.named_parameters())
@@ -143,11 +133,6 @@ class Script:
 
     It starts again for each set of rules, with the same seeds, in a copy of the present folder, and is ended
     after the last batch. Optimizers step, but their weights are put back, so that all batches see the same.
-
-    Args:
-        program: a file or a module.
-        arguments: its arguments.
-        batches: backward passes to run.
     """
 
     def __init__(self, program: Program, arguments: Sequence[str], *, batches: int) -> None:
@@ -158,11 +143,7 @@ class Script:
         self.batches, self.model = batches, None
 
     def run(self, on_batch: OnBatch, *, batches: int) -> None:
-        """Run the program until its first backward passes are done; its output is dropped.
-
-        Raises:
-            RuntimeError: it ended before, by itself or by an error.
-        """
+        """Run the program until its first backward passes are done; its output is dropped."""
         count = 0
 
         def counted(gradients: Gradients, seconds: float) -> None:
@@ -290,13 +271,6 @@ def used_ops(workload: Workload, rules: OpRules) -> list[str]:
     """Run a workload's first batch and return the ops it calls in forward passes, most frequent first.
 
     An op that another op calls is not listed: autocast looks at the outermost.
-
-    Args:
-        workload: what runs.
-        rules: which it runs by.
-
-    Returns:
-        Names without overload, ``"aten::layer_norm"``, of ops that make new floating-point tensors.
     """
     profiled = profile()
     with rules_on_trial(rules):

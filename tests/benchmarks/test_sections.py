@@ -36,7 +36,9 @@ def kernels():
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # the frameworks' own; benchmarks show them to whoever runs them
-@pytest.mark.parametrize("key", SECTIONS)
+@pytest.mark.parametrize(
+    "key", [pytest.param(key, marks=[pytest.mark.whole_run] * (key == "compiled")) for key in SECTIONS]
+)
 def test_each_comparison_runs(key):
     section = SECTIONS[key]
     outcomes = command.run(section, TINY).outcomes

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 
-from tests.gpu_files import pytest_ignore_collect  # noqa: F401 -- a hook of this plugin too
 from tests.host_device import host_device
 
 

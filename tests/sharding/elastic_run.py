@@ -134,22 +134,21 @@ def train(folder, layout, killed, end):
     dist.destroy_process_group()
 
 
-def main(folder):
-    """Run each layout unbroken, broken and restarted, and broken and resumed by one rank."""
-    folder, ended = Path(folder), {}
-    for layout in ("ddp", "fsdp2"):
-        for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
-            (folder / f"{layout} {name}").mkdir()
-        ended[layout] = [
-            launch(folder / f"{layout} unbroken", layout, 2),
-            launch(folder / f"{layout} restarted", layout, 2, restarts=1, killed=True),
-            launch(folder / f"{layout} fewer", layout, 2, killed=True),
-            launch(folder / f"{layout} fewer", layout, 1),
-            launch(folder / f"{layout} fewer, unbroken", layout, 2, end=KILLED_AT - 1),
-            launch(folder / f"{layout} fewer, unbroken", layout, 1),
-        ]
+def main(folder, layout):
+    """Run a layout unbroken, broken and restarted, and broken and resumed by one rank."""
+    folder = Path(folder)
+    for name in ("unbroken", "restarted", "fewer", "fewer, unbroken"):
+        (folder / name).mkdir()
+    ended = [
+        launch(folder / "unbroken", layout, 2),
+        launch(folder / "restarted", layout, 2, restarts=1, killed=True),
+        launch(folder / "fewer", layout, 2, killed=True),
+        launch(folder / "fewer", layout, 1),
+        launch(folder / "fewer, unbroken", layout, 2, end=KILLED_AT - 1),
+        launch(folder / "fewer, unbroken", layout, 1),
+    ]
     (folder / "ended").write_text(json.dumps(ended))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler, autocast, fully_shard
 from amp_plugin.adapters.accelerate import AmpAccelerator
 from amp_plugin.sharding.fsdp1 import add_up_in_fp32, fsdp1_policy
+from amp_plugin.sharding.report import shard_units
 from tests.adapters.accelerate_pair import reset
-from tests.sharding.expected_collectives import shard_units
 from tests.sharding.models import DTYPES, IN_FP32, STEPS, Net, flat, loss_of, optimizer_of, plan
 
 CPU = torch.device("cpu")

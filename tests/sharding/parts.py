@@ -3,7 +3,7 @@
 import functools
 import traceback
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -11,49 +11,13 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from amp_plugin import autocast, log_collectives
 from amp_plugin.sharding.fsdp1 import fsdp1_policy
-from amp_plugin.sharding.fully_shard import has_dtypes_by_parameter
+from amp_plugin.sharding.report import shard_units
 from tests.sharding.checkpoints import resume, save
-from tests.sharding.expected_collectives import shard_units
+from tests.sharding.expected_collectives import planned
 from tests.sharding.fronts import FRONTS, STRATEGIES, fp32_modules_of, shard, share_of, shares, wrap
 from tests.sharding.models import FEW_STEPS, IN_FP32, STEPS, Block, Net, alone, loss_of, plan
 from tests.sharding.variants import variants
 from tests.weights.ranks import compare_with_one_process
-
-
-def planned(units, dtypes):
-    """The collectives that a plan asks for, of units as they are."""
-    net, found = Net(), Counter()
-    in_fp32 = dtypes.in_fp32(net)
-    modules = {
-        name: torch.float32 if module in in_fp32 else dtypes.compute_dtype
-        for name, module in net.named_modules()
-    }
-    for unit in units:
-        computed = {modules[unit.name]}
-        if unit.engine == "fsdp1" and dtypes.fp32_modules:
-            computed = {torch.float32}  # it has one dtype for all that it gathers
-        elif unit.engine == "fsdp2" and has_dtypes_by_parameter():
-            computed = computed_in(unit, units, modules)
-        told = changed(unit, *computed) if len(computed) == 1 else replace(unit, gathered=torch.uint8)
-        found.update(replace(told, reduced=dtypes.reduce_dtype).collectives())
-    return found
-
-
-def changed(unit, dtype):
-    return replace(unit, gathered=dtype, gathered_bytes=unit.elements * dtype.itemsize)
-
-
-def computed_in(unit, units, modules):
-    """The dtypes that the plan has for modules with weights of which a unit is the innermost."""
-    inside = {
-        name: max(
-            (other.name for other in units if f"{name}.".startswith(f"{other.name}.") or not other.name),
-            key=len,
-        )
-        for name, module in Net().named_modules()
-        if any(True for _ in module.parameters(recurse=False))
-    }
-    return {modules[name] for name, holder in inside.items() if holder == unit.name}
 
 
 def rows(counter):
@@ -68,9 +32,13 @@ def recorded(model, strategy):
     return log
 
 
-def compare(calls, units, dtypes):
+def compare(calls, units, dtypes, strategy):
     """What a step carries against the plan."""
-    seen, want = Counter(calls), planned(units, dtypes)
+    names = {unit.name for unit in units}
+    seen, want = (
+        Counter(calls),
+        planned(names, dtypes, strategy, dist.get_world_size()),
+    )
     return {"extra": rows(seen - want), "missing": rows(want - seen), "calls": sum(seen.values())}
 
 
@@ -81,7 +49,7 @@ def collectives(_, __):
 
     def check(key, strategy, dtypes, told=None):
         model = sharded_as(strategy, told or dtypes)
-        report[key] = compare(recorded(model, strategy), shard_units(model), dtypes)
+        report[key] = compare(recorded(model, strategy), shard_units(model), dtypes, strategy)
 
     for reduce in ("fp32", "bf16"):
         for strategy in ("fsdp2", "hsdp", "tp") if ranks == 4 else ("fsdp2",):
@@ -112,7 +80,8 @@ def run_recorded(front, strategy, count):
 
 
 def one_step(strategy, run, calls):
-    return compare(calls, run.units, plan("bf16", fp32_modules_of(strategy)))
+    dtypes = plan("bf16", fp32_modules_of(strategy))
+    return compare(calls, run.units, dtypes, strategy)
 
 
 def equality(_, whole):

@@ -25,7 +25,7 @@ BY_PARAMETER = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def mesh():
     with group_of_one():
         yield init_device_mesh("cpu", (1,))

@@ -11,11 +11,11 @@ from tests.sharding.elastic_run import END, KILLED_AT, SAVED_EVERY
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp2", marks=pytest.mark.whole_run)])
+def runs(request, tmp_path_factory):
     """Step, loss, loss scale and skipped steps of each step that each run took."""
     folder = tmp_path_factory.mktemp("elastic")
-    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder)]
+    command = [sys.executable, "-m", "tests.sharding.elastic_run", str(folder), request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = {
@@ -25,26 +25,26 @@ def runs(tmp_path_factory):
     return {"ended": json.loads((folder / "ended").read_text()), **seen}
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-class TestElastic:
-    def test_what_was_killed_has_failed_unless_it_was_restarted(self, runs, layout):
-        assert runs["ended"][layout] == [True, True, False, True, True, True]
+def test_what_was_killed_has_failed_unless_it_was_restarted(runs):
+    assert runs["ended"] == [True, True, False, True, True, True]
 
-    def test_as_many_ranks_go_on_as_if_nothing_had_been(self, runs, layout):
-        unbroken, restarted = runs[f"{layout} unbroken"], runs[f"{layout} restarted"]
-        assert [step for step, *_ in unbroken] == list(range(END))
-        resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
-        assert restarted[:KILLED_AT] == unbroken[:KILLED_AT]
-        assert restarted[KILLED_AT:] == unbroken[resumed_at:]
 
-    def test_fewer_ranks_go_on_as_after_an_orderly_end(self, runs, layout):
-        fewer, orderly = runs[f"{layout} fewer"], runs[f"{layout} fewer, unbroken"]
-        resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
-        assert fewer[KILLED_AT:] == orderly[resumed_at:]
-        losses = [loss for _, loss, *_ in orderly]
-        assert losses == pytest.approx([loss for _, loss, *_ in runs[f"{layout} unbroken"]], rel=2e-3)
+def test_as_many_ranks_go_on_as_if_nothing_had_been(runs):
+    unbroken, restarted = runs["unbroken"], runs["restarted"]
+    assert [step for step, *_ in unbroken] == list(range(END))
+    resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
+    assert restarted[:KILLED_AT] == unbroken[:KILLED_AT]
+    assert restarted[KILLED_AT:] == unbroken[resumed_at:]
 
-    def test_scale_and_counts_are_resumed(self, runs, layout):
-        for name in ("unbroken", "restarted", "fewer"):
-            assert runs[f"{layout} {name}"][-1][2:] == runs[f"{layout} unbroken"][-1][2:]
-            assert runs[f"{layout} {name}"][-1][2:] == [2.0**11, 1]
+
+def test_fewer_ranks_go_on_as_after_an_orderly_end(runs):
+    fewer, orderly = runs["fewer"], runs["fewer, unbroken"]
+    resumed_at = KILLED_AT - KILLED_AT % SAVED_EVERY
+    assert fewer[KILLED_AT:] == orderly[resumed_at:]
+    losses = [loss for _, loss, *_ in orderly]
+    assert losses == pytest.approx([loss for _, loss, *_ in runs["unbroken"]], rel=2e-3)
+
+
+def test_scale_and_counts_are_resumed(runs):
+    for name in ("unbroken", "restarted", "fewer"):
+        assert runs[name][-1][2:] == [2.0**11, 1]

@@ -1,33 +1,35 @@
 """What the first ten minutes on a GPU are spent on: what no machine without one can show.
 
-Each part is a process of its own, since a kernel that fails ends all work of its process; it prints a line per finding and
-writes its figures as it ends. On the device made of host memory the same parts run with fewer repetitions.
-
-    python -m tests.first_ten_minutes                       every part, one after the other
-    python -m tests.first_ten_minutes streams --figures F   one, its figures into F/first-streams.json
+``make test-gpu`` runs each test here in a process of its own, since a kernel that fails ends all work of its process. On the
+device made of host memory they run with fewer repetitions, and each finds a fault that is planted for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import itertools
 import json
+import math
+import os
+import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 
+import benchmarks.cuda
+from amp_plugin.kernels import ops  # noqa: F401 -- defines them
+from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES
+from amp_plugin.kernels.cuda.register import cuda_core
+from benchmarks.setting import Setting
 from tests.host_device import host_device
+from tests.warm_processes import ROOT
 
+pytestmark = pytest.mark.gpu
+whole_run = pytest.mark.whole_run
 OP = torch.ops.amp_plugin
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 SGD = {
@@ -40,11 +42,6 @@ SGD = {
 }
 SIZES = (0, 1, 15, 17, 1023, 1024, 1025, 70_001)
 MOST = 30_000.0  # GB a second, more than any memory has: work that is so fast was not done
-Figures = dict[str, Any]
-
-
-class Wrong(Exception):
-    """A part has found something wrong."""
 
 
 def often(on_a_gpu: int, on_the_host: int) -> int:
@@ -52,10 +49,12 @@ def often(on_a_gpu: int, on_the_host: int) -> int:
     return on_the_host if host_device.LOADED else on_a_gpu
 
 
-def expect(holds: bool, text: str) -> None:
-    """Raise what was found unless it holds."""
-    if not holds:
-        raise Wrong(text)
+@pytest.fixture(autouse=True)
+def core():
+    """All kernels, compiled and loaded."""
+    core = cuda_core(0)
+    assert core.loaded, core.reason
+    return core
 
 
 def number(value: float) -> Tensor:
@@ -74,55 +73,20 @@ def moved(*lists: list[Tensor]) -> list[list[Tensor]]:
     return [[tensor.to("cuda") for tensor in part] for part in lists]
 
 
-def versions() -> Figures:
-    """Name what is installed; refuse a cuda-core that is too old."""
-    from amp_plugin.kernels.cuda.register import OLDEST_CUDA_CORE
-
-    try:
-        found = version("cuda-core")
-    except PackageNotFoundError:
-        raise Wrong(f"cuda-core is not installed; pip install 'cuda-core>={OLDEST_CUDA_CORE}'") from None
-    expect(
-        TorchVersion(found) >= OLDEST_CUDA_CORE,
-        f"cuda-core {found} is installed; pip install --upgrade 'cuda-core>={OLDEST_CUDA_CORE}'",
-    )
-    return {"cuda-core": found, "torch": torch.__version__, "Python": sys.version.split()[0]}
-
-
-def load() -> Figures:
-    """Compile and load every kernel."""
-    begin = time.perf_counter()
-    core = served()
-    return {"seconds": time.perf_counter() - begin, "architecture": core.architecture}
-
-
-def served() -> Any:
-    """Have all kernels loaded."""
-    from amp_plugin.kernels import ops  # noqa: F401 -- defines them
-    from amp_plugin.kernels.cuda.register import cuda_core
-
-    core = cuda_core(0)
-    expect(core.loaded, core.reason)
-    return core
-
-
-def ops() -> Figures:
+def test_ops():
     """Compare every op with the CPU's, and steps with torch's fused ones. Run under compute-sanitizer, too."""
-    served()
-    checked = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         if host_device.LOADED:  # threads take turns there, in this order or in that; a GPU chooses itself
             torch.ops.host_device.descending(dtype is torch.bfloat16)
         for p in (2.0, 1.0, 3.0, 0.0, float("inf"), float("-inf")):
             for bad in (None, float("nan"), float("inf")):
-                checked += measured_alike(dtype, p, bad)
+                measured_alike(dtype, p, bad)
     steps_alike()
     weights_alike()
     scalars_alike()
-    return {"measurements": checked}
 
 
-def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> int:
+def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> None:
     """Measure, unscale and multiply gradients, one of them with a bad element."""
     host = some(0, dtype=dtype)
     if bad is not None:
@@ -132,21 +96,20 @@ def measured_alike(dtype: torch.dtype, p: float, bad: float | None) -> int:
     for op in (OP.norm_check, OP.unscale_):
         got, right = op(ours, number(0.3), p), op(host, torch.tensor(0.3), p)
         flags, wanted = got[2].tolist(), right[2].tolist()
-        expect(flags == wanted, f"{op}: flags {flags} for {wanted}, {what}")
-        expect(got[1].item() == right[1].item(), f"{op}: found_inf {got[1].item()}, {what}")
+        assert flags == wanted, f"{op}: flags {flags} for {wanted}, {what}"
+        assert got[1].item() == right[1].item(), f"{op}: found_inf {got[1].item()}, {what}"
         close(got[0], right[0], f"{op}: norm, {what}", rtol=1e-6)
     found = OP.multiply_(ours, number(1.7)).item()
-    expect(found == OP.multiply_(host, torch.tensor(1.7)).item(), f"multiply_: found_inf {found}, {what}")
+    assert found == OP.multiply_(host, torch.tensor(1.7)).item(), f"multiply_: found_inf {found}, {what}"
     for mine, right in zip(ours, host, strict=True):
         close(mine, right, f"unscale_ and multiply_, {what}", rtol=0.0)
-    return 3
 
 
 def close(mine: Tensor, right: Tensor, what: str, *, rtol: float, atol: float = 0.0) -> None:
     """Compare a tensor of the device with one of the host."""
-    mine, right = mine.cpu(), right.cpu()
-    if not torch.allclose(mine.double(), right.double(), rtol=rtol, atol=atol, equal_nan=True):
-        raise Wrong(f"{what}: {(mine.double() - right.double()).abs().max().item():.3g} off")
+    torch.testing.assert_close(
+        mine.cpu(), right.cpu(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+    )
 
 
 def steps_alike() -> None:
@@ -171,11 +134,10 @@ def steps_alike() -> None:
     torch._fused_adamw_(*theirs, amsgrad=False, grad_scale=number(3.7), found_inf=number(0.0), **ADAM)
     for mine, right, old in zip(ours[0], theirs[0], before, strict=True):
         off = (mine - right).abs() - 1e-4 * (mine - old).abs() - 1e-6 * right.abs()
-        expect(
-            bool((off <= 0).all()),
-            f"adam_ is {off.max().item() if off.numel() else 0:.3g} off torch._fused_adamw_",
+        assert bool((off <= 0).all()), (
+            f"adam_ is {off.max().item() if off.numel() else 0:.3g} off torch._fused_adamw_"
         )
-    expect(all(map(torch.equal, ours[1], theirs[1])), "gradients are not those of torch._fused_adamw_")
+    assert all(map(torch.equal, ours[1], theirs[1])), "gradients are not those of torch._fused_adamw_"
 
 
 def adam_tensors(grad: torch.dtype, *, amsgrad: bool = False) -> list[list[Tensor]]:
@@ -201,7 +163,7 @@ def weights_alike() -> None:
     OP.pack_weights_(masters, high, low)
     OP.unpack_weights_(high, low, back)
     for mine, right in zip(back, host, strict=True):
-        expect(torch.equal(mine.cpu(), right), "a weight that was split and joined is another")
+        assert torch.equal(mine.cpu(), right), "a weight that was split and joined is another"
 
 
 def scalars_alike() -> None:
@@ -211,14 +173,12 @@ def scalars_alike() -> None:
         *(torch.ones(1, dtype=torch.int32, device="cuda") for _ in range(2)),
     )
     OP.update_scale_(scale, tracker, tolerance, number(1.0), 2.0, 0.5, 3, 1.0, 64.0, 1, 0)
-    expect((scale.item(), tracker.item()) == (2.0, 0), "update_scale_ is wrong")
+    assert (scale.item(), tracker.item()) == (2.0, 0), "update_scale_ is wrong"
     close(OP.clip_factor(number(4.0), 1.0, number(8.0)), torch.tensor(32.0), "clip_factor", rtol=1e-6)
 
 
-def streams() -> Figures:
+def test_streams():
     """Launch on four streams while another fills the card; norms keep their bits, a nan raises its flag."""
-    served()
-    total, begin = often(200_000, 400), time.perf_counter()
     groups = [moved(some(seed, (1, 977, 4097, 30_011, 300_007)))[0] for seed in range(4)]
     wanted = [OP.norm_check(group, number(1.0))[0].item() for group in groups]
     bad = [group[:] for group in groups]
@@ -227,7 +187,7 @@ def streams() -> Figures:
         group[seed][-1] = float("nan")
     one, lanes, hog = number(1.0), [torch.cuda.Stream() for _ in range(4)], torch.cuda.Stream()
     torch.cuda.synchronize()
-    for _ in range(total // 400):
+    for _ in range(often(500, 1)):
         results = []
         with torch.cuda.stream(hog):
             del_me = torch.full((often(2**26, 2**12),), 1.0, device="cuda").mul_(2)
@@ -239,18 +199,15 @@ def streams() -> Figures:
         del del_me
         for i, (norm, flags) in enumerate(results):
             seed = i % 4
-            expect(
-                norm.item() == wanted[seed],
-                f"a norm of {norm.item()} on stream {seed}, {wanted[seed]} before",
+            assert norm.item() == wanted[seed], (
+                f"a norm of {norm.item()} on stream {seed}, {wanted[seed]} before"
             )
             seen = flags.tolist()
-            expect(seen == [2 * (k == seed) for k in range(5)], f"a nan in tensor {seed}: flags {seen}")
-    return {"launches": total // 400 * 400, "seconds": time.perf_counter() - begin}
+            assert seen == [2 * (k == seed) for k in range(5)], f"a nan in tensor {seed}: flags {seen}"
 
 
-def addresses() -> Figures:
+def test_addresses():
     """Measure tensors that move at each step, behind a stream that sleeps: uploads overtake nothing."""
-    served()
     rounds, sides = often(2000, 60), [torch.cuda.current_stream(), torch.cuda.Stream()]
     one, host = number(1.0), some(5, tuple(range(1, 121)))
     exact = [part.double().norm().item() for part in host]
@@ -265,13 +222,11 @@ def addresses() -> Figures:
             ]
         for norm, part in norms:
             right = sum(exact[i] ** 2 for i in part) ** 0.5
-            expect(abs(norm.item() / right - 1) < 1e-6, f"step {step}: the norm {norm.item()}, not {right}")
-    return {"rounds": rounds}
+            assert abs(norm.item() / right - 1) < 1e-6, f"step {step}: the norm {norm.item()}, not {right}"
 
 
-def graphs() -> Figures:
+def test_graphs():
     """Replay a graph of 300 tensors with changing gradients, drop it in flight, capture it again and again."""
-    served()
     grads, one = moved(some(6, tuple(1 + 37 * i for i in range(300))))[0], number(0.5)
     OP.norm_check(grads, one)
     graph = torch.cuda.CUDAGraph()
@@ -285,13 +240,13 @@ def graphs() -> Figures:
         eager = OP.norm_check(grads, one)
         graph.replay()
         same = torch.equal(norm.nan_to_num(7.0), eager[0].nan_to_num(7.0))
-        expect(same, f"replay {step}: norm {norm.item()} for {eager[0].item()}")
+        assert same, f"replay {step}: norm {norm.item()} for {eager[0].item()}"
         seen = flags.nonzero().flatten().tolist()
-        expect(seen == [bad] * (step % 5 == 0), f"replay {step}: a nan in tensor {bad}, flags of {seen}")
+        assert seen == [bad] * (step % 5 == 0), f"replay {step}: a nan in tensor {bad}, flags of {seen}"
         grads[bad][0] = 1.0
     with host_device.late_work() if host_device.LOADED else contextlib.nullcontext():
         dropped_in_flight(grads, one)
-    return {"replays": replays, **recaptured(grads, one)}
+    recaptured(grads, one)
 
 
 def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
@@ -313,14 +268,13 @@ def dropped_in_flight(grads: list[Tensor], one: Tensor) -> None:
             second.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         second.replay()
-        expect(
-            kept.item() == wanted,
-            f"a graph that was dropped in flight has the norm {kept.item()}, not {wanted}",
+        assert kept.item() == wanted, (
+            f"a graph that was dropped in flight has the norm {kept.item()}, not {wanted}"
         )
-        expect(again.item() == wanted_of_others, f"the graph captured behind it has the norm {again.item()}")
+        assert again.item() == wanted_of_others, f"the graph captured behind it has the norm {again.item()}"
 
 
-def recaptured(grads: list[Tensor], one: Tensor) -> Figures:
+def recaptured(grads: list[Tensor], one: Tensor) -> None:
     """Capture and drop graphs; the card's free memory stays what it is after the first few."""
 
     def capture() -> None:
@@ -343,108 +297,130 @@ def recaptured(grads: list[Tensor], one: Tensor) -> Figures:
         capture()
     torch.cuda.synchronize()
     lost = free - torch.cuda.mem_get_info()[0]
-    expect(lost <= 2 * 2**20, f"{count} recaptures have taken {lost / 2**20:.1f} MiB of the card")
+    assert lost <= 2 * 2**20, f"{count} recaptures have taken {lost / 2**20:.1f} MiB of the card"
     for graph, norm, right in zip(live, norms, wanted, strict=True):
         graph.replay()
-        expect(
-            norm.item() == right,
-            f"a graph that lives gives {norm.item()} after others have gone, not {right}",
+        assert norm.item() == right, (
+            f"a graph that lives gives {norm.item()} after others have gone, not {right}"
         )
-    return {"recaptures": count, "bytes lost": lost}
 
 
-def bandwidth() -> Figures:
+def test_bandwidth():
     """Measure all ops at 100 MB and at 1 GB, as shipped; print each one's share of copy_."""
-    served()
-    figures = {name: believable(name) for name in ("1 x 100 MB", "1 x 1 GB")[: often(2, 1)]}
-    for name, by_op in figures.items():
-        for op, rates in by_op.items():
-            print(
-                f"  {name}, {op}: " + ", ".join(f"{key} {rate:.3g}" for key, rate in rates.items()),
-                flush=True,
-            )
-    return figures
+    for name in ("1 x 100 MB", "1 x 1 GB")[: often(2, 1)]:
+        for op, rates in believable(name).items():
+            print(f"{name}, {op}: " + ", ".join(f"{key} {rate:.3g}" for key, rate in rates.items()))
 
 
 def believable(name: str) -> dict[str, dict[str, float]]:
     """Return the shares of copy_ over a set of gradients, refusing what no memory gives."""
-    from benchmarks.cuda import shares
-    from benchmarks.setting import Setting
-
-    found = shares(Setting(device="cuda", tiny=host_device.LOADED), name)
+    found = benchmarks.cuda.shares(Setting(device="cuda", tiny=host_device.LOADED), name)
     for op, rates in found.items():
         rate = rates["GB/s"]
-        expect(0 < rate < MOST, f"{name}, {op}: {rate:.3g} GB/s is no memory's")
+        assert 0 < rate < MOST, f"{name}, {op}: {rate:.3g} GB/s is no memory's"
         for key, share in rates.items():
-            expect(0 < share < float("inf"), f"{name}, {op}: {key} {share:.3g}")
+            assert 0 < share < math.inf, f"{name}, {op}: {key} {share:.3g}"
     return found
 
 
-def sweep() -> Figures:
+@whole_run
+def test_sweep():
     """Measure with other numbers of blocks and of loads in flight, each in a process of its own."""
-    figures: Figures = {}
     builds: dict[str, str] = {}
     for blocks, in_flight in itertools.product((2, 4, 5, 8)[often(0, 1) : often(4, 2)], (4, 8)):
-        tuned = f"from amp_plugin.kernels.cuda import catalogue as c; c.TUNING = c.Tuning(blocks={blocks}, in_flight={in_flight})"
-        code = f"{tuned}\nfrom tests.first_ten_minutes import swept\nswept()"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        tuned = "from amp_plugin.kernels.cuda import catalogue as c; "
+        tuned += f"c.TUNING = c.Tuning(blocks={blocks}, in_flight={in_flight})"
+        code = f"{tuned}\nfrom tests.kernels.test_first_ten_minutes import swept\nswept()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         label = f"{blocks} blocks, {in_flight} in flight"
-        why = " ".join(done.stderr.rpartition("Wrong: ")[2].split())
-        expect(done.returncode == 0, f"{label}: {why[:600]}")
-        build, figures[label] = json.loads(done.stdout.splitlines()[-1])
+        assert done.returncode == 0, f"{label}: {done.stderr}"
+        build, rates = json.loads(done.stdout.splitlines()[-1])
         other = builds.setdefault(build, label)
-        expect(other == label, f"{label}: the same machine code as {other}, so nothing was swept")
-        rates = ", ".join(f"{op} {found['share']:.2f}" for op, found in figures[label].items())
-        print(f"  {label}: {rates}", flush=True)
-    return figures
+        assert other == label, f"{label}: the same machine code as {other}, so nothing was swept"
+        print(f"{label}: " + ", ".join(f"{op} {found['share']:.2f}" for op, found in rates.items()))
 
 
 def swept() -> None:
     """Print what was launched, and the shares of copy_ at 100 MB, as JSON."""
     host_device.install_if_loaded()
-    core = served()
+    core = cuda_core(0)
     from amp_plugin.kernels.cuda import catalogue, compile  # noqa: A004 -- needs cuda-core
 
+    assert core.loaded, core.reason
     code = b"".join(compile.all_cubins(core.architecture, catalogue.TUNING).values())
     print(json.dumps([f"{hashlib.sha256(code).hexdigest()} {core.identity}", believable("1 x 100 MB")]))
 
 
-PARTS: dict[str, Callable[[], Figures]] = {
-    part.__name__: part for part in (versions, load, ops, streams, addresses, graphs, bandwidth, sweep)
-}
+# -- planted faults, on the device made of host memory -------------------------------------------
+
+FLAG = ("norm_check", "measure.cuh", "&table.marks[tensor], found", "&table.marks[tensor / 2], found")
+BARRIER = ("norm_check", "tensor_table.cuh", "  __syncthreads();\n  return last;", "  return last;")
+PIECES = ("norm_check", "measure.cuh", "norm.join(mine.total, found.total)", "found.total")
+DIVIDED = "grad.lane[i] = divisor.divide(grad.lane[i])"
+QUOTIENT = ("adam", "step_rows.cuh", DIVIDED, "grad.lane[i] *= divisor.inverse")
+MEASURED = '#include "measure.cuh"'
+NO_ROOM = f"{MEASURED}\n#if IN_FLIGHT == 8\n#error no room for eight\n#endif"
+VARIANT = ("multiply", "multiply.cu", MEASURED, NO_ROOM)
 
 
-def run(names: list[str], folder: Path | None) -> Iterator[bool]:
-    """Run parts; print a line for each, and write its figures, as it ends."""
-    host_device.install_if_loaded()
-    for name in names:
-        begin = time.perf_counter()
-        try:
-            figures, verdict = PARTS[name](), "passed"
-        except Wrong as wrong:
-            figures, verdict = {}, f"WRONG: {wrong}"
-        except Exception as error:  # noqa: BLE001 -- of the driver, of torch, of NVRTC
-            figures, verdict = {}, f"WRONG: {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        seconds = time.perf_counter() - begin
-        shown = ", ".join(f"{key} {value}" for key, value in figures.items() if not isinstance(value, dict))
-        print(f"{name}: {verdict} ({seconds:.1f} s) {shown}".strip(), flush=True)
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            record = {"part": name, "verdict": verdict, "seconds": seconds, "figures": figures}
-            (folder / f"first-{name}.json").write_text(json.dumps(record))
-        yield verdict == "passed"
+def with_fault(folder, kernel, file, right, wrong):
+    """Return what the host device takes a kernel with a fault by."""
+    copy = folder / "cuda" / "cuda"
+    shutil.copytree(SOURCES, copy)
+    (copy.parent / "csrc").mkdir()
+    shutil.copy2(LAYOUT, copy.parent / "csrc")
+    text = (copy / file).read_text()
+    assert text.count(right) == 1
+    (copy / file).write_text(text.replace(right, wrong))
+    return f"{kernel} {copy}"
 
 
-def main(words: list[str] | None = None) -> int:
-    """Run the parts that are named, or all; return 1 if one has found something wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.first_ten_minutes", description=__doc__.split("\n")[0]
+@pytest.mark.skipif(not host_device.LOADED, reason="faults are planted in the device made of host memory")
+@pytest.mark.parametrize(
+    ("test", "fault", "finding"),
+    [
+        ("ops", FLAG, "flags [0, 0, 2, 0, 0, 0, 0, 0] for [0, 0, 0, 0, 0, 2, 0, 0]"),
+        ("graphs", "tables are given back early", "a graph that was dropped in flight has the norm"),
+        pytest.param("ops", QUOTIENT, "gradients are not those of torch._fused_adamw_", marks=whole_run),
+        pytest.param("ops", BARRIER, "a shuffle or vote was not reached by the whole warp", marks=whole_run),
+        pytest.param("ops", "adam is missing", "the CUDA driver cannot load adam", marks=whole_run),
+        pytest.param("streams", FLAG, "a nan in tensor 1: flags [2, 0, 0, 0, 0]", marks=whole_run),
+        pytest.param("addresses", PIECES, "AssertionError: step ", marks=whole_run),
+        pytest.param("graphs", FLAG, "replay 5: a nan in tensor 35, flags of [17]", marks=whole_run),
+        pytest.param("graphs", "graphs leak", "400 recaptures have taken", marks=whole_run),
+        pytest.param("sweep", VARIANT, "g++ cannot compile multiply.cu: ", marks=whole_run),
+        pytest.param(
+            "sweep", "all builds are alike", "the same machine code as 4 blocks, 4 in flight", marks=whole_run
+        ),
+    ],
+)
+def test_a_planted_fault_is_found(tmp_path, test, fault, finding):
+    is_in_a_kernel = isinstance(fault, tuple)
+    planted = (
+        {"HOST_DEVICE_FAULTY": with_fault(tmp_path, *fault)}
+        if is_in_a_kernel
+        else {"HOST_DEVICE_FAULT": fault}
     )
-    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="all by default")
-    parser.add_argument("--figures", type=Path, help="folder for a JSON file of each part")
-    asked = parser.parse_args(words)
-    return int(not all([*run(asked.parts or [*PARTS], asked.figures)]))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.host_device.plugin", "--noconftest"]
+    command += ["-p", "no:cacheprovider", f"{__file__}::test_{test}"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **planted}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert finding in done.stdout, done.stdout
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@pytest.mark.skipif(not host_device.LOADED, reason="it has no bandwidth of its own")
+@pytest.mark.parametrize("figure", [0.0, math.nan, 40_000.0])
+def test_a_bandwidth_that_no_memory_has_is_found(monkeypatch, figure):
+    measured, calls = benchmarks.cuda.bandwidth, itertools.count()
+
+    def planted(sample, moved):
+        return (lambda: figure) if next(calls) == 0 else measured(sample, moved)
+
+    monkeypatch.setattr(benchmarks.cuda, "bandwidth", planted)
+    with pytest.raises(AssertionError) as wrong:
+        believable("1 x 100 MB")
+    assert f"1 x 100 MB, norm_check: {figure:.3g} GB/s is no memory's" in str(wrong.value)
