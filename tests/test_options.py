@@ -130,27 +130,3 @@ def test_jsonargparse_shows_and_parses_each_option():
     assert (plugin.settings.init_scale, plugin.settings.on_nonfinite) == (1024.0, "raise")
     with pytest.raises(jsonargparse.ArgumentError):
         parser.parse_args(["--plugin.on_nonfinite=stop"])
-
-
-@pytest.mark.slow
-def test_mypy_knows_each_option(tmp_path):
-    api = pytest.importorskip("mypy.api")
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler\n"
-        'GradScaler("cpu", 8.0, min_scale=1.0)\n'
-        'AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])\n'
-        "AmpKwargs(fold_clip=True)\n"
-        "GradScaler(init_scal=8.0)\n"
-        'FabricAmpPrecision(init_scale="8")\n'
-        'AmpKwargs(on_nonfinite="stop")\n'
-    )
-    found, errors, _ = api.run(["--no-error-summary", str(program)])
-    assert not errors
-    assert [
-        line.split(": error: ")[0].rpartition(":")[2] for line in found.splitlines() if "error" in line
-    ] == [
-        "5",
-        "6",
-        "7",
-    ], found

@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 
 from amp_plugin.kernels.cuda.catalogue import LAYOUT, SOURCES, TUNING, Kernel, Tuning
 
@@ -60,14 +61,17 @@ def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning 
     inputs = sorted([*sources.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
     target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            built = Path(scratch) / target.name
-            done = subprocess.run([*command, "-o", str(built)], check=False, capture_output=True, text=True)
-            if done.returncode:
-                msg = f"g++ cannot compile {kernel.name}.cu: {done.stderr.strip()}"
-                raise RuntimeError(msg)
-            built.replace(target)
+    with FileLock(f"{target}.lock"):
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=folder) as scratch:
+                built = Path(scratch) / target.name
+                done = subprocess.run(
+                    [*command, "-o", str(built)], check=False, capture_output=True, text=True
+                )
+                if done.returncode:
+                    msg = f"g++ cannot compile {kernel.name}.cu: {done.stderr.strip()}"
+                    raise RuntimeError(msg)
+                built.replace(target)
     return target
 
 

@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from amp_plugin.kernels.cuda.catalogue import SOURCES, TUNING, Kernel, Tuning, all_kernels
@@ -78,10 +79,11 @@ def _object(command: list[str], source: Path, common: list[str]) -> Path:
 
 
 def _made(target: Path, command: list[str]) -> Path:
-    if not target.exists():
-        scratch = target.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, "-o", str(scratch)], check=True)
-        scratch.replace(target)
+    with FileLock(f"{target}.lock"):  # several test processes start at once
+        if not target.exists():
+            scratch = target.with_suffix(".tmp")
+            subprocess.run([*command, "-o", str(scratch)], check=True)
+            scratch.replace(target)
     return target
 
 

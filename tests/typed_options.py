@@ -1,0 +1,17 @@
+"""Options as a type checker sees them; ``make lint`` fails where an error that is expected here is none."""
+
+from amp_plugin import AmpKwargs, AmpPrecision, FabricAmpPrecision, GradScaler
+
+
+def right() -> None:
+    """Each front door takes its options."""
+    GradScaler("cpu", 8.0, min_scale=1.0)
+    AmpPrecision("bf16", weights="bf16", fp32_modules=["LayerNorm"])
+    AmpKwargs(fold_clip=True)
+
+
+def wrong() -> None:
+    """A misspelt option, a value of another type, a word that is not allowed."""
+    GradScaler(init_scal=8.0)  # type: ignore[call-arg]
+    FabricAmpPrecision(init_scale="8")  # type: ignore[arg-type]
+    AmpKwargs(on_nonfinite="stop")  # type: ignore[arg-type]
