@@ -60,6 +60,8 @@ _ADVICE = {
     "point (clamp, eps) or mask it before the op; where() after it hides the value but not the gradient.",
     "pole, log": "{c.base} of {c.pole} is infinite: clamp its input, add an eps, or call log_softmax or "
     "logsumexp.",
+    "pole, own division": "in {c.finding.forward_op}, which the program wrote itself, {c.base} by 0: add an "
+    "eps to the divisor, or mask it before the division.",
     "pole, division": "{c.base} by 0: add an eps to the divisor, or mask it before the division.",
     "pole": "{c.base} is infinite at this point: clamp its input away from it, or add an eps.",
     "domain, length": "an input is shorter than its target: leave it out, or pass zero_infinity=True.",
@@ -100,6 +102,7 @@ def _rows(c: _Case) -> Iterator[tuple[object, str]]:
         yield "eig" in c.forward or "svd" in c.forward, "pole, eigenvalues"
         yield c.forward not in {"", c.base}, "pole, derivative"
         yield c.base in _LOGS, "pole, log"
+        yield c.base in _DIVISIONS and c.finding.forward_op and not c.forward, "pole, own division"
         yield c.base in _DIVISIONS, "pole, division"
         yield True, "pole"
     yield c.base == "_ctc_loss", "domain, length"
