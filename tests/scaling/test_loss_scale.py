@@ -109,15 +109,6 @@ def test_hysteresis_as_published(mode, model, hysteresis, seed):
     assert run(ours, overflows) == expected
 
 
-def test_the_three_kinds_of_hysteresis_differ():
-    overflows = [True, False, True, False]
-    scales = {
-        mode: run(dynamic(8.0, hysteresis=2, hysteresis_mode=mode), overflows)[-1]
-        for mode in ("apex", "megatron", "deepspeed")
-    }
-    assert scales == {"apex": 8.0, "megatron": 4.0, "deepspeed": 4.0}
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_without_options_it_is_torchs_rule(seed):
     chance = random.Random(seed)
@@ -205,17 +196,6 @@ def test_an_overflow_at_the_floor_is_told_of_once(weights):
     with pytest.warns(UserWarning, match="loss scale is at min_scale.*on_min_scale='raise' ends the run"):
         step()
     step()
-
-
-def test_a_constant_scale_still_skips(weights):
-    one = weights()
-    scaler = GradScaler("cpu", init_scale=8.0, dynamic=False)
-    for gradient in (math.inf, 3.0):
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(gradient)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
-    assert (one.value, scaler.get_scale(), scaler.skipped_steps()) == (-3.0, 8.0, 1)
 
 
 def test_the_inverse_has_the_bits_of_torchs():

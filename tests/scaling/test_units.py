@@ -95,31 +95,6 @@ def test_the_fallback_gets_them_right(script, right, weights, without_native):
 # -- what a user does between unscale_ and step -----------------------------------------------------
 
 
-@pytest.mark.parametrize("change", ["in place", "replaced"])
-def test_a_change_by_the_user_does_not_unscale_again(weights, change):
-    one = weights()
-    scaler = fresh(one.optimizer)
-    scaler.scale(one.loss(3.0)).backward()
-    scaler.unscale_(one.optimizer)
-    for p in one.params:
-        if change == "in place":
-            p.grad.mul_(2.0)
-        else:
-            p.grad = p.grad * 2.0
-    scaler.step(one.optimizer)
-    assert one.value == -6.0
-
-
-def test_an_unscaled_regulariser_adds_to_unscaled_gradients(weights):
-    one = weights()
-    scaler = fresh(one.optimizer)
-    scaler.scale(one.loss(3.0)).backward()
-    scaler.unscale_(one.optimizer)
-    one.loss(0.5).backward()
-    scaler.step(one.optimizer)
-    assert one.value == -3.5
-
-
 def test_another_losss_backward_leaves_unscaled_gradients_unscaled(weights):
     d, g = weights(), weights()
     scaler = fresh(d.optimizer, g.optimizer)
@@ -144,20 +119,6 @@ def test_a_loss_multiplied_by_hand(weights):
     assert one.value == -12.0
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-def test_zeroing_in_place(weights, set_to_none, fused):
-    one = weights(fused=fused)
-    scaler = fresh(one.optimizer)
-    for gradient in (3.0, float("inf"), 4.0, 5.0):
-        one.optimizer.zero_grad(set_to_none=set_to_none)
-        scaler.scale(one.loss(gradient)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
-    assert one.value == -12.0
-    assert scaler.get_scale() == 8.0 * 2 * 0.5 * 2 * 2
-
-
 def test_a_skipped_fused_step_leaves_unscaled_gradients(weights):
     """What the kernel did is known to the device only; the next backward must still add rightly."""
     one = weights(fused=True)
@@ -172,32 +133,6 @@ def test_a_skipped_fused_step_leaves_unscaled_gradients(weights):
     assert one.value == -7.0
 
 
-def test_optimizers_without_gradients(weights):
-    a, b = weights(), weights()
-    scaler = fresh(a.optimizer, b.optimizer, growth_interval=100)
-    scaler.scale(a.loss(3.0)).backward()
-    for model in (b, a, b):
-        scaler.ensure_unscaled(model.optimizer)
-        scaler.clip_grad_norm_(model.optimizer, 1e9)
-    for model in (b, a):
-        scaler.step(model.optimizer)
-    scaler.update()
-    assert (a.value, b.value) == (-3.0, 0.0)
-    assert scaler.last_step(b.optimizer).norm is None
-    assert not scaler.last_step(b.optimizer).skipped
-    assert scaler._get_growth_tracker() == 1
-
-
-def test_an_optimizer_met_late_is_unscaled_by_the_scale_of_its_backward(weights):
-    a, b = weights(), weights()
-    scaler = fresh()  # nobody is registered
-    scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
-    for model in (a, b):
-        scaler.step(model.optimizer)
-        scaler.update()
-    assert (a.value, b.value) == (-3.0, -5.0)
-
-
 def test_parameters_added_later(weights):
     one = weights()
     scaler = fresh(one.optimizer)
@@ -209,3 +144,31 @@ def test_parameters_added_later(weights):
     (extra * 3.0 * 8.0).sum().backward()
     scaler.step(one.optimizer)
     assert one.value == -3.0
+
+
+# -- one loss scale per loss -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["sum", "list"])
+def test_one_backward_for_two_scales_is_refused(weights, how):
+    one = weights()
+    scaler = fresh(one.optimizer, losses=("penalty",))
+    losses = scaler.scale(one.loss(3.0)), scaler.scale(one.loss(4.0), name="penalty")
+    with pytest.raises(
+        RuntimeError, match="two losses with scales of their own.*call backward\\(\\) on each"
+    ):
+        sum(losses).backward() if how == "sum" else torch.autograd.backward(losses)
+
+
+@pytest.mark.parametrize("names", ["abc", ["a", "a"]])
+def test_names_of_losses_are_a_list_without_repeats(names):
+    with pytest.raises(ValueError, match=r"losses=.* is not allowed; give a list of different names"):
+        GradScaler("cpu", losses=names)
+
+
+def test_an_unknown_loss_is_refused(weights):
+    scaler = GradScaler("cpu", losses=["penalty"])
+    with pytest.raises(
+        ValueError, match="loss 'other' is not known; the constructor's losses= named: penalty"
+    ):
+        scaler.scale(weights().loss(), name="other")

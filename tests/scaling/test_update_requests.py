@@ -9,19 +9,6 @@ from amp_plugin import GradScaler
 from tests.scaling.runs import fresh
 
 
-def test_the_update_waits_for_pending_gradients(weights):
-    a, b = weights(), weights()
-    scaler = fresh(a.optimizer, b.optimizer)
-    scaler.scale(a.loss(3.0) + b.loss(5.0)).backward()
-    scaler.step(a.optimizer)
-    scaler.update()
-    assert (scaler.get_scale(), b.grad) == (8.0, 40.0)
-    scaler.step(b.optimizer)
-    scaler.update()
-    assert scaler.get_scale() == 16.0
-    assert scaler._get_growth_tracker() == 0
-
-
 @pytest.mark.parametrize("boundary", ["end_iteration", "scale", "state_dict"])
 def test_the_update_is_applied_at_the_boundary(weights, boundary):
     a, b = weights(), weights()

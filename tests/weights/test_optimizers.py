@@ -131,6 +131,7 @@ def test_those_that_nobody_has_handed_over_step_float32_from_their_first_step_on
     (assert_within_a_bit if "fused" in name else assert_same)(reference, stored)
 
 
+@pytest.mark.native
 def test_those_of_other_weights_step_as_before():
     twins()
     other = network()
