@@ -202,8 +202,9 @@ class OpRules:
         wanted = frozenset(keep)
         for name in names:
             rules[name] = given or self[name]
-            if rules[name] is OpRule.FP32_APPEND_DTYPE:
-                _check_has_dtype_overload(name)
+            if rules[name] is OpRule.FP32_APPEND_DTYPE and dtype_overload(name) is None:
+                msg = f"{name} has no overload that takes a dtype after its arguments; use 'fp32' for it"
+                raise ValueError(msg)
             check_arguments(name, wanted)
             kept[name] = wanted or kept.get(name, frozenset())
         return OpRules(device_type=self.device_type, rules=rules, keep=kept)
@@ -305,12 +306,6 @@ def _changed_defaults(file: RulesFile) -> list[str]:
         f" (base: torch-{file.torch} in the file keeps the old defaults)" if file.torch in RELEASES else ""
     )
     return [f"the default of {', of '.join(changed)}{remedy}"]
-
-
-def _check_has_dtype_overload(full: str) -> None:
-    if dtype_overload(full) is None:
-        msg = f"{full} has no overload that takes a dtype after its arguments; use 'fp32' for it"
-        raise ValueError(msg)
 
 
 RULES_VARIABLE: Final = "AMP_PLUGIN_RULES"

@@ -405,7 +405,7 @@ def adam_(
         root = sqrt(exp_avg_sq)                  amsgrad: of the largest exp_avg_sq so far
         param -= lr / (1 - beta1^step) * exp_avg / (root / sqrt(1 - beta2^step) + eps)
     """
-    taken = _taken(found_inf)
+    taken = True if found_inf is None else found_inf.reshape(()) <= 0
     rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
     pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
     for i, (param, unscaled) in enumerate(pairs):
@@ -454,7 +454,7 @@ def sgd_(
         buffer = momentum * buffer + (1 - dampening) * grad          (grad at the first step)
         param -= lr * (grad + momentum * buffer if nesterov else buffer)
     """
-    taken = _taken(found_inf)
+    taken = True if found_inf is None else found_inf.reshape(()) <= 0
     rate = lr if lr_tensor is None else _widened(lr_tensor).reshape(())
     pairs = _unscaled(params, grads, remainders, grad_scale, maximize=maximize)
     for i, (param, unscaled) in enumerate(pairs):
@@ -466,10 +466,6 @@ def sgd_(
             _write_state(buffer, moved, param, taken, 0, 0)
             direction = grad + momentum * moved if nesterov else moved
         _write_param(i, param - rate * direction, params, remainders, taken)
-
-
-def _taken(found_inf: Tensor | None) -> Tensor | bool:
-    return True if found_inf is None else found_inf.reshape(()) <= 0
 
 
 def _unscaled(

@@ -135,9 +135,12 @@ def test_forward_and_backward_equal_eager(backend, place):
     assert_same(step(model, compiled), eager, bits=backend != "inductor")
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize(("rules", "how"), PLACES)
-def test_exported_programs_equal_eager(rules, how, strict):
+# without strict=True Python itself runs the model: a decorator is a block there
+@pytest.mark.parametrize(
+    ("strict", "place"), [*((True, place) for place in PLACES), *((False, place) for place in PLACES[:2])]
+)
+def test_exported_programs_equal_eager(strict, place):
+    rules, how = place
     model = Model(how, rules)
     with torch.no_grad():
         eager = model(X)
@@ -163,9 +166,8 @@ def count_frames(program, *, backend="aot_eager", fullgraph=True):
     return counts
 
 
-@pytest.mark.parametrize("rules", [None, SOFTMAX32])
 @pytest.mark.parametrize("how", ["inside", "held", "decorator"])
-def test_frames_and_recompiles_are_those_of_torch(how, rules):
+def test_frames_and_recompiles_are_those_of_torch(how):
     def program(make):
         held = make()
         body = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
@@ -180,10 +182,11 @@ def test_frames_and_recompiles_are_those_of_torch(how, rules):
 
         return {"inside": inside, "held": with_held, "decorator": held(lambda x: body(x.float()))}[how]
 
-    ours = count_frames(program(lambda: region(rules)))
-    assert ours == count_frames(program(lambda: torch.autocast("cpu", dtype=BF16)))
-    assert ours[0] == ours[1] == 1
-    assert ours[-1] > 1
+    theirs = count_frames(program(lambda: torch.autocast("cpu", dtype=BF16)))
+    assert theirs[0] == theirs[1] == 1
+    assert theirs[-1] > 1
+    for rules in (None, SOFTMAX32):
+        assert count_frames(program(lambda rules=rules: region(rules))) == theirs
 
 
 def test_rules_that_change_are_compiled_again_and_equal_ones_are_not():

@@ -39,8 +39,8 @@ class Kernels:
 def on(request):
     """The CPU's kernels, the plain ones, and those on a GPU, or emulated with threads and blocks in either order."""
     if request.param in {"op", "reference"}:
-        native_core()
-        yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, request.param)
+        name = request.param if native_core().loaded else "reference"  # who runs the op then
+        yield Kernels(torch.device("cpu"), OP if request.param == "op" else reference, name)
         return
     if host_device.LOADED:
         torch.ops.host_device.descending(request.param == "descending")
