@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
@@ -142,25 +142,25 @@ def checked_reduce(given: Any) -> ReduceName:
 
 
 def checked_state(given: Any) -> StateName:
-    """Return how optimizers' moments are to be kept."""
-    if given in get_args(StateName):
-        return given  # type: ignore[no-any-return]
-    allowed = ", ".join(map(repr, get_args(StateName)))
-    msg = f"state={given!r} is unknown; allowed are {allowed}{did_you_mean(str(given), get_args(StateName))}"
+    """Return how optimizers' moments are to be kept, or raise ValueError."""
+    return _checked_word("state", given, get_args(StateName), {})  # type: ignore[no-any-return]
+
+
+def checked_weights(given: Any) -> WeightsName:
+    """Return how weights are to be stored, or raise ValueError."""
+    return _checked_word("weights", given, _WEIGHTS, _STORED_AS)  # type: ignore[no-any-return]
+
+
+def _checked_word(option: str, given: Any, words: Sequence[str], aliases: Mapping[str, str]) -> Any:
+    if given in words:
+        return given
+    hint = did_you_mean(str(given), words, aliases=aliases, written=lambda near: f"{option}={near!r}")
+    msg = f"{option}={given!r} is unknown; allowed are {', '.join(map(repr, words))}{hint}"
     raise ValueError(msg)
 
 
 def _allowed() -> str:
     return ", ".join(map(repr, DTYPES))
-
-
-def checked_weights(given: Any) -> WeightsName:
-    """Return how weights are to be stored."""
-    if given in _WEIGHTS:
-        return given  # type: ignore[no-any-return]
-    hint = did_you_mean(str(given), _WEIGHTS, aliases=_STORED_AS, written=lambda near: f"weights={near!r}")
-    msg = f"weights={given!r} is unknown; allowed are {', '.join(map(repr, _WEIGHTS))}{hint}"
-    raise ValueError(msg)
 
 
 def refuse_other_precision(weights: str, precision: str, *, named: str = "precision") -> None:

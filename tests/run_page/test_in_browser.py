@@ -127,14 +127,16 @@ def test_the_copy_button_copies(opened):
     assert code.strip()
 
 
-def test_curves_can_be_zoomed(opened):
+def test_curves_can_be_zoomed_and_go_back(opened):
     chart = opened.page.locator("#chart-loss svg")
     chart.scroll_into_view_if_needed()
     steps = "document.querySelectorAll('#chart-loss [aria-label^=X-axis] .role-axis-label text')"
-    labels = f"[...{steps}].map(node => Number(node.textContent))"
+    labels = f"[...{steps}].map(node => Number(node.textContent)).sort((a, b) => a - b)"
     before = opened.page.evaluate(labels)
     chart.hover()
     opened.page.mouse.wheel(0, -400)
     opened.page.wait_for_function(f"before => {labels}.join() !== before.join()", arg=before)
     after = opened.page.evaluate(labels)
     assert before[-1] - before[0] > after[-1] - after[0] > 0
+    chart.dblclick()
+    opened.page.wait_for_function(f"before => {labels}.join() === before.join()", arg=before)
