@@ -70,7 +70,7 @@ test-native: $(READY)
 	$(PYTEST) $(PARALLEL) -m "not whole_run"
 
 test-host-device: $(READY)
-	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and not whole_run" --ignore tests/kernels/test_cuda_compile.py
+	$(PYTEST) $(PARALLEL) -p tests.host_device.plugin -m "gpu and not whole_run" --ignore-glob "tests/kernels/test_cuda_[cp]*.py"
 
 test-gpu: # in the Python and with the torch of the machine
 	$(PYTHON) -m tests.on_gpu $(STEPS)

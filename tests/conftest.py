@@ -40,8 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Pass over files without a test marked ``gpu`` where those alone are asked for: imports take longer than tests."""
-    chosen = config.option.markexpr.startswith("gpu") and collection_path.suffix == ".py"
-    return True if chosen and "pytest.mark.gpu" not in collection_path.read_text() else None
+    if not config.option.markexpr.startswith("gpu") or collection_path.suffix != ".py":
+        return None
+    texts = (
+        path.read_text()
+        for path in (collection_path, collection_path.parent / "conftest.py")
+        if path.exists()
+    )
+    return None if any("pytest.mark.gpu" in text for text in texts) else True
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -113,34 +113,39 @@ class Counted(nn.Module):
         return y / (1 + (y > 0).sum(-1, keepdim=True)) + y.argmax(-1, keepdim=True)
 
 
+def small(*layers):
+    return nn.Sequential(*layers)
+
+
 MODELS = {
-    "gelu": lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)),
-    "relu": lambda: nn.Sequential(
-        nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)
-    ),
-    "layer norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)),
-    "batch norm": lambda: nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
-    "dropout": lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 2)),
+    "linear": lambda: nn.Linear(8, 2),
+    "gelu": lambda: small(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)),
+    "relu": lambda: small(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 2)),
+    "tanh": lambda: small(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 2)),
+    "layer norm": lambda: small(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)),
+    "batch norm": lambda: small(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2)),
+    "dropout": lambda: small(nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 2)),
+    "softmax": lambda: small(nn.Linear(8, 16), nn.Softmax(-1), nn.Linear(16, 2)),
     "experts": Experts,
     "counts": Counted,
     "lstm": lambda: Recurrent(nn.LSTM),
     "gru": lambda: Recurrent(nn.GRU),
-    "attention": lambda: nn.Sequential(
+    "attention": lambda: small(
         nn.Unflatten(0, (4, 4)), nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     ),
-    "convolution": lambda: nn.Sequential(
+    "convolution": lambda: small(
         nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten()
     ),
-    "pooling": lambda: nn.Sequential(
-        nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.MaxPool1d(2), nn.Flatten()
-    ),
+    "pooling": lambda: small(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3), nn.MaxPool1d(2), nn.Flatten()),
 }
 PAIRS = [
     *((name, torch.bfloat16, torch.optim.SGD) for name in MODELS),
     ("relu", torch.float16, torch.optim.SGD),
     ("attention", torch.float16, torch.optim.SGD),
     ("gelu", torch.bfloat16, torch.optim.AdamW),
+    ("tanh", torch.float16, torch.optim.SGD),
     ("experts", torch.float16, torch.optim.AdamW),
+    ("layer norm", torch.bfloat16, torch.optim.AdamW),
     ("batch norm", torch.bfloat16, torch.optim.AdamW),
 ]
 
