@@ -488,7 +488,7 @@ def positive(name: str, value: float) -> float:
 
 
 def whole(name: str, value: int) -> int:
-    """Return ``value`` as an int, or raise ValueError if it is no whole number above 0."""
+    """Return ``value`` as an int, or raise ValueError if it is not a whole number above 0."""
     if isinstance(value, bool) or int(value) != value or value < 1:
         msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
         raise ValueError(msg)

@@ -63,7 +63,7 @@ def require_matches(
     kinds = dict.fromkeys(sorted(set().union(*(_kinds(module) for _, module in modules))))
     hint = did_you_mean(missing, [*names, *kinds], at_most=3, separator=", ")
     owners = " or ".join(dict.fromkeys(type(model).__name__ for model in models))
-    msg = f"{option}: {missing!r} is no name or class of a module in {owners}"
+    msg = f"{option}: {missing!r} is not a name or class of a module in {owners}"
     raise ValueError(msg + (hint or "; model.named_modules() lists them"))
 
 

@@ -60,10 +60,10 @@ def test_an_option_takes_the_modules_that_a_pattern_means(option, pattern):
 @pytest.mark.parametrize(
     ("pattern", "hint"),
     [
-        ("Module", "is no name or class of a module in Sequential"),  # every module is one
-        ("Sequential", "is no name or class"),  # the model itself
-        ("LayerNrom", r"is no name or class .*, did you mean LayerNorm"),
-        ("zzz", r"is no name or class .*; model\.named_modules\(\) lists them"),
+        ("Module", "is not a name or class of a module in Sequential"),  # every module is one
+        ("Sequential", "is not a name or class"),  # the model itself
+        ("LayerNrom", r"is not a name or class .*, did you mean LayerNorm"),
+        ("zzz", r"is not a name or class .*; model\.named_modules\(\) lists them"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error_in_the_same_words(option, pattern, hint):

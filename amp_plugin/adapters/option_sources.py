@@ -64,7 +64,7 @@ def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[st
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for variable, hint in unknown_variables(environment).items():
         allowed = f"; allowed are {', '.join([*known, CONFIG])}; unset it"
-        msg = f"the environment sets {variable}, which is no option{hint or allowed}"
+        msg = f"the environment sets {variable}, which is not an option{hint or allowed}"
         raise ValueError(msg)
     return [
         (variable, {known[variable]: environment[variable]}) for variable in known if variable in environment
@@ -76,7 +76,7 @@ def _from_file(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]
         return []
     path = Path(environment[CONFIG])
     if not path.is_file():
-        msg = f"{CONFIG}={path} is no file; give the path of a YAML file with AmpKwargs' options, or unset it"
+        msg = f"{CONFIG}={path} is not a file; give a YAML file with AmpKwargs' options, or unset it"
         raise FileNotFoundError(msg)
     source = f"{CONFIG}={path}"
     given = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -429,7 +429,7 @@ def log_casts(model: nn.Module | None = None) -> CastLog:
 
     Raises:
         RuntimeError: the native core is missing, or (on entry) another log is open.
-        TypeError: ``model`` is no module.
+        TypeError: ``model`` is not a module.
 
     Example:
         >>> model = torch.nn.Linear(4, 2)

@@ -303,7 +303,7 @@ def set_default_rules(rules: OpRules | None) -> None:
         rules: the rules of their device; None gives torch's kernels back on every device.
 
     Raises:
-        TypeError: they are no OpRules.
+        TypeError: they are not OpRules.
         RuntimeError: other rules than torch's, and no native core.
     """
     if rules is None:

@@ -184,7 +184,7 @@ class RunIn:
         Raises:
             TypeError: it is something else, a generator or coroutine function, a module that is
                 never called (``ModuleList``), or TorchScript.
-            ValueError: a name in ``keep`` is no argument of it, or the module's forward was replaced
+            ValueError: a name in ``keep`` is not an argument of it, or the module's forward was replaced
                 on the instance.
         """
         return self._applied(target, sys._getframe(1))  # type: ignore[no-any-return]
@@ -202,7 +202,7 @@ class RunIn:
             return RunInMethod(target, self)
         if callable(target) and not isinstance(target, type):
             return _function_in(target, self)
-        msg = f"run_in: {target!r} is no module, module class, function or method"
+        msg = f"run_in: {target!r} is not a module, module class, function or method"
         raise TypeError(msg)
 
 

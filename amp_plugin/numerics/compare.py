@@ -74,7 +74,7 @@ class Run:
         """Read a run; nothing else is unpickled.
 
         Raises:
-            ValueError: the file is no such run.
+            ValueError: the file is not such a run.
             OSError: it cannot be read.
         """
         run, reason = None, None

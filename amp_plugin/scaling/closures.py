@@ -37,7 +37,7 @@ Closure = Callable[[], Any]
 _NOT_PUT_BACK = (
     "{0}: a closure's gradients are not finite after the step has changed weights. Earlier steps did "
     "not do that before their last call of the closure, so no copy was kept to put them back. Load the "
-    "last checkpoint; a {0} made anew keeps copies if its first step is such a one."
+    "last checkpoint; a {0} made again keeps copies if its first step is such a one."
 )
 
 

@@ -128,7 +128,7 @@ class GradScaler(TorchNames):
         groups = Groups(tuple(process_groups), tuple(sharded_groups))
         if groups != self._groups:
             self._groups = groups
-            self.step_log.begin_anew(self.skipped_steps())
+            self.step_log.start_over(self.skipped_steps())
             self._start(self.step_log)
 
     def scale(self, outputs: T, *, name: str | None = None) -> T:
@@ -237,7 +237,7 @@ class GradScaler(TorchNames):
                 pairs of ``module.named_parameters()``, or a mapping of names to parameters.
 
         Raises:
-            TypeError: Something is no optimizer, or ``names`` none of these.
+            TypeError: Something is not an optimizer, or ``names`` none of these.
             ValueError: ``names`` names parameters, but none of an optimizer's.
         """
         named = checked_names(names)
@@ -535,8 +535,8 @@ class GradScaler(TorchNames):
             return
         self._units.refuse_half("load_state_dict()")
         before = [(loss_scale, loss_scale.snapshot()) for loss_scale in self._scales.materialized()]
-        self.step_log.begin_anew(self._scales.load_state_dict(state_dict))
-        self._units.begin_anew(before)
+        self.step_log.start_over(self._scales.load_state_dict(state_dict))
+        self._units.start_over(before)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Copy between iterations: the same process groups; optimizers and gradients stay behind."""

@@ -221,9 +221,9 @@ class _Record:
         self.optimizer = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
         self.exact = False
-        self.begin_anew()
+        self.start_over()
 
-    def begin_anew(self) -> None:
+    def start_over(self) -> None:
         """Forget all steps."""
         self.skipped: Tensor | None = None  # float32, 0-dim, on the device
         self.in_a_row = 0
@@ -331,12 +331,12 @@ class StepLog:
         if self.hear_loss is not None and not self.replaying:
             self.hear_loss(loss)
 
-    def begin_anew(self, skipped_before: int) -> None:
+    def start_over(self, skipped_before: int) -> None:
         """Go on from a count, with no step known and nothing left to learn; who is waited for stays."""
         self.skipped_before = skipped_before
         self._late.clear()
         for record in self._records.values():
-            record.begin_anew()
+            record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
         """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync.

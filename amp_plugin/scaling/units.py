@@ -104,9 +104,9 @@ class Units:
         for loss_scale, _ in before:
             loss_scale.found_inf = None
             loss_scale.fill_(value)
-        self.begin_anew(before)
+        self.start_over(before)
 
-    def begin_anew(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
+    def start_over(self, before: Iterable[tuple[LossScale, Tensor]]) -> None:
         """Go on from loss scales set by hand: no update is requested, pending gradients are converted."""
         self.requested = False
         for loss_scale, old in before:

@@ -257,7 +257,7 @@ def _hold_weights_still(stack: ExitStack) -> None:
 
 # -- the ops -------------------------------------------------------------------------------------
 
-# Their results are no floating-point numbers, or are what the caller asked for by dtype.
+# Their results are not floating-point numbers, or are what the caller asked for by dtype.
 _LEFT_OUT: Final = {
     *("eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite", "argmax", "argmin", "argsort"),
     *("logical_and", "logical_or", "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "all", "any"),

@@ -85,7 +85,7 @@ def export(
 
 
 def _read(source: Path, key: str, *, trust: bool) -> tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]:
-    """Return a state dict, and the state dicts of the optimizers beside it."""
+    """Return a state dict, and the state dicts of the optimizers next to it."""
     if source.is_dir():
         return _read_folder(source, trust=trust)
     if not source.is_file():

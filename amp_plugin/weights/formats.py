@@ -1,4 +1,4 @@
-"""How a weight is stored in 16 bits: what is kept beside it, and how both make a float32 again."""
+"""How a weight is stored in 16 bits: what is kept next to it, and how both make a float32 again."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _Tensors = Sequence[Tensor]
 class SplitBf16:
     """bfloat16 and an int16 low half, together all bits of float32; the base of the other ways.
 
-    Whatever low half stands beside a weight, both make a number that rounds to the weight, zero beside a
+    Whatever low half stands next to a weight, both make a number that rounds to the weight, zero beside a
     zero: whoever writes a weight need not know of it. Lists are of tensors of the same shapes.
 
     Attributes:
         dtype: That of the weights.
-        kept_bytes: Bytes kept beside a weight.
+        kept_bytes: Bytes kept next to a weight.
     """
 
     dtype = torch.bfloat16
     kept_bytes = 2
 
     def split(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight of a float32 value and what is kept beside it, new tensors."""
+        """Return the weight of a float32 value and what is kept next to it, new tensors."""
         high, low = torch.empty_like(value, dtype=torch.bfloat16), torch.empty_like(value, dtype=torch.int16)
         torch.ops.amp_plugin.pack_weights_([value], [high], [low])
         return high, low
@@ -41,7 +41,7 @@ class SplitBf16:
         return masters
 
     def store(self, masters: _Tensors, weights: _Tensors, kept: _Tensors, seed: int, step: int) -> None:
-        """Write weights, and what is kept beside them, from masters."""
+        """Write weights, and what is kept next to them, from masters."""
         torch.ops.amp_plugin.pack_weights_(masters, weights, kept)
 
 

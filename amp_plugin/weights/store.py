@@ -75,9 +75,9 @@ def store_weights(
     The model computes with the 16 bits. While an optimizer steps or loads a state dict, its parameters,
     gradients and state are float32, so that each update counts::
 
-        step:  parameters = float32 from the 16 bits and what is kept beside them
+        step:  parameters = float32 from the 16 bits and what is kept next to them
                the optimizer's own step
-               16 bits, what is kept beside them = split(parameters)
+               16 bits, what is kept next to them = split(parameters)
 
     In place: parameters stay the objects they are. State dicts, copies and pickles are those of a float32
     model. Call it before the first step and before DistributedDataParallel; optimizers that are made later
@@ -339,7 +339,7 @@ class WeightBytes:
     Attributes:
         parameters: Elements of all parameters, tied ones once; of sharded ones, this rank's.
         weights, gradients, optimizer_state: Of the tensors themselves.
-        masters: Kept beside the weights: low halves, or float32 masters.
+        masters: Kept next to the weights: low halves, or float32 masters.
     """
 
     parameters: int
@@ -362,7 +362,7 @@ class WeightBytes:
         """Say it in one line."""
         weights, masters, gradients, state, total = self.per_parameter().values()
         return (
-            f"{total:.3g} bytes per parameter (weights {weights:.3g}, kept beside them {masters:.3g}, "
+            f"{total:.3g} bytes per parameter (weights {weights:.3g}, masters {masters:.3g}, "
             f"gradients {gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
         )
 
@@ -381,7 +381,7 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
         >>> import torch
         >>> model = torch.nn.Linear(3, 1)
         >>> print(weight_bytes(model))
-        4 bytes per parameter (weights 4, kept beside them 0, gradients 0, optimizer state 0) for 4 parameters
+        4 bytes per parameter (weights 4, masters 0, gradients 0, optimizer state 0) for 4 parameters
     """
     params = list(model.parameters())
     kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)

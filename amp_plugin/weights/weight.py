@@ -343,7 +343,7 @@ def _exported(param: StoredParameter, state_dict: Any) -> Tensor:
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any
 ) -> None:
-    """Split what a module is about to load; of a value in 16 bits nothing is kept beside it."""
+    """Split what a module is about to load; of a value in 16 bits nothing is kept next to it."""
     for name, param in module._parameters.items():
         value = state_dict.get(prefix + name)
         if not (isinstance(param, StoredParameter) and isinstance(value, Tensor)):

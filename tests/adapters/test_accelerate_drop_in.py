@@ -170,7 +170,7 @@ def test_each_name_of_a_module_must_be_found_in_one_of_the_models():
     accelerator.prepare(torch.nn.ReLU())
     accelerator = ours(precision="bf16", fp32_modules=["head", "haed"])
     with pytest.raises(
-        ValueError, match=r"'haed' is no name or class of a module in Dtypes, did you mean head"
+        ValueError, match=r"'haed' is not a name or class of a module in Dtypes, did you mean head"
     ):
         accelerator.prepare(Dtypes())
 

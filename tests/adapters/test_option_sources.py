@@ -39,7 +39,7 @@ def test_a_bad_value_names_its_source(plugin, monkeypatch):
     monkeypatch.delenv("AMP_PLUGIN_DYNAMIC")
     monkeypatch.setenv("AMP_PLUGIN_INITSCALE", "8")
     with pytest.raises(
-        ValueError, match="AMP_PLUGIN_INITSCALE, which is no option; did you mean AMP_PLUGIN_INIT_SCALE"
+        ValueError, match="AMP_PLUGIN_INITSCALE, which is not an option; did you mean AMP_PLUGIN_INIT_SCALE"
     ):
         plugin("fp16")
 

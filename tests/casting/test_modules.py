@@ -273,7 +273,9 @@ def test_modules_by_name_pattern_and_class():
 
 
 def test_a_pattern_that_matches_nothing_is_an_error():
-    with pytest.raises(ValueError, match=r"'\*.nrom' is no name or class of a module in Sequential.*0.norm"):
+    with pytest.raises(
+        ValueError, match=r"'\*.nrom' is not a name or class of a module in Sequential.*0.norm"
+    ):
         apply_fp32_modules(nn.Sequential(Net()), ["*.nrom"])
     with pytest.raises(ValueError, match=r"model.named_modules\(\) lists them"):
         apply_fp32_modules(Net(), ["zzz"])
@@ -294,9 +296,9 @@ def test_errors():
         run_in(FP32, keep={"roi"})(Pool())
     with pytest.raises(ValueError, match="does not tell the names of its arguments"):
         run_in(FP32, keep={"x"})(torch.add)
-    with pytest.raises(TypeError, match="3 is no module, module class, function or method"):
+    with pytest.raises(TypeError, match="3 is not a module, module class, function or method"):
         run_in(FP32)(3)
-    with pytest.raises(TypeError, match="int'> is no module"):
+    with pytest.raises(TypeError, match="int'> is not a module"):
         run_in(FP32)(int)
 
     async def coroutine():

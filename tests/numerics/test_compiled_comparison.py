@@ -75,8 +75,15 @@ def changing(name: str, number: int, factor: float) -> Callable[..., Any]:
     return backend
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "bf16"),
+    [
+        ("aot_eager", False),
+        ("aot_eager", True),
+        pytest.param("inductor", True, marks=pytest.mark.slow),
+        pytest.param("inductor", False, marks=[pytest.mark.slow, pytest.mark.whole_run]),
+    ],
+)
 def test_right_code_is_not_blamed(backend: str, bf16: bool) -> None:
     with CompiledComparison() as comparison:
         train(Net(), backend, bf16=bf16)

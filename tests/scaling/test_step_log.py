@@ -109,7 +109,7 @@ def test_an_optimizer_is_still_waited_for_after_a_state_was_loaded():
     log, optimizer = StepLog(), sgd()
     log.wait_for(optimizer)
     add(log, optimizer, Result([0], skipped=True, delay=0))
-    log.begin_anew(7)
+    log.start_over(7)
     assert (log.holds_schedulers(optimizer), log.skipped_steps(optimizer), log.skipped_steps()) == (
         False,
         0,

@@ -45,7 +45,7 @@ class TestPlan:
         assert DtypePlan(compute="bf16").in_fp32(net) == set()
 
     def test_a_pattern_that_matches_nothing_names_the_nearest_module(self, mesh):
-        with pytest.raises(ValueError, match=r"'LayerNrom' is no name or class .* did you mean LayerNorm"):
+        with pytest.raises(ValueError, match=r"'LayerNrom' is not a name or class .* did you mean LayerNorm"):
             fully_shard(Net(), DtypePlan(fp32_modules=["LayerNrom"]), mesh=mesh)
 
     @pytest.mark.parametrize(

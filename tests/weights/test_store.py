@@ -128,7 +128,7 @@ def test_fp32_modules_and_batch_norm_stay_in_float32():
     assert model[1].running_mean.dtype is torch.float32
     assert len(store) == 2
     with pytest.raises(
-        ValueError, match="fp32_modules: 'Nothing' is no name or class of a module in Sequential"
+        ValueError, match="fp32_modules: 'Nothing' is not a name or class of a module in Sequential"
     ):
         store_weights(network(), fp32_modules=["Nothing"])
 
@@ -198,7 +198,7 @@ def test_bytes_a_parameter():
         assert counted.per_parameter()["optimizer_state"] == pytest.approx(8, rel=0.05), "and a step each"
     assert held == {"fp32": (4, 0, 4), "bf16": (2, 2, 4), "fp16": (2, 4, 4), "bf16-stochastic": (2, 0, 4)}
     assert str(counted).endswith(
-        "(weights 2, kept beside them 0, gradients 4, optimizer state 8.16) for 102 parameters"
+        "(weights 2, masters 0, gradients 4, optimizer state 8.16) for 102 parameters"
     )
 
 
