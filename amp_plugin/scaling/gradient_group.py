@@ -38,6 +38,7 @@ _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
 
+_JOINER = 0  # in the place of an owner's number: an optimizer that the scaler has not met yet
 
 _ones: dict[tuple[torch.device, int], Tensor] = {}  # of all groups
 
@@ -72,7 +73,7 @@ class GradientGroup:
         self._remembers = remembers
         self._contributions: list[tuple[LossScale, Tensor]] = []
         # For each owner: what one of them has used may wait for another.
-        self._histories = {owner: OverflowHistory() for owner in owners} if remembers else {}
+        self._histories = {owner: OverflowHistory() for owner in (*owners, _JOINER)} if remembers else {}
         self._stepped: set[int] = set()  # owners that have stepped since the gradients were last unscaled
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -211,6 +212,8 @@ class GradientGroup:
             measured = self._measured(math.inf)  # setting gradients to zero drops a batch too
             for history in histories:
                 history.forget_if_zero(measured)
+            dropped = {i for i, param in enumerate(self.params) if param.grad is None}
+            self._histories[_JOINER].forget_at(dropped)
         if not present:
             for history in histories:
                 history.clear()
@@ -261,8 +264,9 @@ class GradientGroup:
         self._measurements = None
         self.taken_away.seen.clear()
         self._contributions.clear()
-        if owner in self._histories:
-            self._histories[owner].clear()
+        for slot in (owner, _JOINER):
+            if slot in self._histories:
+                self._histories[slot].clear()
 
     def note_unscaled(self, owner: int) -> None:
         """Record that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
@@ -274,9 +278,9 @@ class GradientGroup:
         params = [self.params[i] for i in positions]
         part = GradientGroup(params, owners, self.carries, remembers=self._remembers)
         if self._histories:
-            any_history = next(iter(self._histories.values()))
+            joiner = self._histories[_JOINER]
             part._histories = {
-                owner: self._histories.get(owner, any_history).split(positions) for owner in owners
+                owner: self._histories.get(owner, joiner).split(positions) for owner in part._histories
             }
         part._contributions = list(self._contributions)
         joined = owners - self.owners if part.has_gradients() else frozenset()

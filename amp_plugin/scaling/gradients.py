@@ -114,6 +114,15 @@ class OverflowHistory:
                 part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=None)])
         return part
 
+    def forget_at(self, positions: set[int]) -> None:
+        """Forget which of these parameters' gradients were not finite: they were dropped since."""
+        for i, seen in enumerate(self.measurements):
+            places = range(len(seen.flags)) if seen.positions is None else seen.positions
+            gone = [row for row, place in enumerate(places) if place in positions]
+            if gone:
+                self.measurements[i] = seen._replace(flags=seen.flags.clone())
+                self.measurements[i].flags[gone] = 0
+
     def clear(self) -> None:
         """Forget all: the optimizer has stepped, or its gradients are gone."""
         self.found_inf = None
