@@ -40,7 +40,6 @@ Precision = Annotated[
         "Accelerator, precision of a Trainer or Fabric.",
     ),
 ]
-Page = Annotated[Path, typer.Option("--page", help="The page, an HTML file.")]
 
 
 def run(
@@ -48,6 +47,10 @@ def run(
     arguments: Arguments = None,
     precision: Precision = None,
     rules: Rules = None,
+    page: Annotated[
+        Path | None,
+        typer.Option("--report", help="Draw the run into this HTML file, as `amp-plugin report`."),
+    ] = None,
     as_module: AsModule = False,
 ) -> None:
     """Run a program that is not to be edited on amp_plugin; the exit code is the program's.
@@ -56,47 +59,61 @@ def run(
     amp_plugin's while it runs, in the processes that it starts too. The program need not import amp_plugin.
     When it ends, all of it is given back. With several processes: torchrun -m amp_plugin run train.py
     """
-    from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
-    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
-    from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
-
-    program = program_of(script, as_module=as_module, command="run")
-    if rules is not None:
-        need_core("run --rules")
-    try:
-        chosen = None if rules is None else OpRules.from_yaml(rules)
-        takeover = Takeover(
-            Path(program.name).name,
-            precision=precision,  # type: ignore[arg-type] # its words are checked
-            rules=chosen,
-            rules_name="" if rules is None else str(rules),
-        )
-    except (OSError, ValueError) as error:
-        fail(str(error), code=2)
-    raise typer.Exit(run_program(program, arguments or [], around=takeover).code)
+    _launch("run", script, arguments, precision=precision, rules=rules, page=page, as_module=as_module)
 
 
 def report(
-    script: Script, page: Page = Path("run.html"), arguments: Arguments = None, as_module: AsModule = False
+    script: Script,
+    page: Annotated[Path, typer.Option("--page", help="The page, an HTML file.")] = Path("run.html"),
+    arguments: Arguments = None,
+    precision: Precision = None,
+    rules: Rules = None,
+    as_module: AsModule = False,
 ) -> None:
     """Run a script and draw it into one HTML page while it runs; the exit code is the script's.
 
     The page shows loss scale, skips, norms, how near gradients come to overflow, and the op and line behind a
     skipped step. The script need not import amp_plugin: it runs on it, as under `amp-plugin run`.
     """
+    _launch("report", script, arguments, precision=precision, rules=rules, page=page, as_module=as_module)
+
+
+def _launch(
+    command: str,
+    script: str,
+    arguments: list[str] | None,
+    *,
+    precision: str | None,
+    rules: Path | None,
+    page: Path | None,
+    as_module: bool,
+) -> None:
     from amp_plugin.adapters.takeover import Takeover  # noqa: PLC0415 - loads torch
+    from amp_plugin.casting.rules import OpRules  # noqa: PLC0415 - loads torch
     from amp_plugin.program import run_program  # noqa: PLC0415 - loads torch
     from amp_plugin.run_page.program import ProgramPage  # noqa: PLC0415 - loads torch
 
-    program = program_of(script, as_module=as_module, command="report")
+    program = program_of(script, as_module=as_module, command=command)
+    if rules is not None:
+        need_core(f"{command} --rules")
     try:
-        drawn = ProgramPage(page)
+        drawn = None if page is None else ProgramPage(page)
+        takeover = Takeover(
+            Path(program.name).name,
+            precision=precision,  # type: ignore[arg-type] # its words are checked
+            rules=None if rules is None else OpRules.from_yaml(rules),
+            rules_name="" if rules is None else str(rules),
+        )
     except ImportError as error:
         fail(str(error), code=1)
-    takeover = Takeover(Path(program.name).name)
-    ran = run_program(program, arguments or [], around=_both(takeover, drawn))
-    if drawn.page is not None or not ran.code:  # otherwise the error above explains the missing page
-        print(f"amp-plugin report: {program.name} {drawn.outcome()}", file=sys.stderr)
+    except (OSError, ValueError) as error:
+        fail(str(error), code=2)
+    around = takeover if drawn is None else _both(takeover, drawn)
+    ran = run_program(program, arguments or [], around=around)
+    if drawn is not None and (
+        drawn.page is not None or not ran.code
+    ):  # else the error explains the missing page
+        print(f"amp-plugin {command}: {program.name} {drawn.outcome()}", file=sys.stderr)
     raise typer.Exit(ran.code)
 
 

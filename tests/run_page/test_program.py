@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,10 +64,12 @@ assert not scaler.last_step(optimizer).skipped
 """
 
 
-def run(folder: Path, source: str, *words: str, code: int = 0) -> Path:
+def run(
+    folder: Path, source: str, *words: str, code: int = 0, command: Sequence[str] = ("report", "--page")
+) -> Path:
     script = folder / "train.py"
     script.write_text(source)
-    words = ["amp-plugin", "report", "--page", str(folder / "run.html"), str(script), *words]
+    words = ["amp-plugin", *command, str(folder / "run.html"), str(script), *words]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", words)
         with pytest.raises(SystemExit) as ended:
@@ -100,8 +103,9 @@ def test_its_bad_batch_is_named(tmp_path):
 
 
 @pytest.mark.native
-def test_a_program_with_a_scaler(tmp_path):
-    page = run(tmp_path, SCALED)
+@pytest.mark.parametrize("command", [["report", "--page"], ["run", "--report"]], ids="_".join)
+def test_a_program_with_a_scaler(tmp_path, command):
+    page = run(tmp_path, SCALED, command=command)
     data = data_of(page)
     assert data["curves"]["scale"][:5] == [2.0**16] * 5
     assert data["curves"]["loss"][0] < 0
