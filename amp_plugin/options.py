@@ -99,8 +99,8 @@ class LossScaleOptions:
         positive("init_scale", self.init_scale)
         checked_growth_factor(self.growth_factor)
         checked_backoff_factor(self.backoff_factor)
-        whole("growth_interval", self.growth_interval)
-        whole("hysteresis", self.hysteresis)
+        for name in ("growth_interval", "hysteresis"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
         if not self.floor <= self.init_scale <= self.ceiling:
             msg = (
                 f"init_scale={self.init_scale} is not between min_scale={self.floor} and "
@@ -285,7 +285,7 @@ class AccelerateOptions(PrecisionOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_skips_in_a_row < 0:
+        if not (self.max_skips_in_a_row >= 0 and float(self.max_skips_in_a_row).is_integer()):
             msg = (
                 f"max_skips_in_a_row={self.max_skips_in_a_row} is not allowed; give a number of optimizer "
                 "steps, or 0 to go on for ever"
@@ -489,7 +489,7 @@ def positive(name: str, value: float) -> float:
 
 def whole(name: str, value: int) -> int:
     """Return ``value`` as an int, or raise ValueError if it is not a whole number above 0."""
-    if isinstance(value, bool) or int(value) != value or value < 1:
+    if isinstance(value, bool) or not (value >= 1 and float(value).is_integer()):
         msg = f"{name}={value!r} is not allowed; give a whole number of at least 1"
         raise ValueError(msg)
     return int(value)

@@ -1,6 +1,7 @@
 """Each option is stated once, and whoever shows options shows all of them, with types, defaults and meanings."""
 
 import inspect
+import math
 import pydoc
 from pathlib import Path
 from typing import get_args, get_type_hints
@@ -130,3 +131,23 @@ def test_jsonargparse_shows_and_parses_each_option():
     assert (plugin.settings.init_scale, plugin.settings.on_nonfinite) == (1024.0, "raise")
     with pytest.raises(jsonargparse.ArgumentError):
         parser.parse_args(["--plugin.on_nonfinite=stop"])
+
+
+@pytest.mark.parametrize("name", ["growth_interval", "hysteresis"])
+def test_whole_numbers_may_be_written_as_floats_and_others_are_refused(name):
+    import torch
+
+    scaler, weight = GradScaler("cpu", **{name: 2.0}), torch.nn.Parameter(torch.ones(2))
+    for factor in (1.0, math.inf):
+        scaler.scale((weight * factor).sum()).backward()
+        scaler.step(torch.optim.SGD([weight], lr=0.1))
+        scaler.update()
+    for wrong in (math.inf, math.nan, 1.5, 0, True):
+        with pytest.raises((TypeError, ValueError), match=name):
+            GradScaler("cpu", **{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [2.5, math.inf, -1])
+def test_skips_in_a_row_are_a_whole_number(wrong):
+    with pytest.raises((TypeError, ValueError), match="max_skips_in_a_row"):
+        AccelerateOptions(max_skips_in_a_row=wrong)

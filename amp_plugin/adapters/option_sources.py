@@ -6,6 +6,7 @@ The first source that names an option decides it: the program, ``AMP_PLUGIN_<OPT
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -53,11 +54,15 @@ def naming(sources: Mapping[str, str]) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         text = str(error)
-        named = [f"{name} comes from {source}" for name, source in sources.items() if name in text]
+        named = [f"{name} comes from {source}" for name, source in sources.items() if _names(name, text)]
         if not named:
             raise
         msg = f"{text} ({'; '.join(named)})"
         raise ValueError(msg) from error
+
+
+def _names(name: str, text: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", text) is not None
 
 
 def _from_environment(environment: Mapping[str, str]) -> list[tuple[str, dict[str, Any]]]:

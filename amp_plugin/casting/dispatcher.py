@@ -51,6 +51,7 @@ class AutocastKernels:
         self.enter: Callable[[torch.autocast, tuple[Any, ...]], None] | None = None
         self.leave: Callable[[torch.autocast], bool] | None = None
         self._followed: dict[str, int] = {}  # device type -> rule set of torch's own blocks
+        self.process_rules: dict[str, int] = {}  # which they follow unless an adapter asks for others
         self.checked: dict[tuple[str, torch.dtype | None, bool], tuple[int | None, bool, int]] = {}
         self._is_installed = False
         self._lock = threading.Lock()
@@ -92,6 +93,7 @@ class AutocastKernels:
             self._step_hook = None
         self._numbers.clear()
         self.rule_sets.clear()
+        self.process_rules.clear()
         self.tagged.clear()
         self._is_installed = False
         self.checked.clear()
@@ -300,7 +302,8 @@ def set_default_rules(rules: OpRules | None) -> None:
     compile with ``torch.compile``: only the calling thread's guards see rules unlike torch's.
 
     Args:
-        rules: the rules of their device; None gives torch's kernels back on every device.
+        rules: the rules of their device; None gives torch's kernels back on every device, but where
+            ``AMP_PLUGIN_RULES`` or ``amp-plugin run --rules`` has bound rules for the process: those then.
 
     Raises:
         TypeError: they are not OpRules.
@@ -308,7 +311,7 @@ def set_default_rules(rules: OpRules | None) -> None:
     """
     if rules is None:
         for device_type in TABLES:
-            KERNELS.follow_by_default(device_type, NO_RULES)
+            KERNELS.follow_by_default(device_type, KERNELS.process_rules.get(device_type, NO_RULES))
         return
     _check_is_rules(rules)
     KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
@@ -336,6 +339,7 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
         raise ValueError(msg)
     KERNELS.install()
     device_type = rules.device_type
+    before = KERNELS.followed(device_type)
     with torch.compiler.set_stance("force_eager"):
         KERNELS.put_default(rules)
         KERNELS.follow_by_default(device_type, DEFAULT)
@@ -343,4 +347,4 @@ def rules_on_trial(rules: OpRules) -> Iterator[None]:
             yield
         finally:
             KERNELS.put_default(OpRules.default(device_type))
-            KERNELS.follow_by_default(device_type, NO_RULES)
+            KERNELS.follow_by_default(device_type, before)

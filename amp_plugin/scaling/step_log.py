@@ -221,6 +221,7 @@ class _Record:
         self.optimizer = weakref.ref(optimizer)
         self.kind = type(optimizer).__name__
         self.exact = False
+        self.is_warned_of = False
         self.start_over()
 
     def start_over(self) -> None:
@@ -287,7 +288,6 @@ class StepLog:
         self._records: dict[int, _Record] = {}
         self._late: deque[_Late] = deque()
         self._subscribers: list[Subscriber] = []
-        self._warned_of_run: set[int] = set()
         self.calls: list[RecordedCall] = []
         self._window_is_over = True
         self._keeps_calls = False
@@ -374,8 +374,8 @@ class StepLog:
         step = LoggedStep(record.optimizer, record.kind, result, record.in_a_row)
         self._has_taken |= not skipped
         self._last_skip = None if self._has_taken else step
-        if step.in_a_row == RUN and id(record) not in self._warned_of_run:
-            self._warned_of_run.add(id(record))
+        if step.in_a_row == RUN and not record.is_warned_of:
+            record.is_warned_of = True
             warn_user(_skipped_text(step))
         for subscriber in list(self._subscribers):
             subscriber(step)

@@ -225,8 +225,6 @@ def _take_plain(optimizer: Optimizer, found: Tensor, call: Callable[[], Any]) ->
 def _kernel_reads(optimizer: Any, divisor: Tensor | None, found: Tensor, *, keeps: bool) -> Iterator[None]:
     """Set what the optimizer's kernel reads; ``keeps`` puts back what its user has set there."""
     own = {name: getattr(optimizer, name) for name in ("grad_scale", "found_inf") if hasattr(optimizer, name)}
-    if "found_inf" in own:
-        found = torch.maximum(found, own["found_inf"].to(found.device))
     # For parameters on the host it must have arrived there: torch itself would copy without waiting.
     if not found.is_cpu and any(param.is_cpu for param in params_of(optimizer)):
         divisor, found = None if divisor is None else divisor.cpu(), found.cpu()

@@ -66,3 +66,10 @@ def test_torchs_scaler_leaves_our_options_to_the_plugin(plugin):
     assert scaler.loss_scale.options.hysteresis == 3
     with pytest.raises(TypeError, match="hysteresis=3"):
         plugin("fp16", scaler=GradScaler("cpu"), hysteresis=3)
+
+
+def test_an_option_is_not_blamed_for_one_whose_name_is_longer(plugin, monkeypatch):
+    monkeypatch.setenv("AMP_PLUGIN_HYSTERESIS", "2")
+    with pytest.raises((TypeError, ValueError), match="hysteresis_mode") as refused:
+        plugin("fp16", hysteresis_mode="sometimes")
+    assert "AMP_PLUGIN_HYSTERESIS" not in str(refused.value)

@@ -152,6 +152,17 @@ def test_found_inf_is_exactly_one_on_the_fused_path(weights):
     assert not hasattr(one.optimizer, "grad_scale")
 
 
+@pytest.mark.parametrize("cls", [GradScaler, torch.amp.GradScaler])
+def test_a_found_inf_that_somebody_left_skips_no_step(weights, cls):
+    one = weights(optimizer=torch.optim.AdamW, count=1, fused=True, lr=0.5)
+    one.optimizer.found_inf = torch.tensor(1.0)
+    options = {"one_pass": False} if cls is GradScaler else {}
+    scaler, before = cls("cpu", **options), one.params[0].detach().clone()
+    scaler.scale(one.loss(1.0)).backward()
+    scaler.step(one.optimizer)
+    assert not torch.equal(one.params[0], before)
+
+
 @pytest.mark.parametrize("scale", SCALES)
 def test_a_users_grad_scale_is_respected(weights, scale):
     one = weights(fused=True)
