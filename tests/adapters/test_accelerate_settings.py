@@ -113,7 +113,7 @@ class TestErrorsNameTheirSource:
         ("variable", "message"),
         [
             ("AMP_PLUGIN_INITSCALE", "AMP_PLUGIN_INITSCALE.*did you mean AMP_PLUGIN_INIT_SCALE"),
-            ("AMP_PLUGIN_LOSS", "AMP_PLUGIN_LOSS.*no option; allowed are AMP_PLUGIN_INIT_SCALE, .*"),
+            ("AMP_PLUGIN_LOSS", "AMP_PLUGIN_LOSS.*not an option; allowed are AMP_PLUGIN_INIT_SCALE, .*"),
         ],
     )
     def test_an_unknown_variable(self, variable, message):
@@ -135,7 +135,7 @@ class TestErrorsNameTheirSource:
         [
             ("init_scal: 1\n", ValueError, r"amp.yaml: unknown option 'init_scal'.*did you mean init_scale"),
             ("1024\n", ValueError, "holds no mapping"),
-            (None, FileNotFoundError, r"AMP_PLUGIN_CONFIG=.*amp.yaml is no file"),
+            (None, FileNotFoundError, r"AMP_PLUGIN_CONFIG=.*amp.yaml is not a file"),
         ],
     )
     def test_a_bad_file(self, text, error, message, tmp_path):
