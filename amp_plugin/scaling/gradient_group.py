@@ -273,7 +273,7 @@ class GradientGroup:
         self.awaited_owners = self.awaited_owners - {owner}
 
     def split(self, positions: Sequence[int], owners: frozenset[int]) -> GradientGroup:
-        """Return a set of the parameters at ``positions``, with all that is known of their gradients."""
+        """Return the group of the parameters at ``positions``, with all that is known of their gradients."""
         self.invalidate_measurement()
         params = [self.params[i] for i in positions]
         part = GradientGroup(params, owners, self.carries, remembers=self._remembers)

@@ -38,7 +38,7 @@ from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.weight import (
     fp32_shown,
     hide_fp32,
-    is_left,
+    is_unstored_half,
     is_whole,
     show_fp32,
     stored_params,
@@ -172,7 +172,7 @@ class OptimizerHooks:
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         """Store them; warn once of others in 16 bits."""
         self.close(steps=1)
-        left = [param for param in _params(optimizer) if is_left(param)] if self.warns else []
+        left = [param for param in _params(optimizer) if is_unstored_half(param)] if self.warns else []
         count = sum(param.grad is not None for param in left)
         if count:
             self.warns = False
@@ -195,7 +195,7 @@ class OptimizerHooks:
         for number, param in enumerate(dict.fromkeys(_params(optimizer))) if self.warns else ():
             state = state_dict["state"].get(number, {}).values()
             in_fp32 = any(isinstance(v, Tensor) and v.dtype is torch.float32 and v.dim() > 0 for v in state)
-            if in_fp32 and is_left(param) and is_whole(param):
+            if in_fp32 and is_unstored_half(param) and is_whole(param):
                 widen_(param)
         self._shown = show_fp32(_params(optimizer))
 

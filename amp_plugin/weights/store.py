@@ -27,7 +27,7 @@ from amp_plugin.weights.weight import (
     export_as_is,
     export_fp32,
     fp32_shown,
-    is_left,
+    is_unstored_half,
     is_whole,
     store_,
     stored_params,
@@ -269,7 +269,7 @@ def convert_to_fp32(model: nn.Module, *, only: Iterable[nn.Parameter] | None = N
     Return what was converted, in one line, with the alternative; empty if nothing was.
     """
     wanted = trainable(model) if only is None else list(only)
-    params = [param for param in wanted if is_left(param)]
+    params = [param for param in wanted if is_unstored_half(param)]
     if not params:
         return ""
     dtype, total = params[0].dtype, _bytes(params)
@@ -303,7 +303,7 @@ class FrozenWeights:
         """Set up those that are trained now."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        params = [param for param in trainable(model) if is_left(param) and is_whole(param)]
+        params = [param for param in trainable(model) if is_unstored_half(param) and is_whole(param)]
         if params:
             self._set_up(model, params)
 
@@ -316,7 +316,7 @@ def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> FrozenWeights | Non
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, FrozenWeights):
             return hook
-    if not any(map(is_left, model.parameters())):
+    if not any(map(is_unstored_half, model.parameters())):
         return None
     frozen = FrozenWeights(set_up)
     model.register_forward_pre_hook(frozen)

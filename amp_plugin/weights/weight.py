@@ -108,8 +108,8 @@ def is_shown(param: Tensor) -> bool:
     return weight is not None and weight.shows > 0
 
 
-def is_left(param: Tensor) -> bool:
-    """Whether a parameter is in 16 bits, and not stored."""
+def is_unstored_half(param: Tensor) -> bool:
+    """Whether a parameter is in 16 bits with nothing kept next to it: store_weights has not taken it."""
     return param.dtype in HALVES and stored_weight(param) is None
 
 
