@@ -67,6 +67,7 @@ def tune(
     batches: Annotated[int, typer.Option(min=1, help="Backward passes to run and measure.")] = 4,
     device: Device = None,
     reference: Reference = "fp64",
+    plot: Annotated[Path | None, typer.Option(help="Draw what was tried into this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Search op rules that save memory or casts, or cure an overflow, and write them to a file.
@@ -89,14 +90,17 @@ def tune(
             progress=not as_json,
         )
         tuning.save(output)
-    except (OSError, RuntimeError, ValueError) as error:
+        if plot is not None:
+            tuning.plot(plot)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
         fail(str(error), code=1)
     if as_json:
         print(json.dumps(_as_json(tuning, output)))
         return
     print(tuning.headline)
     show(tuning.table())
-    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}")
+    drawn = f"; {plot} shows what was tried" if plot else ""
+    print(f"{output} {'changes no rule' if tuning.keeps_default else 'holds the rules'}{drawn}")
 
 
 _NUMBERS: Final = ("saved_bytes", "cast_bytes", "error", "mean_error", "failed")
@@ -107,7 +111,9 @@ def _as_json(tuning: Tuning, output: Path) -> dict[str, Any]:
         return {change.op: change.rule.value for change in changes}
 
     sides = {"before": tuning.before, "after": tuning.after}
+    miss = tuning.nearest
     return {
+        "nearest": miss and {"rules": rules(miss.changes), "saved": miss.saved, "error_grows": miss.growth},
         "goal": tuning.goal,
         "file": str(output),
         "rules": rules(entry.changes[0] for entry in tuning.changes),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from amp_plugin.casting.dispatcher import rules_on_trial
@@ -82,6 +82,25 @@ class Aim:
     def allows(self, measured: Measurement, default: Measurement) -> bool:
         """Return whether what must not grow stays within the budget, and no more batches overflow."""
         return measured.failed <= default.failed and self.growth(measured, default) <= 1 + self.budget
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Miss:
+    """A set of rules that saves something and exceeds the budget.
+
+    Attributes:
+        changes: the set.
+        saved: the share that it saves.
+        growth: the share by which the error grows: of the whole gradient or the parameters' mean, the larger.
+    """
+
+    changes: Changes
+    saved: float
+    growth: float
+
+    def __str__(self) -> str:
+        rules = ", ".join(map(str, self.changes))
+        return f"{rules}, which saves {self.saved:.1%} for {self.growth:.2%} more error"
 
 
 class Search:
@@ -179,6 +198,21 @@ class Search:
         if now is None or known is None or not self._aim.allows(now, default):
             return False
         return self._aim.saves(now, known, default)
+
+    def nearest(self) -> Miss | None:
+        """Return the set that saves something and exceeds the budget by least, if there is one."""
+        if self._aim.goal == "accuracy":  # the budget is one of bytes
+            return None
+        before, found = self.default(), []
+        for attempt in self.tried:
+            now, default = attempt.measurement, replace(before, errors=before.errors[: attempt.batches])
+            if now is None or now.failed or default.failed or not self._aim.saves(now, before, before):
+                continue
+            saved = 1 - self._aim.cost(now) / self._aim.cost(before)
+            growth = self._aim.growth(now, default) - 1
+            if growth > self._aim.budget:
+                found.append(Miss(changes=attempt.changes, saved=saved, growth=growth))
+        return min(found, key=lambda miss: miss.growth, default=None)
 
     def cured(self, workload: Workload, ops: Iterable[str]) -> Changes:
         """Return the fewest fp32 rules with which no batch fails.

@@ -17,8 +17,8 @@ from torch import nn
 from amp_plugin.casting.rules import OpRules
 from amp_plugin.messages import did_you_mean
 from amp_plugin.tuning.measure import Measurement, Trials, rules_without_16_bits
-from amp_plugin.tuning.report import rules_file, tuning_table
-from amp_plugin.tuning.search import Aim, Changes, Goal, Search, Tried
+from amp_plugin.tuning.report import draw, rules_file, tuning_table
+from amp_plugin.tuning.search import Aim, Changes, Goal, Miss, Search, Tried
 from amp_plugin.tuning.workload import Steps, Workload, used_ops
 
 _REFERENCES: Final = {"fp32": torch.float32, "fp64": torch.float64}
@@ -39,6 +39,7 @@ class Tuning:
         seconds: time of a batch by the default rules and by the chosen ones, alternating runs, the medians.
         changes: the chosen rules one by one, with what was measured when all before it and it were in force.
         tried: every set tried, in order.
+        nearest: the set that saves something and exceeds the budget by least; None if none saves anything.
         is_followed: whether rules change anything: autocast is on, in blocks that have no rules of their own.
         batches: the number of batches.
     """
@@ -52,6 +53,7 @@ class Tuning:
     seconds: tuple[float, float]
     changes: tuple[Tried, ...]
     tried: tuple[Tried, ...]
+    nearest: Miss | None
     is_followed: bool
     batches: int
 
@@ -78,6 +80,17 @@ class Tuning:
         """Write the rules to a file that ``OpRules.from_yaml`` reads."""
         Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
+    def plot(self, path: str | Path) -> None:
+        """Draw what each set tried costs, and by how much what must not grow does.
+
+        Args:
+            path: a file; its ending says the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        draw(self.tried, self.before, self.after, Aim(goal=self.goal, budget=self.budget), Path(path))
+
     @property
     def headline(self) -> str:
         """What was done, in a line."""
@@ -87,7 +100,9 @@ class Tuning:
                 f"{self.rules.device_type} around the forward pass, without rules of its own"
             )
         if self.keeps_default:
-            return f"tuned for {self.goal}: nothing better was found, the default rules stay"
+            nothing = f"tuned for {self.goal}: nothing better was found, the default rules stay"
+            missed = f"; the budget is {self.budget:.0%}, and nearest was {self.nearest}"
+            return nothing + (missed if self.nearest is not None else "")
         rules = f"{len(self.changes)} rule{'s' if len(self.changes) > 1 else ''}"
         if self.before.failed == self.batches:
             return f"tuned for {self.goal}: {rules} without which every batch overflows, whatever the bytes"
@@ -122,7 +137,7 @@ def tune(
         progress: show a progress bar.
 
     Returns:
-        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``tried``.
+        The rules and what was measured: ``table()``, ``save("rules.yaml")``, ``plot("rules.png")``.
 
     Raises:
         ValueError: an option is not allowed, or the step changes a weight or gives no gradients.
@@ -178,6 +193,7 @@ def tuned(
         seconds=seconds,
         changes=_one_by_one(search, changes, trials.batches),
         tried=search.tried,
+        nearest=search.nearest(),
         is_followed=is_followed,
         batches=trials.batches,
     )

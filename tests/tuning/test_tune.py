@@ -23,6 +23,7 @@ from amp_plugin.tuning.measure import (
     Trials,
     rules_without_16_bits,
 )
+from amp_plugin.tuning.report import draw
 from amp_plugin.tuning.search import Aim
 from amp_plugin.tuning.workload import Steps, used_ops
 from tests.commands import amp
@@ -245,6 +246,52 @@ class TestTune:
         assert re.search(r"# saved for backward: \S+ kB -> \S+ kB \(-\d\d\.\d %\)\n", text)
         assert re.search(r"  aten::cross_entropy_loss: lower_precision  # saved -\d+\.\d %, cast -", text)
 
+    def test_the_plot_is_a_picture(self, tuning, tmp_path):
+        pytest.importorskip("matplotlib")
+        tuning[0].plot(tmp_path / "sets.png")
+        assert (tmp_path / "sets.png").read_bytes()[:4] == b"\x89PNG"
+
+    @pytest.fixture
+    def drawn(self, tuning, tmp_path, monkeypatch):
+        """Return a function that draws for a goal and returns the figure."""
+        figure = pytest.importorskip("matplotlib.figure").Figure
+        figures = []
+        monkeypatch.setattr(figure, "savefig", lambda self, *_, **__: figures.append(self))
+
+        def draw_for(goal):
+            found, _, _ = tuning
+            draw(found.tried, found.before, found.after, Aim(goal=goal, budget=0.2), tmp_path / "x.png")
+            return figures[-1]
+
+        return draw_for
+
+    @pytest.mark.parametrize("goal", ["memory", "casts", "accuracy"])
+    def test_labels_are_whole_apart_and_inside_the_axes(self, drawn, goal):
+        (axes,) = drawn(goal).axes
+        boxes = [text.get_window_extent() for text in axes.texts if text.get_visible()]
+        assert len(boxes) >= 2
+        for box in boxes:
+            assert axes.bbox.x0 <= box.x0 < box.x1 <= axes.bbox.x1
+            assert axes.bbox.y0 <= box.y0 < box.y1 <= axes.bbox.y1
+            assert sum(box.overlaps(other) for other in boxes) == 1  # itself
+
+    def test_a_point_below_the_budget_is_a_set_that_is_allowed_and_a_rule_has_one_colour(self, drawn, tuning):
+        found, aim = tuning[0], Aim(goal="memory", budget=0.2)
+        figure = drawn("memory")
+        (axes,) = figure.axes
+        (budget,) = {y for line in axes.lines for y in line.get_ydata()}
+        dots = {dot.get_label(): dot for dot in axes.collections}
+        below = sum(
+            (dots[rule].get_offsets()[:, 1] <= budget).sum() for rule in ("lower_precision", "unchanged")
+        )
+        allowed = {
+            entry.changes
+            for entry in found.tried
+            if entry.changes and entry.measurement and aim.allows(entry.measurement, found.before)
+        }
+        assert 0 < below == len(allowed) < len({entry.changes for entry in found.tried})
+        assert len({tuple(dot.get_facecolor()[0]) for dot in dots.values()}) == len(dots) == 4
+
     def test_a_model_with_nothing_to_save_keeps_the_default_and_says_so(self):
         model = nn.Linear(8, 8)
 
@@ -258,6 +305,7 @@ class TestTune:
         assert found.is_followed
         assert found.rules == DEFAULT
         assert "nothing better was found, the default rules stay" in found.to_yaml()
+        assert found.nearest is None or found.nearest.growth > found.budget
         assert found.to_yaml().endswith("rules: {}\n")
 
     @pytest.mark.parametrize("rules", [None, DEFAULT.with_rule("aten::exp", "unchanged")])
@@ -361,17 +409,18 @@ for step in range(5):
 
 class TestCommand:
     def test_a_script_is_tuned(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        script, rules = tmp_path / "train.py", tmp_path / "rules.yaml"
+        script, rules, plot = tmp_path / "train.py", tmp_path / "rules.yaml", tmp_path / "sets.png"
         script.write_text(SCRIPT)
-        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%"]
+        options = ["-o", rules, "--device", "cpu", "--batches", 2, "--budget", "50%", "--plot", plot]
         with monkeypatch.context() as patch:
             patch.chdir(tmp_path)
             answer = amp("tune", *options, script, "0.1")
         assert answer.exit_code == 0, answer.output
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "train.py"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["rules.yaml", "sets.png", "train.py"]
         assert "not to be seen" not in answer.output
         assert re.search(r"saved for backward +\S+ kB +\S+ kB +-\d+\.\d %", answer.output)
         assert OpRules.from_yaml(rules)["aten::cross_entropy_loss.default"].value == "lower_precision"
+        assert plot.exists()
         assert torch.autograd.backward.__module__ == "torch.autograd"
 
     @pytest.mark.parametrize(
