@@ -16,11 +16,20 @@ from rich import filesize
 from rich.table import Table
 
 from amp_plugin.casting.rules_files import torch_release
-from amp_plugin.numerics.rounding import new_figure
 from amp_plugin.tuning.measure import Measurement
 from amp_plugin.tuning.search import Aim, Tried
 
 Place = tuple[float, float]
+
+
+def _new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of matplotlib, in inches."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - loaded for pictures alone
+    except ImportError as error:
+        msg = "a plot needs matplotlib; run: pip install matplotlib"
+        raise ImportError(msg) from error
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def _size(count: float) -> str:
@@ -123,7 +132,7 @@ def draw(tried: Sequence[Tried], before: Measurement, after: Measurement, aim: A
         default = replace(before, errors=before.errors[:batches])
         return aim.cost(measured) / (aim.cost(default) if is_relative else 1), aim.growth(measured, default)
 
-    figure = new_figure(9, 6)
+    figure = _new_figure(9, 6)
     axes = figure.subplots()
     labels = _draw_sets(axes, tried, place)
     marks = {"default rules": (before, "s", "tab:blue"), "chosen rules": (after, "*", "tab:red")}
