@@ -112,3 +112,25 @@ def test_rules_of_the_process_hold_again_after_a_run_with_others(files: Path) ->
     (files / "train.py").write_text(a_run + ATTENTION.replace('amp_plugin" for', 'none" for'))
     result = run("--rules", str(files / "rules.yaml"), str(files / "train.py"))
     assert "finite" in result.stdout, result.output
+
+
+def test_bound_rules_nest() -> None:
+    import torch
+
+    from amp_plugin.casting.dispatcher import process_follows, set_default_rules
+    from amp_plugin.casting.rules import OpRules
+
+    def dtype() -> torch.dtype:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+
+    in_fp32 = OpRules.default("cpu").with_rule("aten::matmul", "fp32").with_rule("aten::mm", "fp32")
+    with process_follows(in_fp32):
+        with process_follows(OpRules.default("cpu")):
+            assert dtype() is torch.bfloat16
+        assert dtype() is torch.float32
+        set_default_rules(OpRules.default("cpu"))
+        assert dtype() is torch.bfloat16
+        set_default_rules(None)
+        assert dtype() is torch.float32
+    assert dtype() is torch.bfloat16

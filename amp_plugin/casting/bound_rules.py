@@ -54,14 +54,10 @@ class BoundAutocast:
         """Let autocast follow the rules and the dtype, and count which blocks are opened."""
         import torch  # noqa: PLC0415 - this module is loaded while torch is
 
-        from amp_plugin.casting.dispatcher import KERNELS, set_default_rules  # noqa: PLC0415
+        from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
 
         if self._rules is not None:
-            device_type = self._rules.device_type
-            set_default_rules(self._rules)
-            KERNELS.process_rules[device_type] = KERNELS.followed(device_type)
-            self._undo.callback(set_default_rules, None)
-            self._undo.callback(KERNELS.process_rules.pop, device_type, None)
+            self._undo.enter_context(process_follows(self._rules))
         entered = torch.autocast.__enter__
 
         def enter(block: Any) -> Any:

@@ -317,6 +317,19 @@ def set_default_rules(rules: OpRules | None) -> None:
     KERNELS.follow_by_default(rules.device_type, number_of(rules, rules.device_type))
 
 
+@contextmanager
+def process_follows(rules: OpRules) -> Iterator[None]:
+    """Set default rules that hold wherever nobody has set others, while the block runs; blocks may nest."""
+    before = dict(KERNELS.process_rules)
+    set_default_rules(rules)
+    KERNELS.process_rules[rules.device_type] = KERNELS.followed(rules.device_type)
+    try:
+        yield
+    finally:
+        KERNELS.process_rules = before
+        set_default_rules(None)
+
+
 def _check_is_rules(rules: object) -> None:
     if not isinstance(rules, OpRules):
         is_file = isinstance(rules, Path) or str(rules).endswith((".yaml", ".yml"))
