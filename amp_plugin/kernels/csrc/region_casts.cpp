@@ -38,7 +38,7 @@ uintptr_t address_of(const c10::VariableVersion& version) {
   return address;
 }
 
-// A tensor's answer never changes, so it is asked for once.
+// Each tensor is asked once: its answer never changes.
 struct Answers {
   std::unordered_map<const c10::TensorImpl*, Answer> known;
   size_t prune_at = 64;
