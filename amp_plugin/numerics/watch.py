@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from amp_plugin.numerics.advise import SOFTMAXES
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.judge import GivenTensor, Judgement, given_after, given_before, judge
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call, Observer
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import Reporter, function_of
+from amp_plugin.numerics.report import finding_of, finding_of_function, function_of
 from amp_plugin.numerics.values import ShadowValues, Storages, is_finite
 
 _PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
@@ -71,8 +72,8 @@ _ON_PURPOSE = Origin("constant")
 class Watch(Observer):
     """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
-    def __init__(self, reporter: Reporter, found: Callable[[Finding], None], *, strict: bool) -> None:
-        self._reporter, self._found, self._strict = reporter, found, strict
+    def __init__(self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool) -> None:
+        self._tracker, self._found, self._strict = tracker, found, strict
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
@@ -86,10 +87,10 @@ class Watch(Observer):
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
         if call.is_backward:
-            self._reporter.tracker.in_backward(torch._C._current_graph_task_id())
+            self._tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._read_by(call):
             if (leaf := call.leaf) is not None:
-                self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
+                self._reaches_gradient(origin, f"the gradient of {self._weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
                 origin.in_python = True
         call.kept = given_before(call.arguments, call.traits) if call.traits.written else []
@@ -120,7 +121,7 @@ class Watch(Observer):
             if all_finite:
                 self._origins.forget(result.tensor)
                 if self._in_buffers:
-                    self._in_buffers.pop(self._reporter.weight(result.tensor), None)
+                    self._in_buffers.pop(self._weight(result.tensor), None)
             else:
                 given = given or self._given(call)
                 self._trace(call, result, given)
@@ -174,7 +175,7 @@ class Watch(Observer):
         self._origins.set(result.tensor, origin)
         if origin.is_reported or not origin.explains:
             return
-        owner = self._reporter.weight(result.tensor) if result.name and not call.is_backward else ""
+        owner = self._weight(result.tensor) if result.name and not call.is_backward else ""
         if origin.kind == "collective" and not call.traits.moves:
             self._report(origin, f"{judged.values} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
@@ -200,7 +201,7 @@ class Watch(Observer):
     def _new(
         self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
     ) -> Origin:
-        finding = self._reporter.finding(call, kind, result.tensor, judged.values)
+        finding = finding_of(self._tracker, call, kind, result.tensor, judged.values)
         self._seen.append(Origin(kind, finding, site))
         return self._seen[-1]
 
@@ -210,19 +211,26 @@ class Watch(Observer):
         origin = self._origins.get(tensor)
         if origin is None:  # no watched op made them
             kind: Kind = "function" if function_of(tensor) else "input"
-            origin = Origin("weight" if self._reporter.weight(tensor) else kind)
+            origin = Origin("weight" if self._weight(tensor) else kind)
             self._origins.set(tensor, origin)
         if origin is _ON_PURPOSE:
             return origin
-        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
+        origin.source = origin.source or self._tracker.sources.get(tensor) or self._weight(tensor)
         reads = origin.kind in {"weight", "input"} and not (origin.is_read or call.traits.moves)
         if origin.finding is None:
             self._seen.append(origin)
         if origin.finding is None or reads:
             origin.is_read = reads
             memory = origin.site if origin.kind in {"unwritten", "collective"} else None
-            origin.finding = self._reporter.finding(
-                call, origin.kind, result.tensor, given.held, given.argument, memory, source=origin.source
+            origin.finding = finding_of(
+                self._tracker,
+                call,
+                origin.kind,
+                result.tensor,
+                given.held,
+                given.argument,
+                memory,
+                source=origin.source,
             )
         return origin
 
@@ -279,13 +287,15 @@ class Watch(Observer):
                 continue
             origin = next((o for o in self._origins_of(_tensors(inputs)) if o.explains), None)
             if origin is None:
-                origin = Origin("function", self._reporter.of_function(site, output, list(_tensors(inputs))))
+                origin = Origin(
+                    "function", finding_of_function(self._tracker, site, output, list(_tensors(inputs)))
+                )
                 self._seen.append(origin)
             self._origins.set(output, origin)
 
     def loaded(self, tensor: Tensor, where: str) -> None:
         """Take what a loader brings as data, though a line of the program wrote it on purpose."""
-        self._reporter.loaded(tensor, where)
+        self._tracker.sources.set(tensor, where)
         origin = self._origins.get(tensor)
         if origin is not None and not origin.explains:
             self._origins.forget(tensor)
@@ -300,7 +310,7 @@ class Watch(Observer):
 
     def left_over(self, until: str) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
-        passes = self._reporter.tracker.backward_passes
+        passes = self._tracker.backward_passes
         if passes in self._overflowed:
             first, *others = self._overflowed.values()
             in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
@@ -321,6 +331,10 @@ class Watch(Observer):
             read, kept = "a number in Python (item, float, print)", f"still there at {until}"
             self._report(first, f"{read if first.in_python else kept}{more}")
 
+    def _weight(self, tensor: Tensor) -> str:
+        """Return the path of a weight; empty if the tensor is not one."""
+        return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
+
     def _unreported(self) -> Iterator[tuple[Origin, Finding]]:
         for origin in self._seen:
             if origin.finding is not None and not origin.is_reported:
@@ -330,7 +344,7 @@ class Watch(Observer):
         if not origin.is_scaled_gradient or self._strict:
             self._report(origin, what)
             return
-        passes = self._reporter.tracker.backward_passes
+        passes = self._tracker.backward_passes
         if not {passes, passes - 1} & self._overflowed.keys():
             self._overflowed.clear()
         self._overflowed.setdefault(passes, origin)
