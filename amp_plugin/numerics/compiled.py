@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, fx
 from typing_extensions import Self
 
+from amp_plugin.numerics.finding import laid_out
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Call, Observer, Region, listed
 from amp_plugin.numerics.places import Place, place_in_trace
@@ -50,7 +51,7 @@ class CompiledDifference:
         graph: number of the graph, from 0, in the order of compilation.
         result: which result, in words.
         dtype: of the result.
-        compiled: relative error against float64, or against eager code where a graph does not run in float64.
+        compiled: relative error against float64; what ops make that do not run in it is taken as exact.
         eager: the largest error of eager code, whose roundings were changed several times.
         op: the first op of the graph whose own result differs; if there is none, the op that makes the result
             or reads the input whose gradient differs. Empty if the graph has none.
@@ -67,23 +68,14 @@ class CompiledDifference:
     place: Place | None = None
     alone: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
-        same = ("graph", "result", "compiled", "eager", "op", "alone")
-        told = {name: as_json(getattr(self, name)) for name in same}
-        return {**told, "dtype": short_name(self.dtype), "line": str(self.place) if self.place else None}
-
     def __str__(self) -> str:
         where = f"{self.result} of graph {self.graph} ({short_name(self.dtype)})"
-        lines = [
-            f"compiled code differs from eager code in {where}",
-            f"  error       {self.compiled:.2g}, relative; eager code's is {self.eager:.2g}",
-        ]
+        rows = [("error", f"{self.compiled:.2g}, relative; eager code's is {self.eager:.2g}")]
         if self.op:
-            lines.append(f"  op          {self.op}" + ("" if self.alone else ", or what it is compiled with"))
+            rows.append(("op", self.op + ("" if self.alone else ", or what it is compiled with")))
         if self.place is not None:
-            lines.append(f"  line        {self.place}: {self.place.text}")
-        return "\n".join(lines)
+            rows.append(("line", f"{self.place}: {self.place.text}"))
+        return laid_out(f"compiled code differs from eager code in {where}", rows)
 
 
 class CompiledComparison:
@@ -160,12 +152,8 @@ class CompiledComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        return {
-            "graphs": self.graphs,
-            "compared": self.compared,
-            "differences": [difference.to_dict() for difference in self.differences],
-            "not_compared": dict(self.not_compared),
-        }
+        names = ("graphs", "compared", "differences", "not_compared")
+        return {name: as_json(getattr(self, name)) for name in names}
 
 
 def has_compiled() -> bool:

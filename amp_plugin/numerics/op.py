@@ -183,11 +183,6 @@ class Call:
         return self.forward_site or Site.here(self.traits.name, module)
 
     @property
-    def recorded_site(self) -> Site | None:
-        """The object under which autograd's node of this op is found again in the backward pass."""
-        return self._recorder.sites.recorded(self.site)
-
-    @property
     def forward_op(self) -> str:
         """The forward op's name; of a function of the user's, that of its node."""
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op

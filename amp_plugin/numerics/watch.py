@@ -40,8 +40,7 @@ class Origin:
     kind: Kind  # as in Finding
     # what to report; None if it was on purpose, and of memory and collectives not looked at yet
     finding: Finding | None = None
-    # of the op that made it, the same object for the op's backward pass; None if that is not known
-    site: Site | None = None
+    site: Site | None = None  # of the op that made it; for a backward op of its forward op
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
@@ -78,7 +77,7 @@ class Watch(Observer):
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
-        self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
+        self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
 
@@ -93,7 +92,7 @@ class Watch(Observer):
                 self._reaches_gradient(origin, f"the gradient of {self._weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
                 origin.in_python = True
-        call.kept = given_before(call.arguments, call.traits) if call.traits.written else []
+        call.kept = given_before(call) if call.traits.written else {}
 
     def failed(self, call: Call) -> None:
         """Report what was in the arguments of an op that raised an error."""
@@ -123,7 +122,7 @@ class Watch(Observer):
                 if self._in_buffers:
                     self._in_buffers.pop(self._weight(result.tensor), None)
             else:
-                given = given or self._given(call)
+                given = given or [call.kept.get(read.label) or given_after(read) for read in call.arguments]
                 self._trace(call, result, given)
         for origin in () if given else self._read_by(call):
             origin.is_absorbed |= bool(results)
@@ -152,12 +151,6 @@ class Watch(Observer):
         if self._wide.get(tensor) is not None:
             return self._wide.of(tensor)
         return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
-
-    @staticmethod
-    def _given(call: Call) -> list[GivenTensor]:
-        """Return all arguments as they were before the op."""
-        known = {tensor.argument.label for tensor in call.kept}
-        return [*call.kept, *(given_after(read) for read in call.arguments if read.label not in known)]
 
     def _trace(self, call: Call, result: Argument, given: list[GivenTensor]) -> None:
         """Find the origin of a result that is not finite, and report it if it has reached a weight."""
@@ -245,14 +238,14 @@ class Watch(Observer):
                         origin.finding = replace(origin.finding, reached=f"{judged.values} in {call}")
                     return origin
         if not call.is_backward:
-            return self._new("made", call, result, judged, call.recorded_site)
+            return self._new("made", call, result, judged, call.site)
         site = call.forward_site
-        first = self._first_at.get(id(site))
+        first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
             return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
-            self._first_at.setdefault(id(site), origin)
+            self._first_at.setdefault(site, origin)
         return origin
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
@@ -357,8 +350,8 @@ class Watch(Observer):
             return
         origin.is_reported = True
         if origin.site is not None:  # what the backward pass of the same op has made is part of this
-            self._first_at.get(id(origin.site), origin).is_reported = True
-            self._first_at[id(origin.site)] = origin
+            self._first_at.get(origin.site, origin).is_reported = True
+            self._first_at[origin.site] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
         origin.finding = replace(origin.finding, reached=then)
         self._found(origin.finding)
