@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp_plugin.numerics.finding import laid_out
 from amp_plugin.numerics.op import Call, listed
 from amp_plugin.numerics.shadow import WideRun
-from amp_plugin.numerics.values import PLAIN, Fingerprint, Storages, as_json, distance, fingerprint, norm
+from amp_plugin.numerics.values import Fingerprint, Storages, as_json, distance, fingerprint, norm
 
 _FORMAT = "amp_plugin run 4"
 _SUMS = 64 * 2.0**-23  # of the product of the two largest inputs: rounding of sums that cancel
@@ -133,7 +134,7 @@ class RunRecorder(WideRun):
 
     def take(self, call: Call, result: Tensor, exact: Tensor | None) -> None:
         """Record a result."""
-        if call.traits.is_unwritten or call.traits.is_collective or not _is_readable(result):
+        if call.traits.is_unwritten or call.traits.is_collective or not self._is_read(result):
             return
         site, tensors = call.site, [argument.tensor for argument in call.arguments]
         dtypes = [tensor.dtype for tensor in (result, *tensors)]
@@ -149,7 +150,7 @@ class RunRecorder(WideRun):
             dtype=str(result.dtype).removeprefix("torch."),
             shape=tuple(result.shape),
             checksum=fingerprint(result).checksum,
-            held=self._print(result, len(self.run.records)),
+            held=fingerprint(self.shadows.of(result), len(self.run.records)),
             reads=call.read,
             eps=coarsest.eps if coarsest else 0.0,
             rounding=self._rounding(result),
@@ -160,22 +161,17 @@ class RunRecorder(WideRun):
 
     def _reads(self, call: Call) -> Iterator[Fingerprint]:
         for tensor in (argument.tensor for argument in call.given):
-            if _is_readable(tensor) and tensor.numel():
+            if self._is_read(tensor) and tensor.numel():
                 made_by = self._made.get(tensor)
-                yield self._print(tensor, -1 if made_by is None else made_by)
+                yield fingerprint(self.shadows.of(tensor), -1 if made_by is None else made_by)
 
-    def _print(self, tensor: Tensor, made_by: int) -> Fingerprint:
-        return fingerprint(self.shadows.of(tensor) if self.shadows.follows(tensor) else tensor, made_by)
+    def _is_read(self, tensor: Tensor) -> bool:
+        is_room = tensor.dtype is torch.uint8  # for a backward pass
+        return self.shadows.follows(tensor) and not is_room
 
     def _rounding(self, tensor: Tensor) -> float:
         is_known = self.shadows.follows(tensor) and tensor.is_floating_point()
         return distance(tensor, self.shadows.of(tensor)) if is_known else 0.0
-
-
-def _is_readable(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-    is_plain = is_plain and tensor.dtype is not torch.uint8  # room for a backward pass
-    return is_plain and not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
 
 
 def _excess(call: Call, result: Tensor, exact: Tensor, coarsest: torch.finfo) -> float:
@@ -257,17 +253,16 @@ class Difference:
     def __str__(self) -> str:
         first, second = self.first, self.second
         dtypes = "" if first.dtype == second.dtype else f" against {second.dtype}"
-        verdict = "rounding explains it" if self.is_rounding else "rounding does not explain it"
-        allowed = f"inputs that differ by {self.inputs:.2g} allow {self.allowed:.2g}"
-        excess = f"the op's own error is {self.excess:.2g} times what rounding allows"
-        lines = [
-            f"line        {first.line}" if first.line else "",
-            f"its input   comes from {self.alone}, which one run alone has" if self.alone else "",
-            f"one run     {excess}" if self.excess else "",
-            f"difference  {self.relative:.2g} without rounding, relative; {verdict}: {allowed}",
-            f"rounding    {first.rounding:.2g} in one run, {second.rounding:.2g} in the other",
-        ]
-        return "\n  ".join([f"{first}{dtypes}", *filter(None, lines)])
+        explains = "explains" if self.is_rounding else "does not explain"
+        rows = {
+            "line": first.line,
+            "its input": self.alone and f"comes from {self.alone}, which one run alone has",
+            "one run": self.excess and f"the op's own error is {self.excess:.2g} times what rounding allows",
+            "difference": f"{self.relative:.2g} without rounding, relative; rounding {explains} it: inputs "
+            f"that differ by {self.inputs:.2g} allow {self.allowed:.2g}",
+            "rounding": f"{first.rounding:.2g} in one run, {second.rounding:.2g} in the other",
+        }
+        return laid_out(f"{first}{dtypes}", [(name, str(text)) for name, text in rows.items() if text])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -314,8 +309,8 @@ class RunComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        told = {name: as_json(getattr(self, name)) for name in self.__slots__}
         differences = {"first": self.first, "unexplained": self.unexplained}
+        told = {name: as_json(getattr(self, name)) for name in self.__slots__ if name not in differences}
         return told | {name: found and found.to_dict() for name, found in differences.items()}
 
 

@@ -18,18 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
-from amp_plugin.numerics.op import listed
+from amp_plugin.numerics.finding import laid_out
+from amp_plugin.numerics.modules import Tracker
+from amp_plugin.numerics.op import Call, Observer, Region, listed
 from amp_plugin.numerics.places import Place, place_in_trace
-from amp_plugin.numerics.values import as_json, distance
+from amp_plugin.numerics.shadow import WideRun
+from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
 from amp_plugin.scaling.replay import restore_random_state
 from amp_plugin.scaling.step_log import random_state
@@ -50,7 +51,7 @@ class CompiledDifference:
         graph: number of the graph, from 0, in the order of compilation.
         result: which result, in words.
         dtype: of the result.
-        compiled: relative error against float64, or against eager code where a graph does not run in float64.
+        compiled: relative error against float64; what ops make that do not run in it is taken as exact.
         eager: the largest error of eager code, whose roundings were changed several times.
         op: the first op of the graph whose own result differs; if there is none, the op that makes the result
             or reads the input whose gradient differs. Empty if the graph has none.
@@ -67,23 +68,14 @@ class CompiledDifference:
     place: Place | None = None
     alone: bool = False
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON's values."""
-        same = ("graph", "result", "compiled", "eager", "op", "alone")
-        told = {name: as_json(getattr(self, name)) for name in same}
-        return {**told, "dtype": short_name(self.dtype), "line": str(self.place) if self.place else None}
-
     def __str__(self) -> str:
         where = f"{self.result} of graph {self.graph} ({short_name(self.dtype)})"
-        lines = [
-            f"compiled code differs from eager code in {where}",
-            f"  error       {self.compiled:.2g}, relative; eager code's is {self.eager:.2g}",
-        ]
+        rows = [("error", f"{self.compiled:.2g}, relative; eager code's is {self.eager:.2g}")]
         if self.op:
-            lines.append(f"  op          {self.op}" + ("" if self.alone else ", or what it is compiled with"))
+            rows.append(("op", self.op + ("" if self.alone else ", or what it is compiled with")))
         if self.place is not None:
-            lines.append(f"  line        {self.place}: {self.place.text}")
-        return "\n".join(lines)
+            rows.append(("line", f"{self.place}: {self.place.text}"))
+        return laid_out(f"compiled code differs from eager code in {where}", rows)
 
 
 class CompiledComparison:
@@ -160,12 +152,8 @@ class CompiledComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON's values."""
-        return {
-            "graphs": self.graphs,
-            "compared": self.compared,
-            "differences": [difference.to_dict() for difference in self.differences],
-            "not_compared": dict(self.not_compared),
-        }
+        names = ("graphs", "compared", "differences", "not_compared")
+        return {name: as_json(getattr(self, name)) for name in names}
 
 
 def has_compiled() -> bool:
@@ -193,22 +181,30 @@ def _readings(inputs: Sequence[Any], results: Sequence[Any]) -> dict[Reading, Te
 
 
 class _Call:
-    """One call of a graph, and runs on copies of its inputs: eager, in float64, with roundings changed."""
+    """One call of a graph, and eager runs on copies of its inputs: in float64 too, with roundings changed."""
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self.inputs = [_copied(value) for value in inputs]
         self._module, self._random_state = module, random_state()
         self._nudged: list[dict[Reading, Tensor]] = []
-        self.eager, self._wide = self._run(lambda value: value), self._run(_widened)
+        wide = WideRun(None, torch.float64)
+        self.eager = self._run(wide)
+        with unwatched():
+            self._exact = {
+                reading: wide.shadows.of(value).clone()
+                for reading, value in self.eager.items()
+                if wide.shadows.follows(value)
+            }
 
-    def _run(self, change: Callable[[Tensor], Tensor]) -> dict[Reading, Tensor]:
-        """Run the graph, with another value of what each op returns; nothing is held if that fails."""
-        inputs = [_copied(value, wide=change is _widened) for value in self.inputs]
+    def _run(self, region: Region) -> dict[Reading, Tensor]:
+        """Run the graph eagerly while a region sees its ops; nothing is held if that fails."""
+        inputs = [_copied(value) for value in self.inputs]
         state = random_state()
         restore_random_state(self._random_state)
         try:
-            return _readings(inputs, _Interpreter(self._module, change).run(*inputs))
-        except Exception:  # noqa: BLE001 -- an op has no kernel for float64, or checks its dtypes
+            with region.recorder:
+                return _readings(inputs, self._module(*inputs))
+        except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}
         finally:
             restore_random_state(state)
@@ -218,14 +214,13 @@ class _Call:
         eager = self.eager.get(reading)
         if eager is None or value.numel() == 0:
             return None
-        exact, eps = self._wide.get(reading, eager), torch.finfo(value.dtype).eps
+        exact, eps = self._exact.get(reading, eager), torch.finfo(value.dtype).eps
         for order, times in ((2.0, 1.0), (torch.inf, _PEAK)):
             error, own = distance(value, exact, order), distance(eager, exact, order)
             if error <= times * (_TIMES * own + _EPS * eps):
                 continue
             if not self._nudged:  # results that are each off by an eps: by so much rounding alone may differ
-                generators = [torch.Generator().manual_seed(seed) for seed in range(_NUDGES)]
-                self._nudged = [self._run(partial(_nudged, generator=given)) for given in generators]
+                self._nudged = [self._run(_Nudged(seed)) for seed in range(_NUDGES)]
             others = [other[reading] for other in self._nudged if reading in other]
             own = max([own, *(distance(other, exact, order) for other in others)])
             if error > times * (_TIMES * own + _EPS * eps):
@@ -324,37 +319,25 @@ class _Graph:
         return f"the gradient of {name}" if kind == "gradient" else f"{name}, which it writes,"
 
 
-class _Interpreter(fx.Interpreter):
-    """Runs a graph; ``change`` makes another value of what each op returns."""
+class _Nudged(Region, Observer):
+    """A region whose results are each off by an eps, up or down."""
 
-    def __init__(self, module: fx.GraphModule, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(module)
-        self._change = change
+    def __init__(self, seed: int) -> None:
+        super().__init__(Tracker(), self)
+        self._generator = torch.Generator().manual_seed(seed)
 
-    def run_node(self, n: fx.Node) -> Any:
-        """Run one op."""
-        value = super().run_node(n)
-        changes = n.op.startswith("call_") or n.op == "get_attr"
-        return tree_map_only(Tensor, self._change, value) if changes else value
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.float64) if tensor.is_floating_point() else tensor
+    def after(self, call: Call, output: Any) -> None:
+        """Change the results of an op in place; a view is left as it is."""
+        results = [] if call.traits.is_view else [made.tensor for made in call.made(output)]
+        for result in results:
+            if result.is_floating_point():
+                up = torch.randint(0, 2, result.shape, generator=self._generator).to(result.device)
+                result.mul_((1 + (2 * up - 1) * torch.finfo(result.dtype).eps).to(result.dtype))
 
 
-def _nudged(tensor: Tensor, *, generator: torch.Generator) -> Tensor:
-    """Return a result with each element off by an eps, up or down; a view is left as it is."""
-    if not tensor.is_floating_point() or tensor._is_view():
-        return tensor
-    up = torch.randint(0, 2, tensor.shape, generator=generator).to(tensor.device)
-    return tensor * (1 + (2 * up - 1) * torch.finfo(tensor.dtype).eps).to(tensor.dtype)
-
-
-def _copied(value: Any, *, wide: bool = False) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    made = value.detach().clone()
-    return (_widened(made) if wide else made).requires_grad_(value.requires_grad)
+def _copied(value: Any) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    return value.detach().clone().requires_grad_(value.requires_grad) if is_tensor else value
 
 
 def _before(node: fx.Node) -> set[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Container, Sequence
 
@@ -15,12 +16,6 @@ from amp_plugin.numerics.modules import ModuleAddress
 
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
 _CALLED_AS = {
-    "_log_softmax": ("log_softmax",),
-    "_scaled_dot_product_attention_math": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_efficient_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_flash_attention": ("scaled_dot_product_attention",),
-    "_scaled_dot_product_flash_attention_for_cpu": ("scaled_dot_product_attention",),
-    "_softmax": ("softmax",),
     "addmm": ("linear", "addmm"),
     "bmm": ("matmul", "bmm"),
     "convolution": ("conv1d", "conv2d", "conv3d"),
@@ -29,12 +24,9 @@ _CALLED_AS = {
     "linalg_vector_norm": ("norm", "linalg_vector_norm"),
     "mm": ("linear", "matmul", "mm"),
     "mv": ("matmul", "mv"),
-    "native_batch_norm": ("batch_norm",),
-    "native_group_norm": ("group_norm",),
-    "native_layer_norm": ("layer_norm",),
-    "nll_loss2d_forward": ("nll_loss2d",),
-    "nll_loss_forward": ("nll_loss",),
 }
+# Of others, what runs within the op that was called: _softmax, native_layer_norm, nll_loss_forward.
+_WITHIN = re.compile(r"^_?(?:native_)?|_forward$")
 
 
 def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
@@ -47,8 +39,10 @@ def callers_of(op: str, *, is_transposed: bool = False) -> tuple[str, ...]:
     packet = rest.split(".")[0]
     if packet.endswith("_") or packet == "_to_copy":
         return ()
-    callers = _CALLED_AS.get(f"{packet} transposed" if is_transposed else packet, (packet,))
-    return tuple(filter(names_an_op, (f"{namespace}::{name}" for name in callers)))
+    called = "scaled_dot_product_attention" if "_scaled_dot_product" in packet else _WITHIN.sub("", packet)
+    callers = _CALLED_AS.get(f"{packet} transposed" if is_transposed else packet, (called,))
+    names = filter(names_an_op, (f"{namespace}::{name}" for name in callers))
+    return tuple(names) or tuple(filter(names_an_op, [f"{namespace}::{packet}"]))
 
 
 def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:

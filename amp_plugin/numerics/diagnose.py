@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Observer, Region, listed
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import Reporter, fold
+from amp_plugin.numerics.report import fold
 from amp_plugin.numerics.values import unwatched
 from amp_plugin.numerics.watch import Watch
 
@@ -49,9 +50,7 @@ class _Doors(Observer):
             (Function, "apply", self._apply),
             (dataloader._BaseDataLoaderIter, "__next__", self._next),
         ):
-            before = vars(owner)[name]
-            setattr(owner, name, make(before))
-            stack.callback(setattr, owner, name, before)
+            stack.enter_context(patch.object(owner, name, make(vars(owner)[name])))
 
     def _engine(self, run: Callable[..., Any]) -> Callable[..., Any]:
         def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -120,9 +119,9 @@ class Diagnosis(Region):
     ) -> None:
         self.findings: list[Finding] = []
         self._on_finding, self._raises = on_finding, not keep_going
-        self._modules_of: dict[int, list[str]] = {}
+        self._modules_of: dict[tuple[object, ...], list[str]] = {}  # of the findings, in their order
         tracker = Tracker(model)
-        self._watch = Watch(Reporter(tracker), self._found, strict=strict)
+        self._watch = Watch(tracker, self._found, strict=strict)
         self._learning = Learning(tracker)
         super().__init__(tracker, self._watch, self._learning, _Doors(self._watch, tracker))
 
@@ -162,21 +161,18 @@ class Diagnosis(Region):
 
     def _found(self, finding: Finding) -> None:
         """Add a finding; those of one op and line are one with a count."""
-        for index, other in enumerate(self.findings):
-            if _alike(other) == _alike(finding):
-                modules = [*self._modules_of.get(index, [other.module]), finding.module]
-                self._modules_of[index] = modules
-                self.findings[index] = replace(other, count=other.count + 1, module=fold(modules))
-                return
+        alike = (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
+        modules = self._modules_of.setdefault(alike, [])
+        modules.append(finding.module)
+        if len(modules) > 1:
+            index = list(self._modules_of).index(alike)
+            self.findings[index] = replace(self.findings[index], count=len(modules), module=fold(modules))
+            return
         self.findings.append(finding)
         if self._on_finding is not None:
             self._on_finding(finding)
         if self._raises:
             raise NonFiniteError(finding)
-
-
-def _alike(finding: Finding) -> tuple[object, ...]:
-    return (finding.kind, finding.op, finding.forward_op, finding.place, finding.cause, finding.lesson)
 
 
 def diagnose(model: nn.Module | None = None, *, keep_going: bool = False, strict: bool = False) -> Diagnosis:

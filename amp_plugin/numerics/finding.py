@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -172,13 +172,10 @@ class Finding:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as values that JSON has, nan and inf as words."""
-        told = {"headline": self.headline, "when": str(self.moment), "limit": self.limit}
-        return {**told, **as_json(asdict(self))}
+        return {"headline": self.headline, "when": str(self.moment), "limit": self.limit, **as_json(self)}
 
     def __str__(self) -> str:
-        rows = list(self.rows())
-        width = max(len(name) for name, _ in rows)
-        return "\n".join([self.headline, *(f"  {name:<{width}}  {text}" for name, text in rows)])
+        return laid_out(self.headline, self.rows())
 
 
 class NonFiniteError(FloatingPointError):
@@ -194,6 +191,13 @@ class NonFiniteError(FloatingPointError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.finding,)
+
+
+def laid_out(headline: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a headline with rows of names and texts under it."""
+    named = list(rows)
+    width = max(len(name) for name, _ in named)
+    return "\n".join([headline, *(f"  {name:<{width}}  {text}" for name, text in named)])
 
 
 def _under(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:

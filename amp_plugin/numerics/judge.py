@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from amp_plugin.numerics.op import Argument, OpTraits
+from amp_plugin.numerics.op import Argument, Call, OpTraits
 from amp_plugin.numerics.values import NonFinite, non_finite, real_values, storage_address
 
 Verdict = Literal["made", "on purpose", "masked", "passed on"]
@@ -52,19 +52,19 @@ class Judgement:
     of: tuple[GivenTensor, ...] = ()
 
 
-def given_before(arguments: Sequence[Argument], traits: OpTraits) -> list[GivenTensor]:
-    """Read the arguments in memory that the op is going to write; the others can be read afterwards.
+def given_before(call: Call) -> dict[str, GivenTensor]:
+    """Read the arguments in memory that an op is going to write, by label; others can be read afterwards.
 
     ``addmm(c, a, b, out=c)`` writes what it reads, so ``self`` is read before as well.
     """
+    arguments, traits, found = call.arguments, call.traits, {}
     written = {storage_address(argument.tensor) for argument in arguments if argument.name in traits.written}
-    found = []
     for argument in arguments:
         if argument.name in traits.written or storage_address(argument.tensor) in written - {0}:
             held = NonFinite() if argument.name in traits.overwritten else non_finite(argument.tensor)
             values = real_values(argument.tensor) if held else None
             values = None if values is None else values.clone()
-            found.append(GivenTensor(argument=argument, held=held, values=values))
+            found[argument.label] = GivenTensor(argument=argument, held=held, values=values)
     return found
 
 

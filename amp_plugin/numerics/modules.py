@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from amp_plugin.numerics.values import norm, storage_address
+from amp_plugin.numerics.values import Storages, norm, storage_address
 
 # Modules around a model that are made after it -> the attribute that holds it.
 _WRAPPERS = {
@@ -81,6 +81,7 @@ class Tracker:
         self.backward_passes = 0  # how many have begun
         self.steps = 0  # how many optimizers have finished
         self.in_step = False  # whether an optimizer's step runs
+        self.sources: Storages[str] = Storages()  # where tensors were loaded
         self._model = model
         self._addresses: dict[str, ModuleAddress] = {}
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()

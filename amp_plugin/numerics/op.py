@@ -90,10 +90,6 @@ class OpTraits:
         self.is_collective = op.namespace in {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
         self.is_random = torch.Tag.nondeterministic_seeded in op.tags  # it draws numbers
 
-    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the op was given, by the names of its arguments."""
-        return {**dict(zip(self.arguments, args, strict=False)), **kwargs}
-
 
 traits_of = cache(OpTraits)
 
@@ -117,23 +113,6 @@ class Argument:
         return not (self.tensor.is_floating_point() or self.tensor.is_complex())
 
 
-def arguments_of(traits: OpTraits, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Argument]:
-    """Return the tensors among an op's arguments, in order."""
-    named = traits.named(args, kwargs)
-    if kwargs.get("beta") == 0:  # what addmm and its kin add is not read then
-        named.pop("self", None)
-    return [argument for name, value in named.items() for argument in _tensors(name, value)]
-
-
-def made_by(traits: OpTraits, arguments: Sequence[Argument], output: Any) -> list[Argument]:
-    """Return the arguments an op has written and its other results, but for those written in parts only."""
-    written = [argument for argument in arguments if argument.name in traits.written]
-    known = {id(argument.tensor) for argument in written} | {id(output[i]) for i in traits.partly_unwritten}
-    values = output if isinstance(output, tuple) else (output,)
-    results = [result for value in values for result in _tensors("", value)]
-    return [*written, *(result for result in results if id(result.tensor) not in known)]
-
-
 def _tensors(name: str, value: Any) -> Iterator[Argument]:
     is_list = isinstance(value, (list, tuple))
     for index, tensor in enumerate(value if is_list else (value,)):
@@ -145,9 +124,13 @@ class Call:
     """One call of an op: the record that every observer reads."""
 
     def __init__(self, func: OpOverload, args: Any, kwargs: Mapping[str, Any], recorder: Recorder) -> None:
-        self.func, self.args, self.kwargs, self._recorder = func, args, kwargs, recorder
+        self._func, self._args, self._kwargs, self._recorder = func, args, kwargs, recorder
         self.traits = traits_of(func)
-        self.given = arguments_of(self.traits, args, kwargs)  # the tensors among the arguments
+        # what it was given, by the names of its arguments
+        self.named = {**dict(zip(self.traits.arguments, args, strict=False)), **kwargs}
+        unread = {"self"} if kwargs.get("beta") == 0 else ()  # what addmm and its kin would add
+        read = [entry for entry in self.named.items() if entry[0] not in unread]
+        self.given = [argument for entry in read for argument in _tensors(*entry)]  # the tensors among it
         # those of them that are floating-point or complex
         self.arguments = [argument for argument in self.given if not argument.is_discrete]
         # the autograd node that runs it; None in a forward pass
@@ -157,7 +140,12 @@ class Call:
 
     def made(self, output: Any) -> list[Argument]:
         """Return the arguments it has written and its other results, but for those written in parts only."""
-        return made_by(self.traits, self.given, output)
+        written = [argument for argument in self.given if argument.name in self.traits.written]
+        known = {id(argument.tensor) for argument in written}
+        known |= {id(output[position]) for position in self.traits.partly_unwritten}
+        values = output if isinstance(output, tuple) else (output,)
+        results = [result for value in values for result in _tensors("", value)]
+        return [*written, *(result for result in results if id(result.tensor) not in known)]
 
     # -- where it runs -------------------------------------------------------------------------------------
 
@@ -195,11 +183,6 @@ class Call:
         return self.forward_site or Site.here(self.traits.name, module)
 
     @property
-    def recorded_site(self) -> Site | None:
-        """The object under which autograd's node of this op is found again in the backward pass."""
-        return self._recorder.sites.recorded(self.site)
-
-    @property
     def forward_op(self) -> str:
         """The forward op's name; of a function of the user's, that of its node."""
         return str(self.node.name()) if self.forward_site is None else self.forward_site.op
@@ -213,7 +196,7 @@ class Call:
     def numbers(self) -> dict[str, float]:
         """The Python numbers among the arguments by name, floats in lists too."""
         found: dict[str, float] = {}
-        for name, value in self.traits.named(self.args, self.kwargs).items():
+        for name, value in self.named.items():
             if isinstance(value, (list, tuple)):
                 found |= {f"{name}[{i}]": entry for i, entry in enumerate(value) if isinstance(entry, float)}
             elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -228,7 +211,7 @@ class Call:
     @property
     def is_transposed(self) -> bool:
         """Whether this is a transposed convolution, or its backward pass."""
-        return self.traits.named(self.args, self.kwargs).get("transposed") is True
+        return self.named.get("transposed") is True
 
     @property
     def is_repeatable(self) -> bool:
@@ -251,7 +234,7 @@ class Call:
             is_narrow = isinstance(leaf, torch.dtype) and (is_low_precision(leaf) or leaf is torch.float32)
             return dtype if is_narrow else leaf
 
-        args, kwargs = tree_map(leaf_of, (self.args, self.kwargs))
+        args, kwargs = tree_map(leaf_of, (self._args, self._kwargs))
         return ((*args[:2], False) if self.traits.base in _HALF_TO_FLOAT else args), kwargs
 
     def again(self, given: tuple[Any, Any], results: Sequence[Tensor]) -> list[Tensor] | None:
@@ -261,11 +244,11 @@ class Call:
         """
         args, kwargs = given
         try:
-            output = self.func(*args, **kwargs)
-        except (IndexError, RuntimeError, TypeError, ValueError):
+            output = self._func(*args, **kwargs)
+        except Exception:  # noqa: BLE001 -- no kernel for the dtype, or a custom op that checks it
             made = []
         else:
-            made = [m.tensor for m in made_by(self.traits, arguments_of(self.traits, args, kwargs), output)]
+            made = [m.tensor for m in Call(self._func, args, kwargs, self._recorder).made(output)]
         if [tensor.shape for tensor in made] == [result.shape for result in results]:
             return made
         self.count_unmeasured()

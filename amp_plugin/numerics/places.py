@@ -123,11 +123,6 @@ class ForwardSites:
             for old in list(self._sites)[: _MOST // 2]:
                 del self._sites[old]
 
-    def recorded(self, site: Site) -> Site | None:
-        """Return the object recorded of the op that runs at a site; None if it has no node of autograd's."""
-        recorded = self._sites.get(self._latest())
-        return recorded if recorded == site else None
-
     def of(self, node: Any) -> Site | None:
         """Return where the forward op of an autograd node, or of None, ran; None if that is not known."""
         if node is None:

@@ -14,107 +14,89 @@ from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.values import NonFinite, Storages, TensorSummary, non_finite, summarise
+from amp_plugin.numerics.values import NonFinite, TensorSummary, non_finite, summarise
 
 _TRANSPARENT = ("Add", "Clamp", "Expand", "Unsqueeze", "View", "Reshape", "Broadcast", "Maximum")
 _VIEWS = ("View", "Expand", "Unsqueeze", "Transpose", "TBackward")
 
 
-class Reporter:
-    """Put together what is known of a call."""
+def finding_of(
+    tracker: Tracker,
+    call: Call,
+    kind: Kind,
+    result: Tensor,
+    values: NonFinite,
+    read: Argument | None = None,
+    made: Site | None = None,
+    *,
+    source: str = "",
+) -> Finding:
+    """Describe an origin that a call made, or was the first to read from an argument."""
+    op = made.op if made else call.traits.name
+    forward_op = call.forward_op if call.is_backward and not made else ""
+    inputs = tuple(_summary(tracker, call, given) for given in ([read] if read else call.arguments))
+    row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
+    growth, grown = tracker.growth()
+    finding = _described(
+        made or call.site,
+        result,
+        kind=kind,
+        values=values,
+        op=function_of(read.tensor) if kind == "function" and read else op,
+        direction="backward" if forward_op else "forward",
+        forward_op=forward_op,
+        rule=rule_of(call.traits.name, result.device.type, is_transposed=call.is_transposed),
+        inputs=inputs,
+        numbers=tuple(call.numbers.items()),
+        rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
+        source=", ".join(filter(None, (source, row))),
+        moment=tracker.now(in_backward=call.is_backward),
+    )
+    return advised(
+        finding,
+        tracker.address(finding.module),
+        base=call.traits.base,
+        growth=growth,
+        grown=grown,
+        in_optimizer=tracker.in_step,
+        divisor=_maker(call.arguments[-1].tensor) if call.arguments and not forward_op else "",
+    )
 
-    def __init__(self, tracker: Tracker) -> None:
-        self.tracker = tracker
-        self._sources: Storages[str] = Storages()  # of what was loaded
 
-    def finding(
-        self,
-        call: Call,
-        kind: Kind,
-        result: Tensor,
-        values: NonFinite,
-        read: Argument | None = None,
-        made: Site | None = None,
-        *,
-        source: str = "",
-    ) -> Finding:
-        """Describe an origin that a call made, or was the first to read from an argument."""
-        op = made.op if made else call.traits.name
-        forward_op = call.forward_op if call.is_backward and not made else ""
-        inputs = tuple(self._summary(call, given) for given in ([read] if read else call.arguments))
-        row = f"row {inputs[0].first[0]}" if kind == "input" and len(inputs[0].first) > 1 else ""
-        growth, grown = self.tracker.growth()
-        finding = self._described(
-            made or call.site,
-            result,
-            kind=kind,
-            values=values,
-            op=function_of(read.tensor) if kind == "function" and read else op,
-            direction="backward" if forward_op else "forward",
-            forward_op=forward_op,
-            rule=rule_of(call.traits.name, result.device.type, is_transposed=call.is_transposed),
-            inputs=inputs,
-            numbers=tuple(call.numbers.items()),
-            rule_names=callers_of(forward_op or op, is_transposed=call.is_transposed),
-            source=", ".join(filter(None, (source, row))),
-            moment=self.tracker.now(in_backward=call.is_backward),
-        )
-        return advised(
-            finding,
-            self.tracker.address(finding.module),
-            base=call.traits.base,
-            growth=growth,
-            grown=grown,
-            in_optimizer=self.tracker.in_step,
-            divisor=_maker(call.arguments[-1].tensor) if call.arguments and not forward_op else "",
-        )
+def finding_of_function(tracker: Tracker, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
+    """Describe what a user's autograd function made outside of torch's ops."""
+    in_backward = torch._C._current_autograd_node() is not None
+    finding = _described(
+        site,
+        output,
+        kind="function",
+        values=non_finite(output),
+        op=site.op,
+        direction="backward" if in_backward else "forward",
+        forward_op=site.op if in_backward else "",
+        inputs=tuple(summarise(tensor, f"input {index}") for index, tensor in enumerate(inputs)),
+        moment=tracker.now(in_backward=in_backward),
+    )
+    return advised(finding, tracker.address(site.module), base=site.op)
 
-    def of_function(self, site: Site, output: Tensor, inputs: Sequence[Tensor]) -> Finding:
-        """Describe what a user's autograd function made outside of torch's ops."""
-        in_backward = torch._C._current_autograd_node() is not None
-        finding = self._described(
-            site,
-            output,
-            kind="function",
-            values=non_finite(output),
-            op=site.op,
-            direction="backward" if in_backward else "forward",
-            forward_op=site.op if in_backward else "",
-            inputs=tuple(summarise(tensor, f"input {index}") for index, tensor in enumerate(inputs)),
-            moment=self.tracker.now(in_backward=in_backward),
-        )
-        return advised(finding, self.tracker.address(site.module), base=site.op)
 
-    @staticmethod
-    def _described(site: Site, result: Tensor, **known: Any) -> Finding:
-        return Finding(
-            module=site.module,
-            place=site.place,
-            caller=site.caller,
-            in_block=site.in_block,
-            dtype=result.dtype,
-            output=summarise(result),
-            device_type=result.device.type,
-            **known,
-        )
+def _described(site: Site, result: Tensor, **known: Any) -> Finding:
+    return Finding(
+        module=site.module,
+        place=site.place,
+        caller=site.caller,
+        in_block=site.in_block,
+        dtype=result.dtype,
+        output=summarise(result),
+        device_type=result.device.type,
+        **known,
+    )
 
-    def loaded(self, tensor: Tensor, where: str) -> None:
-        """Record where a tensor was loaded."""
-        self._sources.set(tensor, where)
 
-    def weight(self, tensor: Tensor) -> str:
-        """Return the path of a weight; empty if the tensor is none."""
-        is_parameter = isinstance(tensor, torch.nn.Parameter)
-        return self.tracker.weight(tensor) or ("(a parameter)" if is_parameter else "")
-
-    def source(self, tensor: Tensor) -> str:
-        """Return where a tensor was loaded; empty if that is not known."""
-        return self._sources.get(tensor) or ""
-
-    def _summary(self, call: Call, argument: Argument) -> TensorSummary:
-        name = self.tracker.weight(argument.tensor)
-        written = " (now)" if argument.name in call.traits.written else ""
-        return summarise(argument.tensor, (name or argument.label) + written)
+def _summary(tracker: Tracker, call: Call, argument: Argument) -> TensorSummary:
+    name = tracker.weight(argument.tensor)
+    written = " (now)" if argument.name in call.traits.written else ""
+    return summarise(argument.tensor, (name or argument.label) + written)
 
 
 def function_of(tensor: Tensor) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -227,7 +227,9 @@ def is_low_precision(dtype: torch.dtype) -> bool:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON has it: dtypes by name, nan and inf as words, tuples as lists."""
+    """Return a value as JSON has it: data by field, dtypes by name, nan and inf as words, tuples as lists."""
+    if is_dataclass(value):
+        return {entry.name: as_json(getattr(value, entry.name)) for entry in fields(value)}
     if isinstance(value, dict):
         return {name: as_json(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):

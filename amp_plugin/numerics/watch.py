@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 from amp_plugin.numerics.advise import SOFTMAXES
 from amp_plugin.numerics.finding import Finding, Kind
 from amp_plugin.numerics.judge import GivenTensor, Judgement, given_after, given_before, judge
+from amp_plugin.numerics.modules import Tracker
 from amp_plugin.numerics.op import Argument, Call, Observer
 from amp_plugin.numerics.places import Site
-from amp_plugin.numerics.report import Reporter, function_of
+from amp_plugin.numerics.report import finding_of, finding_of_function, function_of
 from amp_plugin.numerics.values import ShadowValues, Storages, is_finite
 
 _PATIENCE = 20  # backward passes in a row: from 2^16 the scale is below 1 then
@@ -39,8 +40,7 @@ class Origin:
     kind: Kind  # as in Finding
     # what to report; None if it was on purpose, and of memory and collectives not looked at yet
     finding: Finding | None = None
-    # of the op that made it, the same object for the op's backward pass; None if that is not known
-    site: Site | None = None
+    site: Site | None = None  # of the op that made it; for a backward op of its forward op
     is_reported: bool = False  # what follows from it is not reported again
     is_read: bool = False  # an op has computed with it; moving it about does not count
     is_absorbed: bool = False  # an op has made finite numbers of it
@@ -71,13 +71,13 @@ _ON_PURPOSE = Origin("constant")
 class Watch(Observer):
     """The observer of ``diagnose``; it calls ``found`` with each finding that matters."""
 
-    def __init__(self, reporter: Reporter, found: Callable[[Finding], None], *, strict: bool) -> None:
-        self._reporter, self._found, self._strict = reporter, found, strict
+    def __init__(self, tracker: Tracker, found: Callable[[Finding], None], *, strict: bool) -> None:
+        self._tracker, self._found, self._strict = tracker, found, strict
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
-        self._first_at: dict[int, Origin] = {}  # by the id of its site, which it keeps alive
+        self._first_at: dict[Site, Origin] = {}
         self._wide = ShadowValues(torch.float64)  # of what overflowed
         self._in_buffers: dict[str, Origin] = {}  # of models, put there by arithmetic
 
@@ -86,13 +86,13 @@ class Watch(Observer):
     def before(self, call: Call) -> None:
         """Report what has reached a gradient, and read what the op is going to write."""
         if call.is_backward:
-            self._reporter.tracker.in_backward(torch._C._current_graph_task_id())
+            self._tracker.in_backward(torch._C._current_graph_task_id())
         for origin in self._read_by(call):
             if (leaf := call.leaf) is not None:
-                self._reaches_gradient(origin, f"the gradient of {self._reporter.weight(leaf) or 'a leaf'}")
+                self._reaches_gradient(origin, f"the gradient of {self._weight(leaf) or 'a leaf'}")
             elif call.traits.name == _TO_PYTHON:
                 origin.in_python = True
-        call.kept = given_before(call.arguments, call.traits) if call.traits.written else []
+        call.kept = given_before(call) if call.traits.written else {}
 
     def failed(self, call: Call) -> None:
         """Report what was in the arguments of an op that raised an error."""
@@ -120,9 +120,9 @@ class Watch(Observer):
             if all_finite:
                 self._origins.forget(result.tensor)
                 if self._in_buffers:
-                    self._in_buffers.pop(self._reporter.weight(result.tensor), None)
+                    self._in_buffers.pop(self._weight(result.tensor), None)
             else:
-                given = given or self._given(call)
+                given = given or [call.kept.get(read.label) or given_after(read) for read in call.arguments]
                 self._trace(call, result, given)
         for origin in () if given else self._read_by(call):
             origin.is_absorbed |= bool(results)
@@ -152,12 +152,6 @@ class Watch(Observer):
             return self._wide.of(tensor)
         return tensor.to(self._wide.wide(tensor.dtype)) if self._wide.follows(tensor) else tensor
 
-    @staticmethod
-    def _given(call: Call) -> list[GivenTensor]:
-        """Return all arguments as they were before the op."""
-        known = {tensor.argument.label for tensor in call.kept}
-        return [*call.kept, *(given_after(read) for read in call.arguments if read.label not in known)]
-
     def _trace(self, call: Call, result: Argument, given: list[GivenTensor]) -> None:
         """Find the origin of a result that is not finite, and report it if it has reached a weight."""
         numbers = [number for name, number in call.numbers.items() if name not in _ORDERS]
@@ -174,7 +168,7 @@ class Watch(Observer):
         self._origins.set(result.tensor, origin)
         if origin.is_reported or not origin.explains:
             return
-        owner = self._reporter.weight(result.tensor) if result.name and not call.is_backward else ""
+        owner = self._weight(result.tensor) if result.name and not call.is_backward else ""
         if origin.kind == "collective" and not call.traits.moves:
             self._report(origin, f"{judged.values} in {call}")
         elif owner and isinstance(result.tensor, nn.Parameter):
@@ -200,7 +194,7 @@ class Watch(Observer):
     def _new(
         self, kind: Kind, call: Call, result: Argument, judged: Judgement, site: Site | None = None
     ) -> Origin:
-        finding = self._reporter.finding(call, kind, result.tensor, judged.values)
+        finding = finding_of(self._tracker, call, kind, result.tensor, judged.values)
         self._seen.append(Origin(kind, finding, site))
         return self._seen[-1]
 
@@ -210,19 +204,26 @@ class Watch(Observer):
         origin = self._origins.get(tensor)
         if origin is None:  # no watched op made them
             kind: Kind = "function" if function_of(tensor) else "input"
-            origin = Origin("weight" if self._reporter.weight(tensor) else kind)
+            origin = Origin("weight" if self._weight(tensor) else kind)
             self._origins.set(tensor, origin)
         if origin is _ON_PURPOSE:
             return origin
-        origin.source = origin.source or self._reporter.source(tensor) or self._reporter.weight(tensor)
+        origin.source = origin.source or self._tracker.sources.get(tensor) or self._weight(tensor)
         reads = origin.kind in {"weight", "input"} and not (origin.is_read or call.traits.moves)
         if origin.finding is None:
             self._seen.append(origin)
         if origin.finding is None or reads:
             origin.is_read = reads
             memory = origin.site if origin.kind in {"unwritten", "collective"} else None
-            origin.finding = self._reporter.finding(
-                call, origin.kind, result.tensor, given.held, given.argument, memory, source=origin.source
+            origin.finding = finding_of(
+                self._tracker,
+                call,
+                origin.kind,
+                result.tensor,
+                given.held,
+                given.argument,
+                memory,
+                source=origin.source,
             )
         return origin
 
@@ -237,14 +238,14 @@ class Watch(Observer):
                         origin.finding = replace(origin.finding, reached=f"{judged.values} in {call}")
                     return origin
         if not call.is_backward:
-            return self._new("made", call, result, judged, call.recorded_site)
+            return self._new("made", call, result, judged, call.site)
         site = call.forward_site
-        first = self._first_at.get(id(site))
+        first = None if site is None else self._first_at.get(site)
         if first is not None and (first.is_reported or first.is_compared):
             return first  # a derivative is not a second origin
         origin = self._new("made", call, result, judged, site)
         if site is not None:
-            self._first_at.setdefault(id(site), origin)
+            self._first_at.setdefault(site, origin)
         return origin
 
     def _passed_on(self, call: Call, result: Argument, judged: Judgement) -> Origin:
@@ -279,13 +280,15 @@ class Watch(Observer):
                 continue
             origin = next((o for o in self._origins_of(_tensors(inputs)) if o.explains), None)
             if origin is None:
-                origin = Origin("function", self._reporter.of_function(site, output, list(_tensors(inputs))))
+                origin = Origin(
+                    "function", finding_of_function(self._tracker, site, output, list(_tensors(inputs)))
+                )
                 self._seen.append(origin)
             self._origins.set(output, origin)
 
     def loaded(self, tensor: Tensor, where: str) -> None:
         """Take what a loader brings as data, though a line of the program wrote it on purpose."""
-        self._reporter.loaded(tensor, where)
+        self._tracker.sources.set(tensor, where)
         origin = self._origins.get(tensor)
         if origin is not None and not origin.explains:
             self._origins.forget(tensor)
@@ -300,7 +303,7 @@ class Watch(Observer):
 
     def left_over(self, until: str) -> None:
         """Report the gradients of the last pass, and without any pass what nothing has hidden until then."""
-        passes = self._reporter.tracker.backward_passes
+        passes = self._tracker.backward_passes
         if passes in self._overflowed:
             first, *others = self._overflowed.values()
             in_passes = f"{len(others) + 1} backward passes" if others else "backward pass"
@@ -321,6 +324,10 @@ class Watch(Observer):
             read, kept = "a number in Python (item, float, print)", f"still there at {until}"
             self._report(first, f"{read if first.in_python else kept}{more}")
 
+    def _weight(self, tensor: Tensor) -> str:
+        """Return the path of a weight; empty if the tensor is not one."""
+        return self._tracker.weight(tensor) or ("(a parameter)" if isinstance(tensor, nn.Parameter) else "")
+
     def _unreported(self) -> Iterator[tuple[Origin, Finding]]:
         for origin in self._seen:
             if origin.finding is not None and not origin.is_reported:
@@ -330,7 +337,7 @@ class Watch(Observer):
         if not origin.is_scaled_gradient or self._strict:
             self._report(origin, what)
             return
-        passes = self._reporter.tracker.backward_passes
+        passes = self._tracker.backward_passes
         if not {passes, passes - 1} & self._overflowed.keys():
             self._overflowed.clear()
         self._overflowed.setdefault(passes, origin)
@@ -343,8 +350,8 @@ class Watch(Observer):
             return
         origin.is_reported = True
         if origin.site is not None:  # what the backward pass of the same op has made is part of this
-            self._first_at.get(id(origin.site), origin).is_reported = True
-            self._first_at[id(origin.site)] = origin
+            self._first_at.get(origin.site, origin).is_reported = True
+            self._first_at[origin.site] = origin
         then = "; ".join(filter(None, (origin.finding.reached, reached)))
         origin.finding = replace(origin.finding, reached=then)
         self._found(origin.finding)

@@ -94,58 +94,62 @@ def features_from_a_file_hold_nan(fix):
 # -- numbers too large for 16 bits ---------------------------------------------------------------------------
 
 
-@broken("range", op="bmm", cure="paste")
-def attention_without_a_scale(fix):
-    class Own(nn.Module):
-        def forward(self, x):
-            scores = x @ x.transpose(-1, -2)  # <-
-            return scores.softmax(-1) @ x
+class Apply(nn.Module):
+    """A module that calls a function."""
 
-    model = nn.Sequential(nn.Linear(16, 16), Own())
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def backward_in_fp16(fix, batch, *layers):
+    """Run a model in fp16, cured by what is pasted after it was made."""
+    model = nn.Sequential(*layers)
     fix(model)
     with torch.autocast(**FP16):
-        loss = model(2000 * torch.randn(2, 5, 16)).sum()
+        loss = model(batch).float().mean()
     loss.backward()
+
+
+@broken("range", op="bmm", cure="paste")
+def attention_without_a_scale(fix):
+    def attention(x):
+        scores = x @ x.transpose(-1, -2)  # <-
+        return scores.softmax(-1) @ x
+
+    backward_in_fp16(fix, 2000 * torch.randn(2, 5, 16), nn.Linear(16, 16), Apply(attention))
 
 
 @broken("range", op="pow", cure="paste")
 def a_squared_relu(fix):
-    class Squares(nn.Module):
-        def forward(self, x):
-            energy = x.relu() ** 2  # <-
-            return energy / energy.amax()
+    def squares(x):
+        energy = x.relu() ** 2  # <-
+        return energy / energy.amax()
 
-    model = nn.Sequential(nn.Linear(8, 8), Squares(), nn.Linear(8, 4))
-    fix(model)
-    with torch.autocast(**FP16):
-        model(3000 * torch.randn(4, 8)).float().mean().backward()
+    backward_in_fp16(fix, 3000 * torch.randn(4, 8), nn.Linear(8, 8), Apply(squares), nn.Linear(8, 4))
 
 
 @broken("range", op="exp", cure="paste")
 def a_softmax_by_hand(fix):
-    class Softmax(nn.Module):
-        def forward(self, x):
-            weights = x.exp()  # <-
-            return weights / weights.sum(-1, keepdim=True)
+    def softmax(x):
+        weights = x.exp()  # <-
+        return weights / weights.sum(-1, keepdim=True)
 
-    model = nn.Sequential(nn.Linear(8, 8), Softmax())
-    fix(model)
-    with torch.autocast(**FP16):
-        model(40 * torch.randn(4, 8)).float().square().mean().backward()
+    backward_in_fp16(fix, 40 * torch.randn(4, 8), nn.Linear(8, 8), Apply(softmax))
 
 
 @broken("range", op="cumsum", cure="paste")
 def a_sum_over_a_long_sequence(fix):
-    class Positions(nn.Module):
-        def forward(self, x):
-            total = x.cumsum(1)  # <-
-            return total / total[:, -1:]
+    def positions(x):
+        total = x.cumsum(1)  # <-
+        return total / total[:, -1:]
 
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), Positions())
-    nn.init.constant_(model[0].weight, 0.5)
-    fix(model)
-    with torch.autocast(**FP16):
-        model(3000 * torch.rand(2, 64, 4)).float().sum().backward()
+    first = nn.Linear(4, 4, bias=False)
+    nn.init.constant_(first.weight, 0.5)
+    backward_in_fp16(fix, 3000 * torch.rand(2, 64, 4), first, Apply(positions))
 
 
 @broken("range", op="convolution", cure="paste")
@@ -160,27 +164,19 @@ def a_convolution_of_raw_pixels(fix):
 
 @broken("range", op="bmm", cure="paste")
 def an_einsum(fix):
-    class Gram(nn.Module):
-        def forward(self, x):
-            gram = torch.einsum("bik,bjk->bij", x, x)  # <-
-            return gram - gram.mean(-1, keepdim=True)
+    def gram(x):
+        products = torch.einsum("bik,bjk->bij", x, x)  # <-
+        return products - products.mean(-1, keepdim=True)
 
-    model = nn.Sequential(nn.Linear(32, 32), Gram())
-    fix(model)
-    with torch.autocast(**FP16):
-        model(600 * torch.randn(2, 8, 32)).float().mean().backward()
+    backward_in_fp16(fix, 600 * torch.randn(2, 8, 32), nn.Linear(32, 32), Apply(gram))
 
 
 @broken("range", op="add", cure="paste")
 def a_residual_that_grows(fix):
-    class Residual(nn.Module):
-        def forward(self, x):
-            return (x + x) / 4  # <-
+    def residual(x):
+        return (x + x) / 4  # <-
 
-    model = nn.Sequential(nn.Linear(4, 4), Residual(), nn.Linear(4, 1))
-    fix(model)
-    with torch.autocast(**FP16):
-        model(torch.full((2, 4), 60000.0)).float().mean().backward()
+    backward_in_fp16(fix, torch.full((2, 4), 60000.0), nn.Linear(4, 4), Apply(residual), nn.Linear(4, 1))
 
 
 @broken("range", op="_to_copy", cure=r"fp32|\.float\(\)")
@@ -219,18 +215,15 @@ def attention_in_a_checkpoint(fix):
         def forward(self, x):
             return (x @ x.transpose(-1, -2)).softmax(-1) @ x  # <-
 
-    class Whole(nn.Module):
+    class Kept(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.own = nn.Linear(16, 16), Own()
+            self.own = Own()
 
         def forward(self, x):
-            return checkpoint(self.own, self.first(x), use_reentrant=False)
+            return checkpoint(self.own, x, use_reentrant=False)
 
-    model = Whole()
-    fix(model)
-    with torch.autocast(**FP16):
-        model(2000 * torch.randn(2, 5, 16)).sum().backward()
+    backward_in_fp16(fix, 2000 * torch.randn(2, 5, 16), nn.Linear(16, 16), Kept())
 
 
 @broken("range", op="square|pow", cure="paste")
@@ -460,9 +453,7 @@ def the_spread_of_a_single_sample(fix):
 @broken("empty", op="nll_loss", cure="ignore|target|few|empty")
 def a_batch_whose_targets_are_all_ignored(fix):
     logits = torch.randn(2, 3, requires_grad=True)
-    target = torch.tensor([-100, -100])
-    if fix:
-        target = torch.tensor([-100, 1])
+    target = torch.tensor([-100, 1 if fix else -100])
     functional.cross_entropy(logits, target).backward()  # <-
 
 
@@ -630,27 +621,14 @@ def a_divergence_that_fp16_shows_first(fix):
 def an_adam_with_an_absurd_learning_rate(fix):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
-    batch = torch.randn(8, 4)
-    train(
-        model,
-        batch,
-        lr=1e-3 if fix else 1e8,
-        steps=10,
-        optimizer=torch.optim.Adam,
-    )
+    train(model, torch.randn(8, 4), lr=1e-3 if fix else 1e8, steps=10, optimizer=torch.optim.Adam)
 
 
 @broken("divergence", op="", cure="learning rate")
 def a_recurrent_model_that_explodes_after_some_steps(fix):
     torch.manual_seed(0)
     model = nn.RNN(4, 8, nonlinearity="relu", batch_first=True)
-    train(
-        model,
-        torch.randn(2, 12, 4),
-        lr=1e-6 if fix else 0.3,
-        steps=20,
-        loss=lambda y: -y[0].sum(),
-    )
+    train(model, torch.randn(2, 12, 4), lr=1e-6 if fix else 0.3, steps=20, loss=lambda y: -y[0].sum())
 
 
 @broken("lost updates", op="", cure="fp32|stochastic|store_weights|weights=")

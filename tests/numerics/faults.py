@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from amp_plugin.numerics.op import arguments_of, made_by, traits_of
+from amp_plugin.numerics.op import Call
 from amp_plugin.numerics.values import unwatched
 
 
@@ -34,12 +34,11 @@ class Faults(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        output = func(*args, **kwargs)
-        traits = traits_of(func)
+        call = Call(func, args, kwargs, None)
+        output, traits = func(*args, **kwargs), call.traits
         if traits.is_view or traits.is_unwritten or traits.is_collective:
             return output
-        made = made_by(traits, arguments_of(traits, args, kwargs), output)
-        results = [m.tensor for m in made if not m.is_discrete and m.tensor.numel()]
+        results = [m.tensor for m in call.made(output) if not m.is_discrete and m.tensor.numel()]
         results = [t for t in results if t.layout is torch.strided]
         results = [t for t in results if not t._is_zerotensor()]  # it has no memory to spoil
         if not results:

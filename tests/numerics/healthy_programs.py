@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import amp_plugin
-from tests.numerics.programs import healthy
+from tests.numerics.programs import healthy, healthy_losses
 
 FP16 = {"device_type": "cpu", "dtype": torch.float16}
 BF16 = {"device_type": "cpu", "dtype": torch.bfloat16}
@@ -21,6 +21,18 @@ def zeros(*shape):
     return torch.zeros(*shape, requires_grad=True)
 
 
+def ones(*shape):
+    return torch.ones(*shape, requires_grad=True)
+
+
+def randn(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def leaf(values, **options):
+    return torch.tensor(values, requires_grad=True, **options)
+
+
 def rows():
     """Return data of which one row is padding."""
     x = torch.randn(3, 4)
@@ -28,108 +40,74 @@ def rows():
     return x.requires_grad_()
 
 
-# -- torch masks what its own derivatives make ------------------------------------------------------------------
+# -- losses: torch masks what its own derivatives make, masks, infinities that come to nothing ------------------------
+
+LOSSES = {
+    "the_norm_of_a_row_of_padding": lambda: rows().norm(dim=-1),
+    "the_vector_norm_of_padding": lambda: torch.linalg.vector_norm(rows(), dim=-1).square(),
+    "normalised_padding": lambda: functional.normalize(rows(), dim=-1),
+    "the_cosine_similarity_of_padding": lambda: functional.cosine_similarity(
+        rows(), torch.randn(3, 4), dim=-1
+    ),
+    "the_spread_of_a_constant_row": lambda: rows().std(-1),
+    "renormed_rows": lambda: torch.renorm(rows(), 2, 0, 1.0),
+    "a_cumulated_product_with_a_zero": lambda: rows().cumprod(-1),
+    "a_product_with_zeros": lambda: rows().prod(-1),
+    "sinc_at_zero": lambda: torch.sinc(zeros(3)),
+    "the_sign_of_a_complex_zero": lambda: torch.sgn(
+        torch.zeros(3, dtype=torch.complex64, requires_grad=True)
+    ).abs(),
+    "a_power_of_tensors_at_zero": lambda: torch.pow(zeros(3), leaf([2.0, 3.0, 1.0])),
+    "the_angle_of_two_zeros": lambda: torch.atan2(zeros(2), zeros(2)),
+    "the_hypotenuse_of_zeros": lambda: functional.pairwise_distance(zeros(2, 3), torch.zeros(2, 3)),
+    "xlogy_at_zero": lambda: torch.xlogy(torch.zeros(3), zeros(3) + 1),
+    "a_kl_divergence_with_empty_classes": lambda: functional.kl_div(
+        zeros(1, 2).log_softmax(-1), torch.tensor([[0.0, 1.0]]), reduction="batchmean"
+    ),
+    "a_log_softmax_of_far_logits": lambda: functional.cross_entropy(leaf([[0.0, 1e4]]), torch.tensor([0])),
+    "a_binary_cross_entropy_at_certainty": lambda: functional.binary_cross_entropy(
+        leaf([1.0, 0.0]), torch.tensor([1.0, 0.0])
+    ),
+    "causal_attention_with_minus_infinity": lambda: (
+        randn(3, 3).masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).softmax(-1).square()
+    ),
+    "a_mask_made_before_and_loaded": lambda: (
+        (randn(2, 3) + torch.from_numpy(np.array([0.0, -np.inf, 0.0], dtype=np.float32))).softmax(-1).square()
+    ),
+    "a_masked_maximum_pooling": lambda: (
+        randn(2, 4, 3)
+        .masked_fill(~torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()[..., None], -math.inf)
+        .amax(1)
+    ),
+    "a_max_pool_with_padding": lambda: functional.max_pool2d(randn(1, 1, 4, 4), 3, 1, 1),
+    "a_logsumexp_with_masked_terms": lambda: (
+        randn(2, 3).masked_fill(torch.tensor([True, False, False]), -math.inf).logsumexp(-1)
+    ),
+    "missing_values_that_are_replaced": lambda: nn.Linear(2, 1)(
+        torch.nan_to_num(torch.tensor([[1.0, math.nan], [math.inf, 2.0]]), nan=0.0, posinf=1.0)
+    ),
+    "a_mean_that_skips_nan": lambda: torch.nanmean(torch.tensor([1.0, math.nan, 3.0])) * ones(1),
+    "an_infinite_norm": lambda: torch.linalg.vector_norm(randn(3), ord=math.inf),
+    "the_log_of_zero_under_an_exponential": lambda: zeros(2).detach().log().exp() + ones(2),
+    "a_division_that_is_clamped": lambda: (1 / torch.tensor([0.0, 2.0])).clamp(max=10.0) * ones(2),
+    "a_sigmoid_by_hand_of_a_large_number": lambda: ones(2) / (1 + torch.exp(-torch.tensor([-200.0, 1.0]))),
+    "an_arctangent_of_a_large_half": lambda: leaf([300.0], dtype=torch.float16).atan(),
+}
+healthy_losses(LOSSES)
 
 
-@healthy
-def the_norm_of_a_row_of_padding():
-    rows().norm(dim=-1).sum().backward()
-
-
-@healthy
-def the_vector_norm_of_padding():
-    torch.linalg.vector_norm(rows(), dim=-1).square().sum().backward()
-
-
-@healthy
-def normalised_padding():
-    functional.normalize(rows(), dim=-1).sum().backward()
-
-
-@healthy
-def the_cosine_similarity_of_padding():
-    functional.cosine_similarity(rows(), torch.randn(3, 4), dim=-1).sum().backward()
-
-
-@healthy
-def the_spread_of_a_constant_row():
-    rows().std(-1).sum().backward()
-
-
-@healthy
-def renormed_rows():
-    torch.renorm(rows(), 2, 0, 1.0).sum().backward()
-
-
-@healthy
-def a_cumulated_product_with_a_zero():
-    rows().cumprod(-1).sum().backward()
-
-
-@healthy
-def a_product_with_zeros():
-    rows().prod(-1).sum().backward()
-
-
-@healthy
-def sinc_at_zero():
-    torch.sinc(zeros(3)).sum().backward()
-
-
-@healthy
-def the_sign_of_a_complex_zero():
-    z = torch.zeros(3, dtype=torch.complex64, requires_grad=True)
-    torch.sgn(z).abs().sum().backward()
-
-
-@healthy
-def a_power_of_tensors_at_zero():
-    exponent = torch.tensor([2.0, 3.0, 1.0], requires_grad=True)
-    torch.pow(zeros(3), exponent).sum().backward()
-
-
-@healthy
-def the_angle_of_two_zeros():
-    torch.atan2(zeros(2), zeros(2)).sum().backward()
+# -- the same, in several lines ---------------------------------------------------------------------------------
 
 
 @healthy
 def distances_between_equal_points():
-    x = torch.ones(3, 2, requires_grad=True)
+    x = ones(3, 2)
     torch.cdist(x, x).sum().backward()
-
-
-@healthy
-def the_hypotenuse_of_zeros():
-    functional.pairwise_distance(zeros(2, 3), torch.zeros(2, 3)).sum().backward()
-
-
-@healthy
-def xlogy_at_zero():
-    torch.xlogy(torch.zeros(3), zeros(3) + 1).sum().backward()
-
-
-@healthy
-def a_kl_divergence_with_empty_classes():
-    target = torch.tensor([[0.0, 1.0]])
-    functional.kl_div(zeros(1, 2).log_softmax(-1), target, reduction="batchmean").backward()
 
 
 @healthy
 def an_entropy_with_empty_classes():
     torch.special.entr(torch.tensor([0.0, 1.0])).sum().item()
-
-
-@healthy
-def a_log_softmax_of_far_logits():
-    x = torch.tensor([[0.0, 1e4]], requires_grad=True)
-    functional.cross_entropy(x, torch.tensor([0])).backward()
-
-
-@healthy
-def a_binary_cross_entropy_at_certainty():
-    p = torch.tensor([1.0, 0.0], requires_grad=True)
-    functional.binary_cross_entropy(p, torch.tensor([1.0, 0.0])).backward()
 
 
 @healthy
@@ -145,12 +123,6 @@ def a_ctc_loss_that_zeroes_infinities():
 
 
 @healthy
-def causal_attention_with_minus_infinity():
-    scores = torch.randn(3, 3, requires_grad=True)
-    scores.masked_fill(torch.ones(3, 3).triu(1).bool(), -math.inf).softmax(-1).square().sum().backward()
-
-
-@healthy
 def a_mask_of_the_lowest_number_that_overflows_half():
     scores = torch.randn(2, 4).half().requires_grad_()
     mask = torch.zeros(2, 4)
@@ -161,18 +133,12 @@ def a_mask_of_the_lowest_number_that_overflows_half():
 @healthy
 def a_mask_that_is_added_twice():
     mask = torch.tensor([0.0, torch.finfo(torch.float32).min, 0.0])
-    (torch.randn(2, 3, requires_grad=True) + mask + mask).softmax(-1).square().sum().backward()
-
-
-@healthy
-def a_mask_made_before_and_loaded():
-    mask = torch.from_numpy(np.array([0.0, -np.inf, 0.0], dtype=np.float32))
-    (torch.randn(2, 3, requires_grad=True) + mask).softmax(-1).square().sum().backward()
+    (randn(2, 3) + mask + mask).softmax(-1).square().sum().backward()
 
 
 @healthy
 def attention_of_torch_with_a_causal_mask():
-    q = torch.randn(1, 1, 4, 4, requires_grad=True)
+    q = randn(1, 1, 4, 4)
     functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
 
 
@@ -196,23 +162,6 @@ def a_maximum_that_begins_at_minus_infinity():
     for _ in range(3):
         best = torch.maximum(best, torch.randn(2))
     best.sum().item()
-
-
-@healthy
-def a_masked_maximum_pooling():
-    x, mask = torch.randn(2, 4, 3, requires_grad=True), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]]).bool()
-    x.masked_fill(~mask[..., None], -math.inf).amax(1).sum().backward()
-
-
-@healthy
-def a_max_pool_with_padding():
-    functional.max_pool2d(torch.randn(1, 1, 4, 4, requires_grad=True), 3, 1, 1).sum().backward()
-
-
-@healthy
-def a_logsumexp_with_masked_terms():
-    x = torch.randn(2, 3, requires_grad=True)
-    x.masked_fill(torch.tensor([True, False, False]), -math.inf).logsumexp(-1).sum().backward()
 
 
 # -- numbers put there on purpose ------------------------------------------------------------------------------------
@@ -271,23 +220,11 @@ def a_buffer_filled_with_nan_until_it_is_written():
 
 @healthy
 def masked_labels_of_nan():
-    output = torch.randn(3, requires_grad=True)
+    output = randn(3)
     labels = torch.tensor([1.0, 0.0, 2.0])
     labels[labels == 0] = math.nan
     known = ~labels.isnan()
     (output[known] - labels[known]).square().mean().backward()
-
-
-@healthy
-def missing_values_that_are_replaced():
-    x = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
-    nn.Linear(2, 1)(torch.nan_to_num(x, nan=0.0, posinf=1.0)).sum().backward()
-
-
-@healthy
-def a_mean_that_skips_nan():
-    x = torch.tensor([1.0, math.nan, 3.0])
-    (torch.nanmean(x) * torch.ones(1, requires_grad=True)).backward()
 
 
 @healthy
@@ -296,7 +233,7 @@ def a_running_minimum_and_maximum():
     for _ in range(3):
         x = torch.randn(4)
         low, high = torch.minimum(low, x.min()), torch.maximum(high, x.max())
-    (torch.ones(1, requires_grad=True) * (high - low)).backward()
+    (ones(1) * (high - low)).backward()
 
 
 @healthy
@@ -305,7 +242,7 @@ def shortest_paths():
     distance[0] = 0
     for _ in range(3):
         distance[1:] = torch.minimum(distance[1:], distance[:-1] + 1.0)
-    (torch.ones(4, requires_grad=True) * distance).sum().backward()
+    (ones(4) * distance).sum().backward()
 
 
 @healthy
@@ -314,18 +251,7 @@ def a_histogram_with_open_ends():
     torch.bucketize(torch.randn(5), edges).sum().item()
 
 
-@healthy
-def an_infinite_norm():
-    x = torch.randn(3, requires_grad=True)
-    torch.linalg.vector_norm(x, ord=math.inf).backward()
-
-
 # -- infinities that come to nothing -----------------------------------------------------------------------------------
-
-
-@healthy
-def the_log_of_zero_under_an_exponential():
-    (zeros(2).detach().log().exp() + torch.ones(2, requires_grad=True)).sum().backward()
 
 
 @healthy
@@ -335,28 +261,10 @@ def positions_in_buckets():
 
 
 @healthy
-def a_division_that_is_clamped():
-    weights = (1 / torch.tensor([0.0, 2.0])).clamp(max=10.0)
-    (weights * torch.ones(2, requires_grad=True)).sum().backward()
-
-
-@healthy
-def a_sigmoid_by_hand_of_a_large_number():
-    x = torch.tensor([-200.0, 1.0])
-    (torch.ones(2, requires_grad=True) / (1 + torch.exp(-x))).sum().backward()
-
-
-@healthy
-def an_arctangent_of_a_large_half():
-    x = torch.tensor([300.0], dtype=torch.float16, requires_grad=True)
-    x.atan().sum().backward()
-
-
-@healthy
 def ratios_of_which_empty_ones_are_chosen_away():
     hits, total = torch.tensor([1.0, 0.0]), torch.tensor([2.0, 0.0])
     ratio = hits / total
-    (torch.where(total > 0, ratio, 0.0) * torch.ones(2, requires_grad=True)).sum().backward()
+    (torch.where(total > 0, ratio, 0.0) * ones(2)).sum().backward()
 
 
 @healthy
@@ -376,7 +284,7 @@ def a_perplexity_that_overflows_in_the_log():
 
 @healthy
 def gradients_through_the_other_branch():
-    x = torch.tensor([0.0, 4.0], requires_grad=True)
+    x = leaf([0.0, 4.0])
     safe = torch.where(x > 0, x, 1.0)
     torch.where(x > 0, safe.sqrt(), 0.0).sum().backward()
 
@@ -476,7 +384,7 @@ def two_optimizers_in_turns():
 
 @healthy
 def a_saliency_map_without_an_optimizer():
-    model, x = nn.Linear(4, 1), torch.randn(2, 4, requires_grad=True)
+    model, x = nn.Linear(4, 1), randn(2, 4)
     for _ in range(4):
         model(x).sum().backward()
 
@@ -484,7 +392,7 @@ def a_saliency_map_without_an_optimizer():
 @healthy
 def checkpoints_in_both_forms():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    x = torch.randn(2, 4, requires_grad=True)
+    x = randn(2, 4)
     for reentrant in (False, True):
         checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
@@ -548,7 +456,7 @@ def an_lstm_in_bf16():
 @healthy
 def a_step_that_the_program_itself_leaves_out():
     """The gradients are looked at before they are used, and put right."""
-    x = torch.tensor([1e-30, 1.0], requires_grad=True)
+    x = leaf([1e-30, 1.0])
     (x * 2).sum().backward()
     with torch.no_grad():
         x.grad.nan_to_num_()

@@ -5,7 +5,8 @@ that is to be named ends in ``# <-`` (none where no single line is to blame). Ca
 finding's advice says: either by hand, in an ``if fix:``, or by the lines that the finding prints, pasted by ``fix(model)``
 right after the model is made (``cure="paste"``).
 
-A healthy program is a function without arguments under ``@healthy``: it looks odd and nothing is to be found.
+A healthy program is a function without arguments under ``@healthy``, or a loss in ``healthy_losses``: it looks odd and
+nothing is to be found.
 """
 
 from __future__ import annotations
@@ -77,6 +78,17 @@ def broken(cause: str, *, op: str = "", cure: str):
 def healthy(run):
     HEALTHY.append(run)
     return run
+
+
+def healthy_losses(losses: dict[str, Callable[[], torch.Tensor]]) -> None:
+    """Register healthy programs that are a backward pass each, by name."""
+    for name, loss in losses.items():
+
+        def run(loss=loss):
+            loss().sum().backward()
+
+        run.__name__ = name
+        healthy(run)
 
 
 def findings_of(run: Callable[[], object]) -> list:

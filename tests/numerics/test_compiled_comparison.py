@@ -95,7 +95,7 @@ def test_right_code_is_not_blamed(backend: str, bf16: bool) -> None:
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("number", range(BLOCKS))
+@pytest.mark.parametrize("number", [0, BLOCKS // 2, BLOCKS - 1])
 def test_a_wrong_branch_is_named_at_any_depth(number: int, bf16: bool) -> None:
     with CompiledComparison() as comparison:
         train(Net(), changing("tanh", number, 1.2), bf16=bf16, steps=1)
