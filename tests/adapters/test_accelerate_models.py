@@ -141,6 +141,7 @@ class TestCopies:
         assert twin.forward.module is twin
 
 
+@pytest.mark.one_graph
 def test_compiled_without_graph_breaks():
     model = ours().prepare(torch.nn.Linear(3, 2))
     compiled = torch.compile(model, backend="eager", fullgraph=True)

@@ -195,6 +195,9 @@ def test_it_is_as_if_the_batch_had_not_been_there(loop, precision, way):
         (plain_loop, "bf16"),
     ],
 )
+@pytest.mark.filterwarnings(
+    "ignore:.*autograd.function.Function.*should not be instantiated"
+)  # torch 2.11's Dynamo
 def test_so_it_is_where_the_step_is_compiled(loop, precision):
     """The whole step, forward to optimizer, is given to torch.compile, but for what the Trainer does itself."""
     way = {"kind": torch.optim.AdamW, "fused": False, "clip": 0.05}

@@ -303,6 +303,7 @@ def test_device_type_must_be_a_string():
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of Dynamo's own
+@pytest.mark.one_graph
 @pytest.mark.parametrize("device", [{}, {"device_type": "cpu"}])
 def test_compiles_in_one_graph(device):
     class Plain(torch.autograd.Function):

@@ -227,6 +227,7 @@ def test_every_device_is_switched_off():
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.one_graph
 def test_compiled_in_one_graph_it_equals_eager():
     torch.compiler.reset()
     net = Net()
@@ -244,6 +245,7 @@ def test_compiled_in_one_graph_it_equals_eager():
     assert in_bf16(pool, x.half(), rois=x).dtype is FP16
 
 
+@pytest.mark.one_graph
 def test_an_already_compiled_module_is_reached():
     torch.compiler.reset()
     linear = torch.compile(nn.Linear(2, 2), backend="aot_eager", fullgraph=True)

@@ -193,6 +193,7 @@ def test_gradients_of_threads_are_exact():
     assert torch.autograd.grad(output.sum(), threaded.weight)[0].equal(wanted)
 
 
+@pytest.mark.one_graph
 def test_compiled():
     torch.compiler.reset()
     state = RegionState(device_type="cpu", dtype=FP16)

@@ -56,7 +56,9 @@ def assert_same(ours, theirs):
 
 
 class TestCompile:
-    @pytest.mark.parametrize("where", ["outside", "inside", "held", "decorator"])
+    @pytest.mark.parametrize(
+        "where", ["outside", pytest.param("inside", marks=pytest.mark.one_graph), "held", "decorator"]
+    )
     def test_fullgraph_equals_torch(self, model, where):
         def run(autocast):
             torch._dynamo.reset()
@@ -275,7 +277,7 @@ class TestFunctorch:
 
 
 class TestCapture:
-    @pytest.mark.parametrize("strict", [False, True])
+    @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.one_graph)])
     def test_export(self, strict):
         class Model(nn.Module):
             def __init__(self, autocast):
