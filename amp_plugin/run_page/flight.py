@@ -73,7 +73,11 @@ class ModelCall:
 
 
 class FlightRecorder:
-    """Keeps what the last window needs to be run again, and looks at the steps that are skipped."""
+    """Keeps what the last window needs to be run again, and looks at the steps that are skipped.
+
+    Attributes:
+        unseen: Steps before which no call of the model was seen, such as those compiled whole.
+    """
 
     def __init__(self, log: StepLog, model: nn.Module, found: Found, *, watches: bool) -> None:
         self._log, self._model, self._found, self._watches = log, model, found, watches
@@ -84,7 +88,7 @@ class FlightRecorder:
         self._regions: tuple[RegionState, ...] = ()
         self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
-        self._looks = 0
+        self._looks = self.unseen = 0
         self._was_wrong = self._is_explained = False
 
     def open(self) -> None:
@@ -130,11 +134,13 @@ class FlightRecorder:
     def look(self, step: LoggedStep, *, is_wrong: bool) -> None:
         """Look at a step: run it again if it went wrong and the loss scale alone does not explain that."""
         self._end_watch()
+        self.unseen += not self._log.calls
+        if not (is_wrong or step.result.skipped):
+            self._was_wrong = self._is_explained = False
+            return
         alone = ranks() == 1  # else all run it again or none: by what every rank knows of the step
         is_worth_it = (alone and is_wrong and not self._was_wrong) or self._is_worth_it(step)
         self._was_wrong = is_wrong
-        if not (is_wrong or step.result.skipped):
-            self._is_explained = False
         is_known = (self._is_explained and alone) or self._looks == _MOST_LOOKS
         if is_known or not is_worth_it or self._log.replaying:
             return

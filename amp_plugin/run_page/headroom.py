@@ -2,7 +2,7 @@
 
 Read after a step, where gradients are unscaled and clipped, and taken back to what the backward pass made:
 times loss scale, divided by the clip. The largest number is exact; the share of zeros is that of at most 4096
-elements per parameter. A read waits until all reads together have taken at most 0.5 % of the time.
+elements per parameter. A read waits until all reads together have taken at most 0.25 % of the time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from amp_plugin.run_page.history import halved
 from amp_plugin.scaling.gradients import local_gradient
 from amp_plugin.scaling.step_log import StepResult
 
-BUDGET: Final = 0.005
+BUDGET: Final = 0.0025
 """The share of a run's time that reads may take; writing the page may take as much again."""
 
 _MOST_ELEMENTS = 4096

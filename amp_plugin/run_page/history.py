@@ -13,6 +13,7 @@ from amp_plugin.numerics.finding import Finding
 from amp_plugin.scaling.step_log import LoggedStep
 
 _MOST_STEPS: Final = 10_000  # points of a curve; beyond, two neighbours become one
+_MOST_UNSETTLED: Final = 128
 _MOST_SKIPS: Final = 1_000  # kept with their parameters; all are counted
 
 Columns = dict[str, list[Any]]
@@ -88,6 +89,7 @@ class History:
         self.skips: list[Skip] = []
         self.per_point = 1
         self._points: list[Point] = []
+        self._clipped: dict[int, Callable[[], Tensor]] = {}  # point -> its norm after clipping, to compute
         self._counts: dict[int, tuple[int, int]] = {}  # of each optimizer: its place, its steps
         self._kinds: list[str] = []
         self._losses: list[Tensor] = []
@@ -105,18 +107,18 @@ class History:
         loss = sum(float(part) for part in self._losses) if self._losses else None
         self._losses.clear()
         before = None if result.norm is None else float(result.norm)
-        clipped = result.clipped_norm
-        after = before if clipped is None or clipped is result.norm else float(clipped)
         told = (loss, None if result.skipped else before)
         self._zero_steps += before == 0.0 and not result.skipped
         self.is_wrong = not all(value is None or math.isfinite(value) for value in told)
         self.wrong_steps += [number] if self.is_wrong else []
         self.steps += 1
-        shown = (
-            value if value is not None and math.isfinite(value) else None for value in (before, after, loss)
-        )
-        self._points.append(Point(number, optimizer, scale, *shown))
+        if result.clipped_later is not None:
+            self._clipped[len(self._points)] = result.clipped_later
+        self._points.append(Point(number, optimizer, scale, _shown(before), _shown(before), _shown(loss)))
+        if len(self._clipped) > _MOST_UNSETTLED:
+            self._settle()
         if len(self._points) > _MOST_STEPS:
+            self._settle()
             self._points, self.per_point = halved(self._points, _joined), self.per_point * 2
         if result.skipped:
             self.skipped += 1
@@ -130,6 +132,12 @@ class History:
                 findings=self.skips[-1].findings if step.in_a_row > 1 and self.skips else (),
             )
             self.skips += [skip] if len(self.skips) < _MOST_SKIPS else []
+
+    def _settle(self) -> None:
+        """Compute the norms after clipping: some ops each, which cost less for many steps in a row."""
+        for place, clipped in self._clipped.items():
+            self._points[place] = self._points[place]._replace(after=_shown(float(clipped())))
+        self._clipped.clear()
 
     def _count(self, step: LoggedStep) -> tuple[int, int]:
         """Return the place of a step's optimizer, and the step's number among its steps."""
@@ -177,6 +185,7 @@ class History:
 
     def curves(self) -> Columns:
         """Return a column for each number of the points."""
+        self._settle()
         columns = {name: [getattr(point, name) for point in self._points] for name in Point._fields}
         columns |= {name: [*map(_rounded, columns[name])] for name in ("before", "after", "loss")}
         return columns | {"optimizer": [f"{i}: {self._kinds[i]}" for i in columns["optimizer"]]}
@@ -208,6 +217,10 @@ def _joined(first: Point, second: Point) -> Point:
         after=max(among("after"), default=None),
         loss=sum(among("loss")) / len(among("loss")) if among("loss") else None,
     )
+
+
+def _shown(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _rounded(value: float | None) -> float | None:

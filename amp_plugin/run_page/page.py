@@ -57,6 +57,7 @@ class Facts:
     tree: Branch
     rules: Mapping[str, Mapping[str, tuple[str, str]]]  # by device and op: torch's rule and another in force
     looks: Sequence[Look]
+    unseen: Sequence[str]  # sentences: which steps it shows less of
     surroundings: Mapping[str, str]
     options: Mapping[str, str]
     command: str
@@ -130,7 +131,7 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
     """Yield question and answer: when did it skip, why, which layer is near overflow, what to change."""
     history = facts.history
     if not history.steps:
-        yield "steps", "no optimizer step yet"
+        yield "steps", " ".join(facts.unseen) or "no optimizer step yet"
         return
     when = f"{history.skipped} of {history.steps} steps"
     if history.skips:
@@ -150,12 +151,13 @@ def in_short(facts: Facts) -> Iterable[tuple[str, str]]:
             "nearest to overflow",
             (
                 f"{name}: at step {step} its largest gradient had {bits:.1f} bits left in {dtype}; "
-                f"{2.0**bits:.3g} times as large, it would have overflowed"
+                f"{_times(2.0**bits)} times as large, it would have overflowed"
                 if bits < _FAR
                 else f"no module: all have {int(bits)} bits left in {dtype}, or more"
             ),
         )
     yield from (("" if place else "change", change) for place, change in enumerate(_changes(facts)))
+    yield from (("" if place else "not seen", text) for place, text in enumerate(facts.unseen))
 
 
 def _reasons(history: History) -> list[str]:
@@ -226,6 +228,10 @@ def nearest(facts: Facts) -> list[tuple[str, str, float, int]]:
             least, column = min(known)
             found.append((name or "(model)", facts.dtypes[name], least, facts.headroom.columns[column].first))
     return sorted(found, key=lambda entry: entry[2])[:_NEAREST]
+
+
+def _times(factor: float) -> str:
+    return f"{factor:.2g}" if factor < 10 else f"{factor:,.0f}"
 
 
 def _ranges(numbers: Sequence[int], most: int = 12) -> str:

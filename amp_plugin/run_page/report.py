@@ -215,9 +215,26 @@ class RunReport:
             rules=self._survey.rules_unlike_torchs(),
             looks=sorted([*self.looks, *self._others.received()], key=lambda look: look.step),
             surroundings=self._surroundings(),
+            unseen=self._unseen(),
             options={option.name: str(getattr(self._options, option.name)) for option in options},
             command=shlex.join(sys.orig_argv),
         )
+
+    def _unseen(self) -> list[str]:
+        """Return a sentence for each kind of step of which the page shows less, or nothing."""
+        texts = []
+        if self._flight.unseen:
+            texts.append(
+                f"At {self._flight.unseen} or more of {self.history.steps} steps the model's call was not "
+                "seen: it ran in compiled code, or was not a call of the model given. Loss scale, skips, "
+                "norms and gradients are drawn all the same; the loss, and what modules compute, are not."
+            )
+        if self._log.has_captured:
+            texts.append(
+                "Steps captured in a CUDA graph are not drawn, since the host does not learn of each replay; "
+                f"skipped in all, replays included: {self._log.skipped_steps()}."
+            )
+        return texts
 
     def _surroundings(self) -> dict[str, str]:
         device = next((param.device for param in self._model.parameters()), torch.device("cpu"))
@@ -244,7 +261,7 @@ def report(scaler: HasStepLog, model: nn.Module, path: str | Path = "run.html") 
     batches are kept, so a skipped step is run again under :func:`diagnose` at once. It opens from disk
     without a network.
 
-    The host waits for the device after each step. Gradients are read in at most 0.5 % of the time. The
+    The host waits for the device after each step. Gradients are read in at most 0.25 % of the time. The
     weights are those of a run without a page.
 
     Args:

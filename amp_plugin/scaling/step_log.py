@@ -98,6 +98,7 @@ class StepResult:
         norm: Norm of the unscaled gradients before clipping, float32, 0-dim; None if the optimizer
             had no gradients, or nothing was measured because the scaler is disabled.
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
+        clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
         not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
     """
 
@@ -114,7 +115,7 @@ class StepResult:
         obstacle: str = _NOTHING_TO_DO,
     ) -> None:
         self.norm = norm
-        self._clipped = clipped
+        self.clipped_later = clipped
         self.not_one_pass_because = obstacle
         self.found_inf = found_inf
         self._scale_before = scale_before
@@ -174,7 +175,7 @@ class StepResult:
     @property
     def clipped_norm(self) -> Tensor | None:
         """As ``norm``, of the gradients that the step used: after clipping, whoever has clipped."""
-        return self.norm if self._clipped is None else self._clipped()
+        return self.norm if self.clipped_later is None else self.clipped_later()
 
     def overflow_report(self) -> OverflowReport:
         """Return the names of the parameters whose gradients were not finite, and what that means."""
@@ -274,6 +275,7 @@ class StepLog:
         hear_loss: Called with each loss that a backward pass begins from, before it is scaled; None: nobody.
         keeps_window: Whether the calls of a window are kept while no step is skipped too.
         has_steps: Whether a step was taken or skipped.
+        has_captured: Whether one was captured in a CUDA graph: nobody is called at its replays.
         calls: The forward and backward passes of the present window; empty unless steps are being skipped,
             or ``keeps_window``.
     """
@@ -284,7 +286,7 @@ class StepLog:
         self.replaying = False
         self.hear_loss: Callable[[Any], None] | None = None
         self.keeps_window = False
-        self.has_steps = False
+        self.has_steps = self.has_captured = False
         self._records: dict[int, _Record] = {}
         self._late: deque[_Late] = deque()
         self._subscribers: list[Subscriber] = []
@@ -311,7 +313,9 @@ class StepLog:
         record.count(found, skipped=result.skipped_if_known())
         self.has_steps = True
         self._window_is_over = True
-        if not capturing(found.device):
+        if capturing(found.device):
+            self.has_captured = True
+        else:
             learn = partial(self._learn, record, result)
             self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
         try:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ import amp_plugin
 from amp_plugin.run_page import headroom, history
 from amp_plugin.run_page.headroom import Headroom
 from amp_plugin.run_page.report import RunReport
+from amp_plugin.scaling import step_log
 from amp_plugin.scaling.step_log import StepResult
 from tests.warm_processes import ROOT
 
@@ -77,6 +79,49 @@ def train(
     with amp_plugin.report(scaler, net, path) as page:
         run()
     return net, page
+
+
+def few_steps(path: Path, *, compiled: bool = False, captured: Sequence[int] = ()) -> RunReport:
+    net, scaler = make_net(), amp_plugin.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-2)
+
+    def step(x: torch.Tensor) -> None:
+        scaler.scale(net(x).square().mean()).backward()
+        scaler.clip_grad_norm_(optimizer, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    run = torch.compile(step, backend="aot_eager") if compiled else step
+    with amp_plugin.report(scaler, net, path) as page:
+        for i in range(6):
+            with pytest.MonkeyPatch.context() as patch:
+                if i in captured:
+                    patch.setattr(step_log, "capturing", lambda _: True)
+                run(torch.randn(4, 8) * (math.inf if i == 3 else 1.0))
+    return page
+
+
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks there
+def test_steps_compiled_whole_are_drawn_and_the_page_says_what_is_not(tmp_path):
+    page = few_steps(tmp_path / "run.html", compiled=True)
+    curves, text = data_of(page.path)["curves"], text_of(page.path)
+    assert curves["scale"] == [256.0] * 4 + [128.0] * 2
+    assert [norm is None for norm in curves["before"]] == [False, False, False, True, False, False]
+    assert curves["after"][0] == pytest.approx(0.1, rel=1e-3)
+    assert "1 of 6 steps: step 4" in text
+    assert "of 6 steps the model's call was not seen: it ran in compiled code" in text
+
+
+def test_captured_steps_are_not_drawn_and_the_page_says_so(tmp_path):
+    text = text_of(few_steps(tmp_path / "all.html", captured=range(6)).path)
+    assert "Steps captured in a CUDA graph are not drawn" in text
+    assert "skipped in all, replays included: 1." in text
+    page = few_steps(tmp_path / "some.html", captured=range(2, 6))
+    assert data_of(page.path)["curves"]["step"] == [1, 2]
+    assert "Steps captured in a CUDA graph are not drawn" in text_of(page.path)
+    assert "not seen" not in text_of(few_steps(tmp_path / "none.html").path)
 
 
 def test_the_curves_are_those_of_the_steps(tmp_path):
