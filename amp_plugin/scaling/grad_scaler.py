@@ -529,6 +529,7 @@ class GradScaler(TorchNames):
         converted to the loaded scale.
 
         Raises:
+            KeyError: The state lacks some of torch's keys.
             RuntimeError: The state is empty, where torch's raises too; or a scaled float16 gradient waits.
         """
         if not (self._enabled and is_state(state_dict)):

@@ -278,8 +278,11 @@ class LossScales:
 
 
 def is_state(given: Any) -> bool:
-    """Whether something is the state of a scaler; warns if it is not."""
+    """Whether something is the state of a scaler; warns if it is not, and raises if it is not whole."""
     if isinstance(given, dict) and "scale" in given:
+        if missing := [key for key in _TORCH_KEYS if key not in given]:
+            msg = f"the scaler state lacks {', '.join(missing)}"
+            raise KeyError(msg)
         return True
     if not given:
         msg = (

@@ -73,12 +73,11 @@ class OverflowReport:
 
     def _place(self) -> str:
         """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
-        if len({*self.inf, *self.nan}) < self.checked:
-            return (
-                "Others are finite: look at the backward pass near the first one named, "
-                "or compute its module in fp32."
-            )
         too_high = "the loss scale is still too high, which a few more skips mend; or else " * self.scaled
+        if len({*self.inf, *self.nan}) < self.checked:
+            where = "look at the batch, and at the backward pass near the first one named"
+            mended = "compute the module of the first one named in fp32"
+            return f"Others are finite: {too_high}{mended if self.scaled else where}."
         return (
             f"All gradients at once: {too_high}the loss or the forward pass is not finite: "
             "amp_plugin.diagnose() finds the op."

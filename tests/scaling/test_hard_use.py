@@ -66,7 +66,13 @@ def test_a_loaded_scale_below_one_backs_off(weights):
     one = weights()
     scaler = GradScaler("cpu")
     scaler.load_state_dict(
-        {"scale": 0.25, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+        {
+            "scale": 0.25,
+            "growth_factor": 2.0,
+            "backoff_factor": 0.5,
+            "growth_interval": 2000,
+            "_growth_tracker": 0,
+        }
     )
     scaler.scale(one.loss(math.inf)).backward()
     scaler.step(one.optimizer)

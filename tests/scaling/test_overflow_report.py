@@ -1,6 +1,7 @@
 """What a report of overflowed gradients says, and what it never says."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,9 +14,13 @@ def test_it_is_short_for_many_and_begins_at_the_loss():
     report = OverflowReport(inf=tuple(f"p{i}" for i in range(9)), checked=12)
     assert report.summary() == "inf in 9 gradients: p8, p7, p6, p5, p4 and 4 more"
     assert report.meaning() == (
-        "Others are finite: look at the backward pass near the first one named, or compute its module in fp32."
+        "Others are finite: look at the batch, and at the backward pass near the first one named."
     )
     assert str(report) == f"{report.summary()}\n{report.meaning()}"
+    assert replace(report, scaled=True).meaning() == (
+        "Others are finite: the loss scale is still too high, which a few more skips mend; or else compute the "
+        "module of the first one named in fp32."
+    )
 
 
 def test_all_at_once_points_to_the_forward_pass():
