@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import Measurement, ShardLayout
-from amp_plugin.scaling.loss_scale import LossScale, LossScales, moved
+from amp_plugin.scaling.loss_scale import LossScale, LossScales, capturing, moved
 from amp_plugin.scaling.overflows import ParameterNames, report_of
 from amp_plugin.scaling.ranks import Ranks
 from amp_plugin.scaling.step_log import StepResult
@@ -72,6 +73,7 @@ class PerOptimizerState:
         self.backwards = 0  # scaled ones that have begun since it was met
         self.obstacle = ""  # why the last step was not taken in one pass
         self.result: StepResult | None = None
+        self.scaled_clip = ScaledClip()
         self.is_stepping = False  # through the scaler
         self.is_unchanged = False  # promised: no user code has touched the gradients since the last call
         self._stage = (OptState.READY, 0)
@@ -285,6 +287,28 @@ class PerOptimizerState:
             )
             raise RuntimeError(msg)
 
+    def clip_suspect(self) -> LossScale | None:
+        """Return the scale that torch's clip may have left on the gradients, in the first steps only."""
+        scales = self.scales_carried()
+        if self.scaled_clip.steps_left and self.clip is None and len(scales) == 1:
+            loss_scale = scales.pop()
+            if loss_scale is not None and _are_written_over(self.params):
+                return loss_scale
+        return None
+
+    def refuse_scaled_clip(self, is_one: bool) -> None:
+        """Raise if gradients were clipped while they were multiplied by the scale."""
+        if is_one:
+            msg = (
+                f"{type(self.optimizer).__name__}: scaled gradients came to {ScaledClip.IN_A_ROW} steps in a "
+                f"row with one norm, {self.scaled_clip.norm:.2g}: clip_grad_norm_ of torch has clipped them "
+                "before they were unscaled, which divides each step by the loss scale. Call "
+                "scaler.unscale_(optimizer) before it, or scaler.clip_grad_norm_(optimizer, max_norm) in its "
+                "place; in Accelerate accelerator.clip_grad_norm_(), in Fabric fabric.clip_gradients(), in "
+                "Lightning self.clip_gradients() or Trainer(gradient_clip_val=...)."
+            )
+            raise RuntimeError(msg)
+
     def clip_again(self, known: tuple[Tensor, Tensor] | None = None) -> FoldedClip | None:
         """Return the folded clip, of what the gradients are at the step; ``known`` are norm and found_inf."""
         if self.clip is not None and not self._trusted:
@@ -342,6 +366,47 @@ class PerOptimizerState:
             gradients.updates_at_last_use = self._shared.scales.updates_requested
         self._open()
         return result
+
+
+class ScaledClip:
+    """Finds that torch's ``clip_grad_norm_`` has clipped gradients still multiplied by the loss scale.
+
+    Their norm then is ``max_norm`` at each step, whatever the loss: a round number. The unscaled norm is
+    next to nothing and not round, as it would be after a clip to ``max_norm * scale`` on purpose. Other
+    writes to all gradients (averaging, centralizing) leave a norm that follows the loss. Costs some launches
+    in an optimizer's first steps, and only where all gradients were written over; no host sync.
+    """
+
+    IN_A_ROW = 3
+
+    def __init__(self) -> None:
+        self.steps_left = 16
+        self.norm: Tensor | float = math.nan  # of the last finite scaled gradients
+        self._in_a_row: Tensor | float = 0.0
+
+    def found(self, norm: Tensor, scale: Tensor) -> Tensor:
+        """Return whether enough steps in a row were clipped so, of the unscaled norm; 0-dim."""
+        self.steps_left -= 1
+        scaled = norm * moved(scale, norm.device)
+        is_clipped = _is_round(scaled) & ~_is_round(norm) & (norm < 1e-2)
+        is_same = (scaled - self.norm).abs() <= 1e-4 * scaled
+        is_finite, count = scaled.isfinite(), is_clipped * (1.0 + is_same * self._in_a_row)
+        self._in_a_row = torch.where(is_finite, count, self._in_a_row)
+        self.norm = torch.where(is_finite, scaled, self.norm)
+        return self._in_a_row >= self.IN_A_ROW
+
+
+def _is_round(number: Tensor) -> Tensor:
+    """Whether two digits write it, as a ``max_norm`` that a user chooses; False for 0, inf and nan."""
+    digits = number / torch.pow(10.0, number.log10().floor() - 1)
+    return (digits - digits.round()).abs() <= 1e-4 * digits
+
+
+def _are_written_over(params: list[Tensor]) -> bool:
+    """Whether each gradient was written to in place at least once."""
+    grads = [param.grad for param in params if param.grad is not None]
+    readable = bool(grads) and not capturing(grads[0].device)
+    return readable and not any(grad.is_inference() or grad._version == 0 for grad in grads)
 
 
 class StepPastScaler:

@@ -111,7 +111,11 @@ class Steps:
         norm_type = 2.0 if state.clip is None else state.clip.norm_type
         if not left:
             state.clip_again()  # which is written now
+        suspect = state.clip_suspect()
         norm, found = state.check(write=not left, norm_type=norm_type)
+        if suspect is not None:
+            is_one = state.scaled_clip.found(norm, suspect.require())
+            self.log.when_known(is_one, state.refuse_scaled_clip)
         divisor = _divisor(state, norm, found) if left else None
         value: Any = None
         known = HostFlag.at_once(found)

@@ -110,6 +110,20 @@ class TestSeveralOptimizers:
 
 
 class TestClipping:
+    def test_torchs_clip_of_scaled_gradients(self):
+        def run(accelerator):
+            (model,), (optimizer,) = prepared(accelerator)
+            for _ in range(3):
+                optimizer.zero_grad()
+                accelerator.backward(model(3.0))
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+            return last_gradient(optimizer)
+
+        assert run(stock(init_scale=65536.0)) == pytest.approx(0.5 / 65536)  # training stalls, no error
+        with pytest.raises(RuntimeError, match=r"norm, 1: .* in Accelerate accelerator.clip_grad_norm_\(\)"):
+            run(ours(init_scale=65536.0))
+
     def test_by_norm_within_accumulate_without_a_guard(self):
         def run(accelerator):
             (model,), (optimizer,) = prepared(accelerator)

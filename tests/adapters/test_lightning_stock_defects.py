@@ -157,6 +157,21 @@ class GradientNorm(Callback):
         self.norms.append(torch.stack(grads).norm().item() if grads else None)
 
 
+def test_torchs_clip_of_scaled_gradients_in_manual_optimization():
+    def step(module, batch, batch_idx):
+        optimizer, _ = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(batch * module.a)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 0.5)
+        optimizer.step()
+
+    module = TwoOptimizers(step=step)
+    fit(module, stock(init_scale=65536.0), steps=4)
+    assert module.a.item() == pytest.approx(1.0 - 4 * 0.5 / 65536)  # training stalls, no error
+    with pytest.raises(RuntimeError, match=r"norm, 0.5: .* in Lightning self.clip_gradients\(\)"):
+        fit(TwoOptimizers(step=step), AmpPrecision(init_scale=65536.0), steps=4)
+
+
 @pytest.mark.parametrize(
     ("plugin", "factor"),
     [(lambda: stock(init_scale=1024.0), 1024), (lambda: AmpPrecision(init_scale=1024.0), 1)],

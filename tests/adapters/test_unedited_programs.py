@@ -175,14 +175,94 @@ Trainer(
 ).fit(Model(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=16))
 print(*losses)
 """
+NEURALFORECAST = """
+import numpy
+import pandas
+from neuralforecast import NeuralForecast
+from neuralforecast.models import NHITS
+from pytorch_lightning import Callback
+losses = []
+
+class Keep(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        losses.append(outputs["loss"].item())
+
+days = numpy.arange(100)
+rows = pandas.concat([
+    pandas.DataFrame({"unique_id": i, "ds": pandas.date_range("2020", periods=100), "y": numpy.sin(days / (3 + i)) + i})
+    for i in range(4)])
+model = NHITS(
+    h=7, input_size=21, max_steps=8, windows_batch_size=16, batch_size=4, random_seed=0, scaler_type="standard",
+    accelerator="cpu", precision="bf16-mixed", enable_progress_bar=False, logger=False,
+    enable_checkpointing=False, enable_model_summary=False, callbacks=[Keep()])
+forecast = NeuralForecast(models=[model], freq="D")
+forecast.fit(rows)
+assert forecast.predict()["NHITS"].notna().all()
+print(*losses)
+"""
+GLUONTS = """
+import numpy
+from gluonts.dataset.common import ListDataset
+from gluonts.torch import DeepAREstimator
+from lightning.pytorch import Callback, seed_everything
+seed_everything(0)
+losses = []
+
+class Keep(Callback):
+    def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        losses.append(outputs["loss"].item())
+
+series = [{"start": "2020-01-01", "target": numpy.sin(numpy.arange(150) / (k + 3)) + 2} for k in range(4)]
+data = ListDataset(series, freq="D")
+options = {"max_epochs": 2, "accelerator": "cpu", "precision": "bf16-mixed", "enable_progress_bar": False,
+    "enable_model_summary": False, "logger": False, "callbacks": [Keep()]}
+estimator = DeepAREstimator(
+    freq="D", prediction_length=5, context_length=10, num_layers=1, hidden_size=16, batch_size=8,
+    num_batches_per_epoch=5, trainer_kwargs=options)
+next(iter(estimator.train(data).predict(data)))
+print(*losses)
+"""
+SENTENCES = """
+import tempfile
+import torch
+import transformers
+from datasets import Dataset
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer
+from sentence_transformers import SentenceTransformerTrainingArguments, losses
+from sentence_transformers.models import Pooling, Transformer
+from tokenizers import Tokenizer, models, pre_tokenizers
+torch.manual_seed(0)
+folder = tempfile.mkdtemp()
+special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+words = [*special.values(), *(f"w{i}" for i in range(40))]
+tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, model_max_length=32).save_pretrained(folder)
+transformers.BertModel(transformers.BertConfig(
+    vocab_size=len(words), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+)).save_pretrained(folder)
+model = SentenceTransformer(modules=[Transformer(folder), Pooling(32)], device="cpu")
+trainer = SentenceTransformerTrainer(
+    model, SentenceTransformerTrainingArguments(
+        tempfile.mkdtemp(), num_train_epochs=4, per_device_train_batch_size=8, learning_rate=1e-3, use_cpu=True,
+        bf16=True, report_to=[], logging_steps=4, disable_tqdm=True, save_strategy="no"),
+    train_dataset=Dataset.from_dict({
+        "anchor": [f"w{i} w{i + 1}" for i in range(32)], "positive": [f"w{i + 1} w{i}" for i in range(32)]}),
+    loss=losses.MultipleNegativesRankingLoss(model))
+trainer.train()
+print(*(line["loss"] for line in trainer.state.log_history if "loss" in line))
+"""
 PROGRAMS = {
     "ignite": ("ignite", IGNITE, "torch.autocast on cpu in float16 (20 blocks), GradScaler"),
     "monai": ("monai", MONAI, "torch.autocast on cpu in bfloat16 (8 blocks), GradScaler"),
-    "timm": ("timm", TIMM, "torch.autocast on cpu in float16 (5 blocks), GradScaler"),
+    "timm": ("timm torchvision", TIMM, "torch.autocast on cpu in float16 (5 blocks), GradScaler"),
     "ultralytics-like": ("torch", ULTRALYTICS, "torch.autocast on cpu in float16 (8 blocks), 2 GradScaler"),
     "skorch": ("skorch", SKORCH, "torch.autocast on cpu in bfloat16 (4 blocks)"),
     "transformers": ("transformers", TRANSFORMERS, "Accelerator(mixed_precision='bf16')"),
     "lightning": ("lightning", LIGHTNING, "Trainer(precision='bf16-mixed')"),
+    "neuralforecast": ("neuralforecast", NEURALFORECAST, "2 Trainer(precision='bf16-mixed')"),
+    "gluonts": ("gluonts", GLUONTS, "Trainer(precision='bf16-mixed')"),
+    "sentence-transformers": ("sentence_transformers", SENTENCES, "Accelerator(mixed_precision='bf16')"),
 }
 
 
@@ -193,9 +273,10 @@ def losses(done: CompletedProcess[str]) -> list[float]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_its_own_losses_on_ours(name, tmp_path):
-    library, text, used = PROGRAMS[name]
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+    libraries, text, used = PROGRAMS[name]
+    for library in libraries.split():
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
     script = tmp_path / "train.py"
     script.write_text(text)
     taken = run_unedited(script.name, environment={}, folder=tmp_path, frameworks=True)

@@ -325,3 +325,15 @@ class _seen_dtypes(torch.utils._python_dispatch.TorchDispatchMode):
             self.seen.append([value.dtype for value in args if isinstance(value, torch.Tensor)])
             args = [value.float() if isinstance(value, torch.Tensor) else value for value in args]
         return func(*args, **(kwargs or {}))
+
+
+def test_a_rule_keeps_an_lstm_in_fp32_where_fp16_has_no_kernel():
+    """oneDNN refuses it on the CPU, under torch.autocast too."""
+    lstm, rows = torch.nn.LSTM(5, 8, batch_first=True), torch.randn(2, 3, 5)
+    wanted = lstm(rows)[0]
+    rules = OpRules.default("cpu").with_rule("aten::lstm.input", "fp32")
+    with amp_plugin.autocast("cpu", dtype=torch.float16, rules=rules):
+        result = lstm(rows)[0]
+    assert torch.equal(result, wanted)
+    result.sum().backward()
+    assert all(param.grad.isfinite().all() for param in lstm.parameters())

@@ -153,3 +153,173 @@ def test_a_zero_dimensional_parameter_first(scaler_class, fused):
     right = trained(torch.amp.GradScaler("cpu", enabled=False), torch.float64)
     trained_here = trained(scaler_class("cpu"), torch.float32, fused=fused)
     torch.testing.assert_close(trained_here, right, rtol=1e-5, atol=1e-6)
+
+
+def small_training(scaler, edit, *, steps=6, micro_batches=1, fused=True, dtype=torch.float16):
+    """Return how far the weights have moved; ``edit`` gets the scaler, model and optimizer before each step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    start = [param.detach().clone() for param in model.parameters()]
+    for _ in range(steps):
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", dtype):
+                loss = (model(torch.randn(32, 8)) - 1).square().mean()
+            scaler.scale(loss).backward()
+        edit(scaler, model, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    pairs = zip(model.parameters(), start, strict=True)
+    return sum((param - before).square().sum() for param, before in pairs).sqrt().item()
+
+
+def clip_scaled(scaler, model, optimizer, max_norm=0.5):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_scaled_gradients_that_torch_has_clipped(fused, micro_batches):
+    """torch.amp trains on, 65536 times too slowly."""
+    options = {"micro_batches": micro_batches, "fused": fused}
+    assert small_training(torch.amp.GradScaler("cpu"), clip_scaled, **options) < 1e-4
+    wanted = r"3 steps in a row with one norm, 0.5: .*Call scaler.unscale_.*accelerator.clip_grad_norm_\(\)"
+    with pytest.raises(RuntimeError, match=wanted):
+        small_training(GradScaler("cpu"), clip_scaled, **options)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 0.25, 1.0, 1.5, 5, 10])
+@pytest.mark.parametrize("init_scale", [2.0**10, 2.0**16, 2.0**20])
+def test_each_usual_max_norm_is_seen(max_norm, init_scale):
+    def clip(scaler, model, optimizer):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ of torch"):
+        small_training(GradScaler("cpu", init_scale=init_scale), clip, dtype=torch.bfloat16)
+
+
+def test_clipped_scaled_gradients_are_seen_across_skips_and_updates():
+    scaler = GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
+    calls = []
+
+    def clip(scaler, model, optimizer):
+        clip_scaled(scaler, model, optimizer)
+        calls.append(scaler.get_scale())
+        if len(calls) == 2:
+            model[0].weight.grad[0, 0] = torch.inf
+
+    with pytest.raises(RuntimeError, match="clip_grad_norm_ of torch"):
+        small_training(scaler, clip, dtype=torch.bfloat16)
+    assert len(calls) == 4
+    assert len(set(calls)) > 1
+
+
+def each_gradient(edit):
+    def apply(scaler, model, optimizer):
+        for param in model.parameters():
+            param.grad = edit(param.grad) if param.grad is not None else None
+
+    return apply
+
+
+def round_norms_by_chance(scaler, model, optimizer):
+    clip_scaled(scaler, model, optimizer, 1.0 + int(scaler._growth_tracker) % 2)
+
+
+def clip_to_scaled_norm_at_a_low_scale(scaler, model, optimizer):
+    scaler.update(16.0)
+    clip_scaled(scaler, model, optimizer, 5e-3 * 16.0)
+
+
+def clip_scaled_at_a_low_scale(scaler, model, optimizer):
+    """Perhaps on purpose."""
+    scaler.update(64.0)
+    clip_scaled(scaler, model, optimizer, 1.0)
+
+
+def clip_to_scaled_norm(scaler, model, optimizer):
+    clip_scaled(scaler, model, optimizer, 1e-3 * scaler.get_scale())
+
+
+def measure_by_clipping(scaler, model, optimizer):
+    clip_scaled(scaler, model, optimizer, torch.inf)
+
+
+def clip_unscaled(scaler, model, optimizer):
+    scaler.unscale_(optimizer)
+    clip_scaled(scaler, model, optimizer, 1e-3)
+
+
+def clip_values_by_hand(scaler, model, optimizer):
+    scaler.unscale_(optimizer)
+    for param in model.parameters():
+        param.grad.clamp_(-1e-5, 1e-5)
+
+
+def clip_by_ours(scaler, model, optimizer):
+    scaler.clip_grad_norm_(optimizer, 1e-3, fold=True)
+
+
+def freeze_a_layer(scaler, model, optimizer):
+    for param in model.parameters():
+        param.grad.mul_(param.dim() == 1)
+
+
+RIGHT_EDITS = {
+    "averaged over ranks": each_gradient(lambda grad: grad.div_(8)),
+    "averaged to next to nothing": each_gradient(lambda grad: grad.div_(2**20)),
+    "rounded numbers": each_gradient(lambda grad: grad.mul_(0.1)),
+    "set to zero": each_gradient(torch.Tensor.zero_),
+    "centralized": each_gradient(lambda grad: grad.sub_(grad.mean())),
+    "replaced": each_gradient(lambda grad: grad / 2),
+    "noise": each_gradient(lambda grad: grad.add_(torch.randn_like(grad))),
+    "a layer frozen": freeze_a_layer,
+    "clipped to max_norm * scale": clip_to_scaled_norm,
+    "round by chance": round_norms_by_chance,
+    "clipped to max_norm * 16": clip_to_scaled_norm_at_a_low_scale,
+    "clipped at a scale of 64": clip_scaled_at_a_low_scale,
+    "clipped to inf": measure_by_clipping,
+    "unscaled, then clipped": clip_unscaled,
+    "unscaled, then clipped by value": clip_values_by_hand,
+    "clipped by the scaler": clip_by_ours,
+}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("name", RIGHT_EDITS)
+def test_programs_that_edit_scaled_gradients_rightly_run(name, micro_batches):
+    ours, theirs = (
+        small_training(scaler("cpu"), RIGHT_EDITS[name], steps=20, micro_batches=micro_batches)
+        for scaler in (GradScaler, GradScaler if name == "clipped by the scaler" else torch.amp.GradScaler)
+    )
+    assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("gradient", [1e-8, 2.0**-17, 1e-5])
+def test_gradients_that_never_change_are_not_clipped_ones(weights, gradient):
+    """A loss that is linear in its weights; scaled, the norm of the second one's gradients is 1."""
+    one, scaler = weights(count=1), GradScaler("cpu")
+    for _ in range(20):
+        backward(scaler, one, gradient)
+        scaler.step(one.optimizer)
+        scaler.update()
+    assert one.value == pytest.approx(-20 * gradient)
+
+
+def test_the_search_for_scaled_clips_ends_and_waits_for_no_device(weights, forbid_host_syncs):
+    one, scaler = weights(fused=True), GradScaler("cpu")
+    scaler.register(one.optimizer)
+    watch = next(iter(scaler._registry)).scaled_clip
+    backward(scaler, one)
+    scaler.step(one.optimizer)
+    scaler.update()
+    left = watch.steps_left
+    with forbid_host_syncs():
+        for _ in range(left + 3):
+            backward(scaler, one)
+            for param in one.params:
+                param.grad.mul_(0.5)
+            scaler.step(one.optimizer)
+            scaler.update()
+    assert (left, watch.steps_left) == (16, 0)
