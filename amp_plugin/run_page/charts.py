@@ -11,7 +11,7 @@ _LEAST_ROW, _MOST_ROW, _MAP_HEIGHT = 4, 18, 620
 
 
 def curve_charts(
-    *, has_scale: bool, has_loss: bool, has_skips: bool, several: bool
+    *, has_scale: bool, has_norm: bool, has_loss: bool, has_skips: bool, several: bool
 ) -> dict[str, dict[str, Any]]:
     """Return id -> chart of what is drawn over optimizer steps."""
     import altair as alt  # noqa: PLC0415 - of the extra
@@ -25,7 +25,8 @@ def curve_charts(
     if has_scale:
         charts["scale"] = marked(_line(alt, {"scale": "loss scale"}, several, base=2), "Loss scale by step")
     norms = {"before": "before clipping", "after": "after clipping"}
-    charts["norm"] = marked(_line(alt, norms, several, base=10), "Norm of the gradients by step")
+    if has_norm:
+        charts["norm"] = marked(_line(alt, norms, several, base=10), "Norm of the gradients by step")
     if has_loss:
         charts["loss"] = marked(_line(alt, {"loss": "loss"}, several), "Loss by step")
     return charts

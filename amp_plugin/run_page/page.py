@@ -103,6 +103,7 @@ def render(facts: Facts) -> str:
     curves = history.curves()
     charts = curve_charts(
         has_scale=history.has_scale,
+        has_norm=any(norm is not None for norm in curves["before"]),
         has_loss=any(loss is not None for loss in curves["loss"]),
         has_skips=bool(history.skips),
         several=history.optimizers > 1,

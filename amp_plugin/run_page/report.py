@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 from typing import Any, Final, Protocol
 
@@ -140,7 +141,7 @@ class RunReport:
                 self._log.read(wait=True)
             self._flight.close()
             self._survey.close()
-            first_line = str(error).partition("\n")[0]
+            first_line = shorten(str(error).partition("\n")[0], 200, placeholder=" ...")
             self._state = "finished" if error is None else f"ended by {type(error).__name__}: {first_line}"
             if self._writes:
                 self._try_to_write()

@@ -16,7 +16,7 @@ _VALUES = [1.0, 20.0, None, 3.0, None, 5.0, 0.07, 6.0]  # None: not finite
 
 def drawn(name):
     """Return one of the charts as SVG."""
-    charts = curve_charts(has_scale=True, has_loss=True, has_skips=False, several=False)
+    charts = curve_charts(has_scale=True, has_norm=True, has_loss=True, has_skips=False, several=False)
     rows = [
         {"step": i, "scale": 2.0 ** (16 - i), "optimizer": "0: SGD"}
         | dict.fromkeys(("before", "after", "loss"), value)

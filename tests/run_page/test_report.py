@@ -161,6 +161,13 @@ def test_steps_that_find_the_scale_are_no_fault(tmp_path, init_scale):
     assert "the loss scale was too high for the gradients and was lowered" in text
 
 
+def test_nothing_is_drawn_of_norms_that_are_never_finite(tmp_path):
+    _, page = train(tmp_path / "run.html", steps=3, bad=range(3))
+    text = page.path.read_text()
+    assert 'id="chart-scale"' in text
+    assert 'id="chart-norm"' not in text
+
+
 def test_a_first_batch_that_is_bad_is_no_reason_to_lower_the_scale(tmp_path):
     _, page = train(tmp_path / "run.html", bad=(0,))
     assert page.history.finding_scale == []
