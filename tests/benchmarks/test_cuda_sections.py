@@ -27,7 +27,14 @@ ONLY_ON_A_DEVICE = {
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # as in test_sections.py
-@pytest.mark.parametrize("key", [key for key in keys("cuda") if key not in {"host", "first_use"}])
+@pytest.mark.parametrize(
+    "key",
+    [
+        pytest.param(key, marks=[pytest.mark.whole_run] * (key == "compiled"))
+        for key in keys("cuda")
+        if key not in {"host", "first_use"}
+    ],
+)
 def test_each_section_runs_on_a_gpu(key, monkeypatch):
     if host_device.LOADED and key in ONLY_ON_A_DEVICE:
         pytest.skip(f"the device made of host memory has not {ONLY_ON_A_DEVICE[key]}")

@@ -53,13 +53,12 @@ def torch_libraries(*names: str) -> list[str]:
 
 
 def build(kernel: Kernel, folder: Path, sources: Path = SOURCES, tuning: Tuning = TUNING) -> Path:
-    """Compile a kernel for the CPU; an object of the same sources is used again."""
-    source = sources / f"{kernel.name}.cu"
-    command = [compiler(), *FLAGS, f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
-    command += [f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{source}"', f"-DNORM={kernel.norm}"]
-    command += [f"-D{name}={value}" for name, value in tuning.macros()]
-    inputs = sorted([*sources.glob("*.cu*"), LAYOUT, *HERE.glob("*.h"), *HERE.glob("*.cpp")])
+    """Compile a kernel for the CPU; an object of the same sources is used again, wherever they are."""
+    command = [compiler(), *FLAGS, f"-DKERNEL={kernel.name}", f'-DKERNEL_FILE="{kernel.name}.cu"']
+    command += [f"-DNORM={kernel.norm}", *(f"-D{name}={value}" for name, value in tuning.macros())]
+    inputs = [*sorted(sources.glob("*.cu*")), LAYOUT, *sorted(HERE.glob("*.h")), *sorted(HERE.glob("*.cpp"))]
     identity = hashlib.sha256(b"".join([repr(command).encode(), *(path.read_bytes() for path in inputs)]))
+    command += [f"-I{sources}", f"-I{HERE}", str(HERE / "emulate.cpp")]
     target = folder / f"{kernel.name}-{kernel.norm}-{identity.hexdigest()[:16]}.so"
     with FileLock(f"{target}.lock"):
         if not target.exists():

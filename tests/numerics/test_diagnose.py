@@ -299,6 +299,7 @@ def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
             optimizer.zero_grad()
         return list(model.parameters())
 
+    torch.compiler.reset()  # what was compiled before knows other flags
     expected = train()
     with diagnose() as diagnosis:
         got = train()

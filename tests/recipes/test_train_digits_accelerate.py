@@ -108,7 +108,13 @@ def test_each_launch_file_says_how_to_use_it_and_explains_each_key(path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.parametrize(("file", "title"), [("cpu_fp16", "fp16 x 1"), ("cpu_bf16_2_processes", "bf16 x 2")])
+@pytest.mark.parametrize(
+    ("file", "title"),
+    [
+        pytest.param("cpu_fp16", "fp16 x 1", marks=pytest.mark.whole_run),
+        ("cpu_bf16_2_processes", "bf16 x 2"),
+    ],
+)
 def test_launched_for_real_the_digits_are_learnt(file, title, tmp_path):
     words = [
         *("--config_file", str(ROOT / "configs" / "accelerate" / f"{file}.yaml")),
