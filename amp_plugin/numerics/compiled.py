@@ -31,8 +31,7 @@ from amp_plugin.numerics.op import listed
 from amp_plugin.numerics.places import Place, place_in_trace
 from amp_plugin.numerics.values import as_json, distance
 from amp_plugin.precision import short_name
-from amp_plugin.scaling.replay import restore_random_state
-from amp_plugin.scaling.step_log import random_state
+from amp_plugin.scaling.step_log import random_numbers_from, random_state
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -204,14 +203,11 @@ class _Call:
     def _run(self, change: Callable[[Tensor], Tensor]) -> dict[Reading, Tensor]:
         """Run the graph, with another value of what each op returns; nothing is held if that fails."""
         inputs = [_copied(value, wide=change is _widened) for value in self.inputs]
-        state = random_state()
-        restore_random_state(self._random_state)
         try:
-            return _readings(inputs, _Interpreter(self._module, change).run(*inputs))
+            with random_numbers_from(self._random_state):
+                return _readings(inputs, _Interpreter(self._module, change).run(*inputs))
         except Exception:  # noqa: BLE001 -- an op has no kernel for float64, or checks its dtypes
             return {}
-        finally:
-            restore_random_state(state)
 
     def errors(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
         """Return the errors of a compiled result and of eager code's; None if rounding explains the first."""
