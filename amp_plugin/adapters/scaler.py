@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -175,22 +174,8 @@ def endless_skips(
     log: StepLog, step: LoggedStep, models: Sequence[nn.Module], *, in_fp16: str, option: str
 ) -> RuntimeError:
     """Return the error that ends a run that only skips: parameters, advice, what a second run has found."""
-    result, report = step.result, step.result.overflow_report()
-    scale = f"loss scale {result.scale_after:g}; " if result.is_scaled else ""
-    why = f"because gradients are not finite ({scale}{report.summary()})"
-    else_try = f"{in_fp16}, or" if result.is_scaled else "or"
-    diagnose = ""
-    if not result.is_scaled:
-        why += ", although nothing is scaled"
-    elif report.nan or not report.scaled:
-        why += f", {'which a loss scale seldom causes' if report.scaled else 'at a loss scale of 1 or less'}"
-        report = replace(report, scaled=False)
-        diagnose = "Run `amp-plugin diagnose train.py`: it names the op and its line. "
-        else_try = f"where that op overflows in fp16 alone {else_try}"
-    msg = (
-        f"{step.in_a_row} optimizer steps in a row were skipped {why}. {report.meaning()} {diagnose}Look for "
-        f"nan in the loss or the data, {else_try} raise {option}"
-    )
+    bf16 = f"{in_fp16}, or " * step.result.is_scaled
+    msg = f"{step.run_of_skips()} Look for nan in the loss or the data, {bf16}raise {option}"
     params = [param for model in models for param in model.parameters()]
     found = explain(log, step, lambda replay: _diagnosed(replay, models), params)
     return RuntimeError(msg if found is None else f"{msg}\n\nThe last of them was run once more:\n{found}")

@@ -32,8 +32,7 @@ from amp_plugin.numerics.places import Place, place_in_trace
 from amp_plugin.numerics.shadow import WideRun
 from amp_plugin.numerics.values import as_json, distance, unwatched
 from amp_plugin.precision import short_name
-from amp_plugin.scaling.replay import restore_random_state
-from amp_plugin.scaling.step_log import random_state
+from amp_plugin.scaling.step_log import random_numbers_from, random_state
 
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -199,15 +198,11 @@ class _Call:
     def _run(self, region: Region) -> dict[Reading, Tensor]:
         """Run the graph eagerly while a region sees its ops; nothing is held if that fails."""
         inputs = [_copied(value) for value in self.inputs]
-        state = random_state()
-        restore_random_state(self._random_state)
         try:
-            with region.recorder:
+            with random_numbers_from(self._random_state), region.recorder:
                 return _readings(inputs, self._module(*inputs))
         except Exception:  # noqa: BLE001 -- whatever the user's graph raises
             return {}
-        finally:
-            restore_random_state(state)
 
     def errors(self, reading: Reading, value: Tensor) -> tuple[float, float] | None:
         """Return the errors of a compiled result and of eager code's; None if rounding explains the first."""

@@ -21,7 +21,7 @@ from amp_plugin.options import GradScalerOptions, LossScaleOptions, lists_option
 from amp_plugin.scaling import closures
 from amp_plugin.scaling.clipping import NormClip, clip_norm, number
 from amp_plugin.scaling.clipping import clip_value as clip_gradient_values
-from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs
+from amp_plugin.scaling.loss_scale import LossScales, is_state, moved, scale_outputs, widened
 from amp_plugin.scaling.overflows import checked_names
 from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
 from amp_plugin.scaling.ranks import Groups, Ranks
@@ -162,7 +162,7 @@ class GradScaler(TorchNames):
 
         def apply(tensor: Tensor) -> Tensor:
             scale = moved(loss_scale.materialize(tensor.device).clone(), tensor.device)
-            return (tensor.float() if tensor.dtype is torch.float16 and tensor.dim() else tensor) * scale
+            return widened(tensor) * scale
 
         return cast("T", scale_outputs(outputs, apply))
 
@@ -174,13 +174,9 @@ class GradScaler(TorchNames):
             self._units.settle(force=True)
 
         def apply(tensor: Tensor) -> Tensor:
-            loss_scale.materialize(tensor.device)
-            if tensor.dtype is torch.float16 and tensor.dim():
-                tensor = tensor.float()
-            reading = loss_scale.read()
-            scaled = tensor * loss_scale.snapshot_on(tensor.device)
+            scaled = loss_scale.multiply(tensor)
             if not again:
-                self._units.watch(scaled, reading)
+                self._units.watch(scaled, loss_scale.read())
             return scaled
 
         return cast("T", scale_outputs(outputs, apply))

@@ -114,6 +114,11 @@ class LossScale:
         here = snapshot.device == device
         return snapshot if here else self._kept("snapshot", device, lambda: moved(snapshot, device))
 
+    def multiply(self, output: Tensor) -> Tensor:
+        """Return ``output`` times the scale, float16 as float32, in which it cannot overflow here."""
+        self.materialize(output.device)
+        return widened(output) * self.snapshot_on(output.device)
+
     def inverse(self, device: torch.device) -> Tensor:
         """Return 1/scale on ``device`` (float32, 0-dim): the bits of torch's detour over float64."""
         return self._kept("inverse", device, lambda: moved(self.require().reciprocal(), device))
@@ -296,6 +301,11 @@ def is_state(given: Any) -> bool:
         "the scaler keeps its present scale. Set one with update(new_scale)."
     )
     return False
+
+
+def widened(output: Tensor) -> Tensor:
+    """Return float32 for float16; a 0-dim one is widened by the product itself."""
+    return output.float() if output.dtype is torch.float16 and output.dim() else output
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,11 +13,10 @@ from amp_plugin.messages import warn_user
 from amp_plugin.options import whole
 from amp_plugin.scaling.step_log import (
     LoggedStep,
-    RandomState,
     RecordedCall,
     StepLog,
     StepResult,
-    random_state,
+    random_numbers_from,
 )
 
 
@@ -45,15 +43,14 @@ class Replay:
 
     def run(self) -> None:
         """Run the passes again, without a step; gradients and random states are as before afterwards."""
-        grads, state = [param.grad for param in self.params], random_state()
+        grads = [param.grad for param in self.params]
         for param in self.params:
             param.grad = None
         try:
             for recorded in self.calls:
-                restore_random_state(recorded.random_state)
-                recorded.call()
+                with random_numbers_from(recorded.random_state):
+                    recorded.call()
         finally:
-            restore_random_state(state)
             for param, grad in zip(self.params, grads, strict=True):
                 param.grad = grad
 
@@ -100,16 +97,6 @@ def explain_once(
             return
         log.unsubscribe(look)
         text = explain(log, step, explainer, params())
-        warn_user(
-            f"{step.in_a_row} steps of {step.kind} in a row were skipped "
-            f"({step.result.overflow_report().summary()}). The last was run once more:\n{text}"
-        )
+        warn_user(f"{step.run_of_skips()} The last was run once more:\n{text}")
 
     log.subscribe(look)
-
-
-def restore_random_state(state: RandomState) -> None:
-    """Set the state of torch's random number generators."""
-    torch.set_rng_state(state[0])
-    if state[1]:
-        torch.cuda.set_rng_state_all(state[1])

@@ -44,6 +44,23 @@ def random_state() -> RandomState:
     return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ()
 
 
+@contextmanager
+def random_numbers_from(state: RandomState) -> Iterator[None]:
+    """Draw from ``state`` on while the block is open; afterwards as if the block had drawn nothing."""
+    before = random_state()
+    try:
+        _set_random_state(state)
+        yield
+    finally:
+        _set_random_state(before)
+
+
+def _set_random_state(state: RandomState) -> None:
+    torch.set_rng_state(state[0])
+    if state[1]:
+        torch.cuda.set_rng_state_all(state[1])
+
+
 class RecordedCall(NamedTuple):
     """A call that runs forward and backward passes, and the random state that it began with."""
 
@@ -58,12 +75,12 @@ class HostFlag:
     once, on other devices when somebody waits for it.
     """
 
-    def __init__(self, flag: Tensor) -> None:
-        self._flag = flag
-        self._copy = flag
+    def __init__(self, flag: Tensor, known: bool | None = None) -> None:
+        self._flag, self._copy, self._known = flag, flag, known
         self._arrived: torch.Event | None = None
-        self.lasting = not capturing(flag.device)  # else a CUDA graph writes it at each replay
-        if flag.device.type in {"cuda", "xpu"} and self.lasting:
+        # Else a CUDA graph writes it at each replay.
+        self._is_lasting = known is not None or not capturing(flag.device)
+        if known is None and flag.device.type in {"cuda", "xpu"} and self._is_lasting:
             self._copy = torch.empty((), dtype=flag.dtype, device="cpu", pin_memory=True)
             self._copy.copy_(flag.reshape(()), non_blocking=True)
             self._arrived = torch.Event(flag.device)
@@ -77,9 +94,13 @@ class HostFlag:
 
     def known(self) -> bool | None:
         """Return the flag if the host can know it without waiting, else None."""
-        if self._arrived is None:
-            return self.at_once(self._flag)
-        return bool(self._copy.item() > 0) if self._arrived.query() else None
+        known = self._known
+        if known is None and self._arrived is None:
+            known = self.at_once(self._flag)
+        elif known is None and self._arrived is not None and self._arrived.query():
+            known = bool(self._copy.item() > 0)
+        self._known = known if self._is_lasting else None
+        return known
 
     def wait(self) -> bool:
         """Return the flag: a host sync if it is not known yet."""
@@ -121,8 +142,7 @@ class StepResult:
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
         self._report = report
-        self._skipped = known
-        self._flag = None if known is not None else HostFlag(found_inf)
+        self._skipped = HostFlag(found_inf, known)
 
     @classmethod
     def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
@@ -144,18 +164,11 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped."""
-        if self._skipped is not None or self._flag is None:
-            return bool(self._skipped)
-        skipped = self._flag.wait()
-        if self._flag.lasting:
-            self._skipped = skipped
-        return skipped
+        return self._skipped.wait()
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped, or None if the host would have to wait to know."""
-        if self._skipped is None and self._flag is not None and self._flag.lasting:
-            self._skipped = self._flag.known()
-        return self._skipped
+        return self._skipped.known()
 
     @property
     def is_scaled(self) -> bool:
@@ -210,6 +223,24 @@ class LoggedStep(NamedTuple):
     kind: str
     result: StepResult
     in_a_row: int
+
+    def run_of_skips(self) -> str:
+        """Return how many steps were skipped in a row, by which gradients, and what that means."""
+        result, report = self.result, self.result.overflow_report()
+        rest = f"although nothing is scaled. {report.meaning()}"
+        if result.is_scaled and (report.nan or not report.scaled):
+            rest = (
+                f"and the loss scale is {result.scale_after:g}: lowering it further will not help. "
+                f"{replace(report, scaled=False).meaning()} Run `amp-plugin diagnose train.py`: it names the "
+                "op and its line."
+            )
+        elif result.is_scaled:
+            rest = (
+                f"and the loss scale is {result.scale_after:g}. {report.meaning()} If it still falls, "
+                "training may recover; otherwise look for nan in the loss or the data, or use bfloat16."
+            )
+        steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} of {self.kind}"
+        return f"{steps} in a row were skipped ({report.summary()}), {rest}"
 
 
 Subscriber = Callable[[LoggedStep], None]
@@ -361,7 +392,7 @@ class StepLog:
         self.read(wait=True)
         last, self._last_skip, self._has_taken = self._last_skip, None, False
         if last is not None:
-            warn(f"the run has ended and no optimizer step was taken: {_skipped_text(last)}")
+            warn(f"the run has ended and no optimizer step was taken: {last.run_of_skips()}")
 
     def subscribe(self, subscriber: Subscriber, *, first: bool = False) -> None:
         """Call ``subscriber`` with each step in order once the host knows it, ``first`` before others."""
@@ -380,7 +411,7 @@ class StepLog:
         self._last_skip = None if self._has_taken else step
         if step.in_a_row == RUN and not record.is_warned_of:
             record.is_warned_of = True
-            warn_user(_skipped_text(step))
+            warn_user(step.run_of_skips())
         for subscriber in list(self._subscribers):
             subscriber(step)
 
@@ -443,21 +474,3 @@ def raise_for_nonfinite(blameless_scale: float) -> Subscriber:
         raise FloatingPointError(msg)
 
     return look
-
-
-def _skipped_text(step: LoggedStep) -> str:
-    result, report = step.result, step.result.overflow_report()
-    if not result.is_scaled:
-        rest = f"although nothing is scaled. {report.meaning()}"
-    elif report.nan or not report.scaled:
-        rest = (
-            f"and the loss scale is {result.scale_after:g}: lowering it further will not help. "
-            f"{replace(report, scaled=False).meaning()} `amp-plugin diagnose train.py` names the op."
-        )
-    else:
-        rest = (
-            f"and the loss scale is {result.scale_after:g}. If it still falls, training may recover; "
-            "otherwise look for nan in the loss or the data, or use bfloat16."
-        )
-    steps = f"{step.in_a_row} step{'s' * (step.in_a_row > 1)} of {step.kind}"
-    return f"{steps} in a row were skipped: its gradients are not finite ({report.summary()}), {rest}"

@@ -242,7 +242,7 @@ def test_the_monitor_stops_a_run_that_only_skips(precision):
     loader = torch.utils.data.DataLoader([torch.full((4, 8), math.nan)] * 9, batch_size=None)
     run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
     with pytest.raises(
-        RuntimeError, match=r"3 optimizer steps in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
+        RuntimeError, match=r"3 steps of \w+ in a row.*nan in 4 gradients: net\.2\.bias, .*diagnose"
     ) as error:
         run.fit(Learner(torch.optim.AdamW, fused=False), loader)
     assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
@@ -272,7 +272,7 @@ def test_accelerate_stops_a_run_that_only_skips(precision):
         if i < 2:
             optimizer.step()
     with pytest.raises(
-        RuntimeError, match=r"3 optimizer steps in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
+        RuntimeError, match=r"3 steps of \w+ in a row.*2\.bias.*AmpKwargs\(max_skips_in_a_row"
     ) as error:
         optimizer.step()
     assert ("although nothing is scaled" in str(error.value)) is (precision != "fp16")
@@ -298,7 +298,7 @@ def test_the_monitor_names_the_op(precision, manual_steps):
     module = LogOfZero(torch.optim.AdamW, fused=False, manual=manual_steps)
     run = make_trainer(AmpPrecision(precision), steps=9, callbacks=[AmpMonitor(max_skips_in_a_row=3)])
     with pytest.raises(
-        RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them was run once more"
+        RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them was run once more"
     ) as error:
         run.fit(module, loader)
     assert "aten::log.default" in str(error.value)
@@ -327,13 +327,15 @@ def test_a_loss_scale_that_is_not_the_cause_is_not_blamed(scale, tmp_path):
                 accelerator.backward(loss_of(model(batch)))
                 optimizer.step()
 
-    with pytest.raises(RuntimeError, match="3 optimizer steps in a row") as error:
+    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row") as error:
         steps()
     text = str(error.value)
-    blameless = "which a loss scale seldom causes" if scale > 4 else "at a loss scale of 1 or less"
     assert "gradients overflowed" not in text
     assert "still too high" not in text
-    assert f"{blameless}. All gradients at once: the loss or the forward pass is not finite" in text
+    assert (
+        "lowering it further will not help. All gradients at once: the loss or the forward pass is not finite"
+        in text
+    )
     assert "Run `amp-plugin diagnose train.py`" in text
     again = text.partition("The last of them was run once more:\n")[2]  # the model's calls alone: the page's
     assert again.startswith("nothing was found in that run")
@@ -356,6 +358,6 @@ def test_accelerate_names_the_op():
             accelerator.recorded(forward_and_backward, batch)
             optimizer.step()
 
-    with pytest.raises(RuntimeError, match=r"3 optimizer steps in a row.*\n+The last of them") as error:
+    with pytest.raises(RuntimeError, match=r"3 steps of \w+ in a row.*\n+The last of them") as error:
         steps()
     assert "aten::log.default" in str(error.value)
