@@ -134,3 +134,17 @@ def test_bound_rules_nest() -> None:
         set_default_rules(None)
         assert dtype() is torch.float32
     assert dtype() is torch.bfloat16
+
+
+def test_a_run_inside_leaves_the_rules_of_the_program() -> None:
+    from amp_plugin.casting.bound_rules import ours_by_default
+    from amp_plugin.casting.dispatcher import KERNELS, set_default_rules
+    from amp_plugin.casting.rules import OpRules
+
+    before = KERNELS.followed("cpu")
+    with ours_by_default():
+        ours = KERNELS.followed("cpu")
+        set_default_rules(OpRules.default("cpu").with_rule("aten::mm", "fp32"))
+        set_default_rules(None)  # as when Accelerate's or Lightning's run ends
+        assert KERNELS.followed("cpu") == ours != before
+    assert KERNELS.followed("cpu") == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,11 +16,11 @@ from amp_plugin.weights.ddp import reduce_in_fp32, sharded_by
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import accept_entries_of_0_2, add_optimizer, warn_of_16_bits
 from amp_plugin.weights.store import (
-    FrozenWeights,
     convert_to_fp32,
     has_fp32_buffers,
     is_stored,
     restore_weights,
+    set_up_unfrozen,
     set_up_when_unfrozen,
     store_weights,
     trainable,
@@ -38,7 +38,7 @@ class ModelWeights:
         self._weights = weights
         self._state = state
         self._casts = casts
-        self._known: WeakKeyDictionary[nn.Module, FrozenWeights | None] = WeakKeyDictionary()
+        self._known: WeakSet[nn.Module] = WeakSet()
         self._meets_fp32 = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -63,7 +63,7 @@ class ModelWeights:
         stores = self._weights != "fp32"
         if model in self._known and (not stores or is_stored(model)):
             return False
-        self._known[model] = None
+        self._known.add(model)
         narrow = 0 if is_stored(model) else sum(param.dtype in HALVES for param in trainable(model))
         if stores:
             store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
@@ -83,7 +83,7 @@ class ModelWeights:
         elif narrow:
             warn_user(convert_to_fp32(model))
         if self._casts and not sharded:
-            self._known[model] = set_up_when_unfrozen(model, widen_unfrozen)
+            set_up_when_unfrozen(model, widen_unfrozen)
             return narrow > 0
         return False
 
@@ -94,9 +94,8 @@ class ModelWeights:
 
     def set_up_unfrozen(self) -> None:
         """Set up weights that were frozen before, for frameworks that do not call a model's own forward."""
-        for model, frozen in self._known.items():
-            if frozen is not None:
-                frozen(model)
+        for model in self._known:
+            set_up_unfrozen(model)
 
     def add(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Let optimizers step in float32, and load state dicts exactly; may be called again."""

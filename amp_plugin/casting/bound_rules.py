@@ -147,20 +147,17 @@ def ours_by_default() -> Iterator[None]:
     """Let torch's autocast blocks follow the environment's rules or the default ones, on our kernels."""
     import torch  # noqa: PLC0415 - takes seconds
 
-    from amp_plugin.casting.dispatcher import set_default_rules  # noqa: PLC0415
+    from amp_plugin.casting.dispatcher import process_follows  # noqa: PLC0415
     from amp_plugin.casting.rules import OpRules, environment_rules  # noqa: PLC0415
     from amp_plugin.casting.rules_files import TABLES  # noqa: PLC0415
 
-    for device_type in TABLES:
-        if torch.amp.is_autocast_available(device_type):
+    with ExitStack() as undo:
+        for device_type in filter(torch.amp.is_autocast_available, TABLES):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the rules are for another device
                 rules = environment_rules(device_type)
-            set_default_rules(rules or OpRules.default(device_type))
-    try:
+            undo.enter_context(process_follows(rules or OpRules.default(device_type)))
         yield
-    finally:
-        set_default_rules(None)
 
 
 def bind_environment() -> None:

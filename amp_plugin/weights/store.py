@@ -308,25 +308,26 @@ class FrozenWeights:
             self._set_up(model, params)
 
 
-def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> FrozenWeights | None:
-    """Let a model's frozen weights in 16 bits be set up when they are trained; any number of calls.
+def set_up_when_unfrozen(model: nn.Module, set_up: SetUp) -> None:
+    """Let a model's frozen weights in 16 bits be set up when they are trained; any number of calls."""
+    if not _frozen(model) and any(map(is_unstored_half, model.parameters())):
+        model.register_forward_pre_hook(FrozenWeights(set_up))
 
-    Return what does it before each forward pass, for whoever trains without one; None if none is frozen so.
-    """
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, FrozenWeights):
-            return hook
-    if not any(map(is_unstored_half, model.parameters())):
-        return None
-    frozen = FrozenWeights(set_up)
-    model.register_forward_pre_hook(frozen)
-    return frozen
+
+def set_up_unfrozen(model: nn.Module) -> None:
+    """Do now what :func:`set_up_when_unfrozen` does before a forward pass, for training without one."""
+    for hook in _frozen(model).values():
+        hook(model)
+
+
+def _frozen(model: nn.Module) -> dict[int, FrozenWeights]:
+    hooks = model._forward_pre_hooks.items()
+    return {number: hook for number, hook in hooks if isinstance(hook, FrozenWeights)}
 
 
 def _forget_frozen(model: nn.Module) -> None:
-    for number, hook in list(model._forward_pre_hooks.items()):
-        if isinstance(hook, FrozenWeights):
-            del model._forward_pre_hooks[number]
+    for number in _frozen(model):
+        del model._forward_pre_hooks[number]
 
 
 # -- bytes -------------------------------------------------------------------------------------------

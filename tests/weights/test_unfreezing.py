@@ -140,9 +140,10 @@ def test_state_of_weights_that_had_become_float32_is_loaded_in_float32():
 
 def test_it_is_one_hook_that_goes_with_copies():
     model = network()
-    hook = set_up_when_unfrozen(model, widen_unfrozen)
-    assert set_up_when_unfrozen(model, widen_unfrozen) is hook
-    assert set_up_when_unfrozen(nn.Linear(2, 2), widen_unfrozen) is None
+    whole = nn.Linear(2, 2)
+    for given in (model, model, whole):
+        set_up_when_unfrozen(given, widen_unfrozen)
+    assert (len(model._forward_pre_hooks), len(whole._forward_pre_hooks)) == (1, 0)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         (copied,) = twin._forward_pre_hooks.values()
         assert isinstance(copied, FrozenWeights)
