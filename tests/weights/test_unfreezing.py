@@ -6,11 +6,13 @@ import pickle
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
-from amp_plugin import FabricAmpPrecision, autocast, store_weights
+from amp_plugin import AmpPrecision, FabricAmpPrecision, autocast, store_weights
 from amp_plugin.weights.store import FrozenWeights, set_up_when_unfrozen, widen_unfrozen
+from amp_plugin.weights.weight import stored_weight
 from tests.adapters.accelerate_pair import ours, reset
 
 THAWED = "2 trainable parameters came in bfloat16 .* and are float32 now .* since 16 bits lose small updates"
@@ -164,3 +166,27 @@ def test_a_part_of_a_flat_tensor_is_left():
         model(X)
     assert model[0].weight.dtype is torch.bfloat16
     assert model[0].weight.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec", "ignore:.*(workers|logging interval|eval mode)")
+def test_under_bf16_weights_the_trainer_stores_them_before_their_first_step():
+    class Module(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.low_halves = network(), []
+
+        def on_train_batch_start(self, batch, batch_idx):
+            self.model[0].requires_grad_(batch_idx > 0)
+
+        def training_step(self, batch, batch_idx):
+            self.low_halves.append(stored_weight(self.model[0].weight) is not None)
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    module, plugin = Module(), AmpPrecision("bf16", weights="bf16")
+    trainer = Trainer(max_epochs=1, accelerator="cpu", plugins=[plugin], enable_model_summary=False, **quiet)
+    trainer.fit(module, DataLoader(X, batch_size=2))
+    assert module.low_halves == [False, True]
