@@ -126,13 +126,13 @@ class Scene:
             for param, value in zip(self._oracle.params, self._weights, strict=True):
                 param.copy_(value)
 
-    def compare_weights(self, rtol: float = 1e-3) -> None:
-        """Compare how far the weights have moved since the last look."""
+    def compare_weights(self, rtol: float = 1e-3, farthest: float = 1e6) -> None:
+        """Compare how far the weights have moved since the last look; end where the right ones are beyond."""
         for index, (param, right, before) in enumerate(
             zip(self.params, self._oracle.params, self._weights, strict=True)
         ):
             for value, other, start in zip(param.tolist(), right.tolist(), before.tolist(), strict=True):
-                if not math.isfinite(other) or abs(other) > 1e6:
+                if not math.isfinite(other) or abs(other) > farthest:
                     raise OutOfDomainError
                 if not _close(value, other, rtol * abs(other - start) + 2e-6 * max(1.0, abs(other))):
                     moved = f"moved by {value - start:.6g}, should have by {other - start:.6g}"

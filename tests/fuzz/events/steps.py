@@ -133,7 +133,10 @@ def closure(
     gave_up = _mirror(run, o, made)
     oracle.close(o, gave_up)
     run.count_skip(o, gave_up)
-    run.scene.compare_weights(rtol=1e-2 if to_minimum else 1e-3)
+    if to_minimum:  # where gradients repeat to the last bit, LBFGS divides by their rounding and leaps
+        run.scene.compare_weights(rtol=1e-2, farthest=1e3)
+    else:
+        run.scene.compare_weights()
     if gave_up:
         zero_grad(run, o, set_to_none=True)
     elif to_minimum:
