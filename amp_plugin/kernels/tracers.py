@@ -33,7 +33,7 @@ def untraced(function: Function) -> Function:
 
 def outside_graphs(method: Callable[P, T]) -> Callable[P, T]:
     """Leave compiled code for a call, which decides by values: a graph break there."""
-    outside = torch._disable_dynamo(method)  # type: ignore[attr-defined]
+    outside = torch._disable_dynamo(untraced(method))  # type: ignore[attr-defined]
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -66,7 +66,7 @@ class _Doors(Observer):
     def _apply(self, method: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
         def apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
             site = Site.here(function.__name__, self._tracker.current())
-            outputs = method.__func__(function, *args, **kwargs)
+            outputs = method.__get__(None, function)(*args, **kwargs)
             with unwatched():
                 self._watch.function_ended(site, (args, kwargs), outputs)
             for node in {leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)}:

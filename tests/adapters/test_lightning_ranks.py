@@ -87,4 +87,5 @@ def test_ranks_write_one_page_with_what_each_has_found(run, reports):
     assert [path.name for path in folder.glob("*.html")] == ["run.html"]
     page = (folder / "run.html").read_text()
     assert "The step was run again" in page
-    assert "the data held nan: row 0" in page  # of rank 1, which alone has read it
+    # Of rank 1, which alone has read it; torch 2.15 writes one element by fill_.
+    assert "the data held nan: row 0" in page or "aten::fill_.Scalar wrote nan" in page

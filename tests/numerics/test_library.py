@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from amp_plugin.casting.rules_files import is_older, torch_release
 from tests.numerics import (  # noqa: F401 - they register; the fresh ones were written without a look at diagnose
     broken_programs,
     fresh_broken_programs,
@@ -21,14 +22,16 @@ WRONG_VERDICT = {
         "by the ops that where() with a nan of the program's runs"
     ),
 }
-JUDGED = [
-    pytest.param(
-        program,
-        id=name,
-        marks=[pytest.mark.xfail(strict=True, reason=WRONG_VERDICT[name])] if name in WRONG_VERDICT else [],
-    )
-    for program, name in zip(BROKEN, NAMES, strict=True)
-]
+MENDED = {"fresh_a_pose_that_is_already_right": "2.15"}  # clamp's derivative passes no infinity on any more
+
+
+@pytest.fixture(params=BROKEN, ids=NAMES)
+def program(request: pytest.FixtureRequest) -> Program:
+    """A program that is broken under the installed torch."""
+    name = request.param.run.__name__
+    if name in MENDED and not is_older(torch_release(), than=MENDED[name]):
+        pytest.skip(f"torch {MENDED[name]} has mended it")
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -45,13 +48,14 @@ def test_the_library_is_large_and_its_names_are_unique() -> None:
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("program", JUDGED)
-def test_what_is_broken_is_named(program: Program) -> None:
+def test_what_is_broken_is_named(program: Program, request: pytest.FixtureRequest) -> None:
+    name = program.run.__name__
+    if name in WRONG_VERDICT:
+        request.applymarker(pytest.mark.xfail(strict=True, reason=WRONG_VERDICT[name]))
     assert wrong_verdict(program) == ""
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("program", BROKEN, ids=NAMES)
 def test_the_cure_cures(program: Program) -> None:
     assert wrong_cure(program) == ""
 

@@ -80,18 +80,20 @@ def test_a_wgan_with_a_penalty_on_scaled_gradients_has_a_wrong_critic(monkeypatc
 # -- clipping scaled gradients ------------------------------------------------------------------
 
 
-class ClipsScaled(GradScaler):
-    """Clips what is in ``.grad`` after the backward pass, still multiplied by the loss scale."""
-
-    def clip_grad_norm_(self, optimizer, max_norm):
-        return torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
+def clip_scaled(self, optimizer, max_norm):
+    """Clip what is in ``.grad`` after the backward pass, still multiplied by the loss scale."""
+    return torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm)
 
 
 def test_clipping_scaled_gradients_stops_the_learning(monkeypatch):
     options = ("steps=60", "width=4")
     fp32 = run(clipping, "fp32", *options).losses
     right = run(clipping, "fp16", *options).losses
-    monkeypatch.setattr(clipping, "GradScaler", ClipsScaled)
+    for kind in (TorchScaler, GradScaler):
+        monkeypatch.setattr(kind, "clip_grad_norm_", clip_scaled, raising=False)
+    with pytest.raises(RuntimeError, match="unscale_"):
+        run(clipping, "fp16", *options)
+    monkeypatch.setattr(clipping, "GradScaler", TorchScaler)
     naive = run(clipping, "fp16", *options).losses
     assert mean_of_last(right) == pytest.approx(mean_of_last(fp32), rel=0.1)
     assert mean_of_last(fp32) < 0.6 * fp32[0]

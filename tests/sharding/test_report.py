@@ -69,5 +69,5 @@ def test_every_collective_of_torch_that_carries_tensors_has_a_name():
     )
     assert named["c10d::_reduce_scatter_base_"] == "reduce_scatter"
     unnamed = {packet.partition("::")[2].strip("_") for packet, op in named.items() if op is None}
-    others = {"barrier", "monitored_barrier", "wait_tensor", "check_for_nan", "batch_p2p_ops"}
+    others = {"barrier", "monitored_barrier", "wait_tensor", "wait_tensors", "check_for_nan", "batch_p2p_ops"}
     assert unnamed <= others | {"wrap_tensor_autograd"}
