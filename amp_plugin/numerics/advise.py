@@ -228,6 +228,12 @@ class _Case:
         return self.in_fp32 if has_ways else "look at how large the loss is, and whether it grows"
 
 
+def _is_in_fp16(finding: Finding) -> bool:
+    dtypes = {finding.dtype, *(given.dtype for given in finding.inputs)}
+    block = torch.get_autocast_dtype(finding.device_type) if finding.in_block else None
+    return torch.float16 in {*dtypes, block}
+
+
 def _reaches_zero(given: TensorSummary) -> bool:
     tiny = torch.finfo(given.dtype).smallest_normal
     return given.lowest <= tiny and given.highest >= -tiny
@@ -252,4 +258,6 @@ def advised(finding: Finding, module: ModuleAddress, **around: Any) -> Finding:
     if cause == "range" and finding.in_block:
         finding = replace(finding, cures=cures_of(module, finding.rule_names, finding.device_type))
     advice = _ADVICE[key].format(c=replace(case, finding=finding))
+    if cause == "pole" and _is_in_fp16(finding):
+        advice += " In fp16 an eps below 6e-8 is 0: take a larger one, or call float() first."
     return replace(finding, cause=cause, advice=advice)

@@ -14,6 +14,9 @@ from amp_plugin.casting.rules_files import TABLES
 from amp_plugin.numerics.finding import Cure
 from amp_plugin.numerics.modules import ModuleAddress
 
+# Loaded as soon as a plugin is made; the package itself also by `amp-plugin run`, whatever the program uses.
+_PLUGINS = {f"amp_plugin.adapters.lightning.for_{package}" for package in ("lightning", "pytorch_lightning")}
+
 # What runs -> the ops by which a program may have called it. Autocast looks at the outermost one.
 _CALLED_AS = {
     "addmm": ("linear", "addmm"),
@@ -61,6 +64,13 @@ def rule_of(op: str, device_type: str, *, is_transposed: bool = False) -> str:
     return "unchanged"
 
 
+def stock_framework(loaded: Container[str] = sys.modules) -> str:
+    """Return a framework that the program has loaded, without this package's part for it; empty if none."""
+    if "lightning" in loaded or "pytorch_lightning" in loaded:
+        return "" if any(plugins in loaded for plugins in _PLUGINS) else "Lightning"
+    return "Accelerate" if "accelerate" in loaded and "amp_plugin.adapters.accelerate" not in loaded else ""
+
+
 def cures_of(
     module: ModuleAddress, rule_names: Sequence[str], device_type: str, loaded: Container[str] = sys.modules
 ) -> tuple[Cure, ...]:
@@ -70,7 +80,7 @@ def cures_of(
     """
     changes = "".join(f'.with_rule("{name}", "fp32")' for name in rule_names)
     rules = f'amp_plugin.OpRules.default("{device_type}"){changes}'
-    if "amp_plugin.adapters.lightning" in loaded:
+    if any(plugins in loaded for plugins in _PLUGINS):
         place = everywhere = (
             "Lightning, options of the plugin (in Fabric FabricAmpPrecision), next to those it has"
         )

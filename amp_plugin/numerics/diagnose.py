@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 from torch.utils.data import dataloader
 
 from amp_plugin.numerics.compiled import has_compiled
+from amp_plugin.numerics.cures import stock_framework
 from amp_plugin.numerics.finding import Finding, NonFiniteError
 from amp_plugin.numerics.learning import Learning
 from amp_plugin.numerics.modules import Tracker
@@ -152,6 +153,11 @@ class Diagnosis(Region):
             lines.append(f"not seen: what happens inside {listed(unseen)}; their results were")
         if unmeasured := self.recorder.unmeasured:
             lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
+        if not (self._watch.saw_fp16 or torch.cuda.is_available()) and (framework := stock_framework()):
+            lines.append(
+                f"nothing ran in fp16: on the CPU {framework} itself computes in another precision where fp16 "
+                "is asked for; `amp-plugin report train.py` runs the program in fp16, and names what skips steps"
+            )
         if has_compiled():
             lines.append(
                 "functions that torch.compile has made ran eagerly; `amp-plugin diagnose --compare eager` "

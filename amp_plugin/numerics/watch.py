@@ -75,6 +75,7 @@ class Watch(Observer):
         self._tracker, self._found, self._strict = tracker, found, strict
         # backward passes in a row whose fp16 gradients overflowed, by number: a few find the loss scale
         self._overflowed: dict[int, Origin] = {}
+        self.saw_fp16 = False
         self._origins: Storages[Origin] = Storages()
         self._seen: list[Origin] = []
         self._first_at: dict[Site, Origin] = {}
@@ -107,6 +108,7 @@ class Watch(Observer):
         for position in traits.partly_unwritten:
             self._origins.set(output[position], Origin("unwritten", site=call.site))
         results = [result for result in call.made(output) if not result.is_discrete]
+        self.saw_fp16 = self.saw_fp16 or any(result.tensor.dtype is torch.float16 for result in results)
         if traits.is_unwritten or traits.is_collective:  # what this rank sent is its own
             sent = next(self._read_by(call), None) if traits.is_collective else None
             kind: Kind = "collective" if traits.is_collective else "unwritten"

@@ -327,6 +327,7 @@ class _seen_dtypes(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.native
 def test_a_rule_keeps_an_lstm_in_fp32_where_fp16_has_no_kernel():
     """oneDNN refuses it on the CPU, under torch.autocast too."""
     lstm, rows = torch.nn.LSTM(5, 8, batch_first=True), torch.randn(2, 3, 5)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import amp_plugin
-from amp_plugin.numerics.cures import cures_of
+from amp_plugin.numerics.cures import cures_of, stock_framework
 from amp_plugin.numerics.finding import Finding
 from amp_plugin.numerics.modules import ModuleAddress, Tracker
 from tests.warm_processes import call
@@ -85,19 +85,26 @@ def finding_in(model: nn.Module, x: torch.Tensor) -> Finding | None:
     return found[0][0] if found[0] else None
 
 
+ADAPTERS = [
+    "amp_plugin.adapters.accelerate",
+    "amp_plugin.adapters.lightning.for_lightning",
+    "amp_plugin.adapters.lightning.for_pytorch_lightning",
+]
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """A program that has loaded no adapter; its default rules are forgotten afterwards."""
-    for name in ("accelerate", "lightning"):
-        monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
+    for name in ADAPTERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield
     amp_plugin.set_default_rules(None)
 
 
 def try_cures() -> None:
     """Paste every cure for every op; print those that do not cure, in a process that knows no other rules."""
-    for name in ("accelerate", "lightning"):
-        sys.modules.pop(f"amp_plugin.adapters.{name}", None)
+    for name in ADAPTERS:
+        sys.modules.pop(name, None)
     x = torch.linspace(30_000, 40_000, 32).reshape(4, 8)
     for name, op in OPS.items():
         finding = finding_in(Net(op), x)
@@ -210,6 +217,36 @@ def value_of(code: str) -> Any:
     return eval(compile(ast.Expression(last.value), "<cure>", "eval"), defined)
 
 
+def test_what_amp_plugin_run_has_loaded_is_not_taken_for_the_programs():
+    loaded = {"amp_plugin.adapters.lightning", "amp_plugin.adapters.lightning.precision_core"}
+    module = ModuleAddress(model="Net", path="blocks.2.norm")
+    assert "run_in" in cures_of(module, ("aten::mul",), "cpu", loaded=loaded)[0].code
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(("dtype", "is_told"), [(torch.float16, True), (torch.bfloat16, False)])
+def test_an_eps_that_is_nothing_in_fp16_is_told(dtype, is_told):
+    """1e-8 in fp16 is 0: advice to add an eps would lead in a circle."""
+    probabilities = torch.zeros(4, dtype=dtype, requires_grad=True)
+    with amp_plugin.diagnose(keep_going=True) as diagnosis, amp_plugin.autocast("cpu", dtype=dtype):
+        torch.log(probabilities + (1e-8 if is_told else 0.0)).sum().backward()
+    assert ("an eps below 6e-8 is 0" in diagnosis.findings[0].advice) is is_told
+
+
+@pytest.mark.parametrize(
+    ("loaded", "named"),
+    [
+        ({"accelerate"}, "Accelerate"),
+        ({"accelerate", "amp_plugin.adapters.accelerate"}, ""),
+        ({"lightning"}, "Lightning"),
+        ({"pytorch_lightning", "amp_plugin.adapters.lightning.for_pytorch_lightning"}, ""),
+        (set(), ""),
+    ],
+)
+def test_frameworks_that_run_by_themselves(loaded, named):
+    assert stock_framework(loaded) == named
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_cure_under_accelerate(number):
@@ -256,7 +293,7 @@ def test_the_cures_under_lightning():
         ModuleAddress(model="Net", path="blocks.2.norm"),
         ("aten::mul",),
         "cpu",
-        loaded={"amp_plugin.adapters.lightning"},
+        loaded={"amp_plugin.adapters.lightning.for_lightning"},
     )
     found = []
     for plugin in (amp_plugin.AmpPrecision("fp16", device="cpu"), *(value_of(cure.code) for cure in cures)):

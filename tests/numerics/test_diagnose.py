@@ -303,7 +303,7 @@ def test_training_is_the_same_and_raises_no_alarm(dtype, fused):
     expected = train()
     with diagnose() as diagnosis:
         got = train()
-    assert diagnosis.report() == "every number that mattered was finite"
+    assert diagnosis.report().splitlines()[0] == "every number that mattered was finite"
     assert all(a.equal(b) for a, b in zip(expected, got, strict=True))
 
 

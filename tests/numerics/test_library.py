@@ -37,7 +37,7 @@ def program(request: pytest.FixtureRequest) -> Program:
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that has loaded no adapter."""
-    for name in ("accelerate", "lightning"):
+    for name in ("accelerate", "lightning.for_lightning", "lightning.for_pytorch_lightning"):
         monkeypatch.delitem(sys.modules, f"amp_plugin.adapters.{name}", raising=False)
 
 
