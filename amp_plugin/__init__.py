@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from amp_plugin.weights.store import restore_weights as restore_weights
     from amp_plugin.weights.store import store_weights as store_weights
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME = {
     "DtypePlan": "amp_plugin.sharding.plan",
