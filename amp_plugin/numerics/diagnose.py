@@ -155,8 +155,8 @@ class Diagnosis(Region):
             lines.append(f"not seen: what a wider dtype makes of {listed(unmeasured)}")
         if not (self._watch.saw_fp16 or torch.cuda.is_available()) and (framework := stock_framework()):
             lines.append(
-                f"nothing ran in fp16: on the CPU {framework} itself computes in another precision where fp16 "
-                "is asked for; `amp-plugin report train.py` runs the program in fp16, and names what skips steps"
+                f"nothing ran in fp16: on the CPU {framework} itself computes in another precision where "
+                "fp16 is asked for; `amp-plugin report train.py` runs it in fp16, and names what skips steps"
             )
         if has_compiled():
             lines.append(
