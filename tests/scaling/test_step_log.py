@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling.step_log import RUN, StepLog, StepResult
+from amp_plugin.scaling import step_log
+from amp_plugin.scaling.step_log import RUN, HostFlag, StepLog, StepResult
 
 
 class Result:
@@ -172,3 +173,14 @@ def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
     import copy
 
     assert copy.deepcopy(scaler).step_log is not log
+
+
+def test_a_captured_flag_is_read_at_each_replay_unless_the_host_knew_it(monkeypatch):
+    monkeypatch.setattr(step_log, "capturing", lambda _: True)
+    flag = torch.zeros(())
+    live, decided = HostFlag(flag), HostFlag(flag, known=False)
+    answers = []
+    for value in (1.0, 0.0, 1.0):  # what replays write
+        flag.fill_(value)
+        answers.append((live.wait(), decided.known(), decided.wait()))
+    assert answers == [(True, False, False), (False, False, False), (True, False, False)]
