@@ -72,8 +72,8 @@ _ADVICE = {
     "domain, norm": "{c.base} divides by a root: the variance is negative, or 0 without eps; look at "
     "running_var.",
     "domain": "{c.base} is not defined for these inputs: clamp them into its range; they are shown above.",
-    "loss scale": "{c.overflow}. In {c.dtype} a loss scale does so while it is too large, and GradScaler "
-    "halves it: if steps are skipped again and again, {c.in_fp32_if_known}.",
+    "loss scale": "{c.overflow}. In {c.dtype} a loss scale that is still too large has this effect, and "
+    "GradScaler halves it: if steps are skipped again and again, {c.in_fp32_if_known}.",
     "range, optimizer": "the optimizer computes in {c.dtype}, where its eps is 0: keep weights and its state "
     "in fp32, or raise eps.",
     "range, product": "{c.overflow}: scale before the product, as attention divides q by sqrt(d), or "

@@ -180,7 +180,7 @@ class FlightRecorder:
             watching.__exit__(None, None, None)
             findings = watching.findings
             nothing = "Nothing like it was found: record the step with scaler.recorded(call, batch)."
-            self._tell(findings, "The step after it was watched." + (f" {nothing}" if not findings else ""))
+            self._tell(findings, "The next step was watched." + (f" {nothing}" if not findings else ""))
 
     def _tell(self, findings: Sequence[Finding], how: str) -> None:
         self._is_explained = self._is_explained or bool(findings)

@@ -201,7 +201,7 @@ def _changes(facts: Facts) -> list[str]:
         changes.append("nothing: a few skips keep the loss scale as high as the gradients allow")
     elif others or history.wrong_steps:
         changes.append("look at the modules that overflow, below; compute them in fp32 or use bf16")
-    return changes or ["nothing"]
+    return changes or ["nothing: no step was skipped"]
 
 
 def new_findings(looks: Iterable[Look]) -> list[tuple[Look, list[Finding]]]:

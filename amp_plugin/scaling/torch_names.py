@@ -15,9 +15,12 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from amp_plugin.messages import warn_user
 from amp_plugin.options import checked_backoff_factor, checked_growth_factor, whole
 from amp_plugin.scaling.loss_scale import LossScale, LossScales
 from amp_plugin.scaling.registry import Registry
+
+_NEVER_CALLED = ("_unscale_grads_", "_maybe_opt_step")
 
 
 class TorchNames(torch.amp.GradScaler):
@@ -25,6 +28,15 @@ class TorchNames(torch.amp.GradScaler):
 
     _scales: LossScales
     _registry: Registry
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Warn of a subclass that overrides steps of torch's which are never called here."""
+        super().__init_subclass__(**kwargs)
+        if ignored := [name for name in _NEVER_CALLED if name in vars(cls)]:
+            warn_user(
+                f"{cls.__name__} overrides {' and '.join(ignored)}, which amp_plugin.GradScaler never calls: "
+                "override step() or unscale_()"
+            )
 
     _scale = property(lambda self: self.loss_scale.value, lambda self, value: self.loss_scale.replace(value))
     _growth_tracker = property(

@@ -323,3 +323,11 @@ def test_the_search_for_scaled_clips_ends_and_waits_for_no_device(weights, forbi
             scaler.step(one.optimizer)
             scaler.update()
     assert (left, watch.steps_left) == (16, 0)
+
+
+def test_a_subclass_whose_steps_would_not_be_called_is_told():
+    with pytest.warns(
+        UserWarning, match=r"Mine overrides _maybe_opt_step, which amp_plugin.GradScaler never calls"
+    ):
+        type("Mine", (GradScaler,), {"_maybe_opt_step": lambda *_: None})
+    type("Other", (GradScaler,), {"step": lambda *_: None})
