@@ -2,9 +2,12 @@
 
 import copy
 import math
+import sys
+import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 
 from tests.adapters.accelerate_pair import (
@@ -558,3 +561,29 @@ def test_optimizers_prepared_one_by_one_are_known_too():
     opt_b.step()
     assert accelerator.scaler.get_scale() == 16.0
     assert (last_gradient(opt_a), last_gradient(opt_b)) == (3.0, 3.0)
+
+
+class TestEndOfTheRun:
+    def test_threads_of_gloo_drop_their_tensors_before_the_group_ends(self, monkeypatch):
+        """Stock ends one run of some dozens with "terminate called without an active exception"."""
+
+        def run(accelerator):
+            ready, dropped, seen = threading.Lock(), threading.Event(), []
+            monkeypatch.setattr(dist, "destroy_process_group", lambda _: seen.append(dropped.is_set()))
+            ready.acquire()
+            gloo = threading.Thread(target=lambda: (ready.acquire(), dropped.set()))
+            gloo.start()
+            ready.release()  # the thread has all it needs but the GIL
+            accelerator.end_training()
+            gloo.join()
+            return seen
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(100)
+        try:
+            assert run(stock()) == [False]
+            assert run(ours()) == [True]
+        finally:
+            sys.setswitchinterval(interval)

@@ -6,12 +6,14 @@ import atexit
 import inspect
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import AutocastKwargs, DistributedType
@@ -590,6 +592,10 @@ class AmpAccelerator(HasScaler, Accelerator):
 
         Warns if all of its steps were skipped.
         """
+        if dist.is_initialized() and dist.get_backend() == "gloo":
+            # Its threads need the GIL to drop the last tensors. torch holds it while it waits for them, and a
+            # process that ends before them aborts.
+            time.sleep(0.1)
         super().end_training()
         self._end_page()
         if self._knows_steps:
