@@ -18,6 +18,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 
 from amp_plugin.adapters.lightning import AmpMonitor, AmpPrecision
+from tests.process_groups import destroy
 
 STEPS, OVERFLOW_AT = 6, 2
 
@@ -119,6 +120,7 @@ def main(folder, *runs):
         name, precision, *poisoned = run.split(":")
         if not (started_again and name in {"single", "ddp_spawn"}):
             fit(name, precision, Path(folder) / run.replace(":", "_"), poisoned=bool(poisoned))
+    destroy()
 
 
 if __name__ == "__main__":

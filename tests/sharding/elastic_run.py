@@ -16,6 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin import GradScaler, autocast, fully_shard
+from tests.process_groups import destroy
 from tests.sharding.checkpoints import SCALING, SHARES, micro_batches, own_shares
 from tests.sharding.models import Net, loss_of, optimizer_of, plan
 
@@ -131,7 +132,7 @@ def train(folder, layout, killed, end):
         if (step + 1) % SAVED_EVERY == 0:
             run.save(step + 1)
     dist.barrier()
-    dist.destroy_process_group()
+    destroy()
 
 
 def main(folder, layout):
