@@ -254,6 +254,7 @@ class _Record:
         self.kind = type(optimizer).__name__
         self.exact = False
         self.is_warned_of = False
+        self.windows = -1  # that had begun at its last step
         self.start_over()
 
     def start_over(self) -> None:
@@ -323,6 +324,7 @@ class StepLog:
         self._subscribers: list[Subscriber] = []
         self.calls: list[RecordedCall] = []
         self._window_is_over = True
+        self._windows = 0  # that were begun
         self._keeps_calls = False
         self._has_taken = False  # a step since the last run
         self._last_skip: LoggedStep | None = None  # of a run that has taken none
@@ -342,6 +344,9 @@ class StepLog:
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
+        if record.windows == self._windows:
+            self.calls.clear()  # of its last step: nobody recorded the passes of this one
+        record.windows = self._windows
         self.has_steps = True
         self._window_is_over = True
         if capturing(found.device):
@@ -453,6 +458,7 @@ class StepLog:
         if self._window_is_over:
             self.calls.clear()
             self._window_is_over, self._keeps_calls = False, self.keeps_window or self.is_skipping()
+            self._windows += 1
         if self._keeps_calls:
             self.calls.append(RecordedCall(call, random_state()))
 

@@ -1,5 +1,7 @@
 """A run that only skips: its failing step is run again, the same in every bit."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -85,6 +87,32 @@ def test_a_healthy_run_keeps_no_batch():
     run.steps(3)
     assert not run.scaler.step_log.calls
     assert run.scaler.recorded(lambda x: x + 1, 1) == 2
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_calls_of_an_earlier_step_are_not_those_of_one_that_nobody_recorded(optimizers):
+    """As where a loop goes on in compiled code, whose passes cannot be run again."""
+    run = Run(enabled=True)
+    log, others = (
+        run.scaler.step_log,
+        [torch.optim.SGD(run.model[0].parameters()) for _ in range(optimizers - 1)],
+    )
+    run.scaler.register(run.optimizer, *others)
+    run.steps(1)
+
+    def steps(forward_and_backward):
+        run.optimizer.zero_grad()
+        forward_and_backward(torch.randn(2, 4), bad=True)
+        calls = []
+        for optimizer in (run.optimizer, *others):
+            run.scaler.step(optimizer)
+            calls.append(len(log.calls))
+        run.scaler.update()
+        return calls
+
+    assert steps(partial(run.scaler.recorded, run.forward_and_backward)) == [1] * optimizers
+    assert steps(run.forward_and_backward) == [0] * optimizers
+    assert steps(partial(run.scaler.recorded, run.forward_and_backward)) == [1] * optimizers
 
 
 def test_diagnose_names_the_op():
