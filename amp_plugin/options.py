@@ -421,9 +421,11 @@ def lists_options(options: type) -> Callable[[Class], Class]:
 
 
 def unknown_option(source: str, name: object, allowed: Iterable[str]) -> str:
-    """Return the error text for an unknown option: the allowed names, and the one that may be meant."""
+    """Return the error text for an unknown option: the one that may be meant, and the allowed names."""
     allowed = list(allowed)
-    return f"{source}: unknown option {name!r}; allowed are {', '.join(allowed)}{did_you_mean(name, allowed)}"
+    hint = did_you_mean(name, allowed)
+    allowed_are = f"{hint} Allowed are" if hint else "; allowed are"
+    return f"{source}: unknown option {name!r}{allowed_are} {', '.join(allowed)}"
 
 
 def refuse_misfits(

@@ -99,7 +99,7 @@ def test_the_tables_of_the_documentation_are_up_to_date(page):
         (
             {"init_scal": 1.0},
             TypeError,
-            r"unknown option 'init_scal'; allowed are .*; did you mean init_scale\?",
+            r"unknown option 'init_scal'; did you mean init_scale\? Allowed are .*growth_interval",
         ),
     ],
 )

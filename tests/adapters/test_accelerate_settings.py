@@ -165,7 +165,7 @@ class TestErrorsNameTheirSource:
         [
             (
                 lambda: AmpAccelerator(mixed_precison="fp16"),
-                r"AmpAccelerator: unknown option 'mixed_precison'; allowed are .*; did you mean mixed_precision\?",
+                r"AmpAccelerator: unknown option 'mixed_precison'; did you mean mixed_precision\? Allowed are ",
             ),
             (
                 lambda: AmpAccelerator(init_scale=8.0),
@@ -174,7 +174,7 @@ class TestErrorsNameTheirSource:
             (lambda: AmpAccelerator(*[None] * 40), "AmpAccelerator: too many positional arguments"),
             (
                 lambda: AmpKwargs(init_scal=8.0),
-                r"AmpKwargs: unknown option 'init_scal'; allowed are init_scale, .*; did you mean init_scale\?",
+                r"AmpKwargs: unknown option 'init_scal'; did you mean init_scale\? Allowed are init_scale, ",
             ),
         ],
     )

@@ -854,7 +854,7 @@ def test_rules_are_read_when_the_plugin_is_made(tmp_path):
     [
         (
             lambda: AmpPrecision("fp16", init_scal=1.0),
-            r"AmpPrecision: unknown option 'init_scal'; allowed are precision, init_scale, .*; did you mean init_scale\?",
+            r"AmpPrecision: unknown option 'init_scal'; did you mean init_scale\? Allowed are precision, init_scale, ",
         ),
         (
             lambda: FabricAmpPrecision(eval_prec="bf16"),
@@ -862,7 +862,7 @@ def test_rules_are_read_when_the_plugin_is_made(tmp_path):
         ),
         (
             lambda: AmpMonitor(max_skip=3),
-            r"AmpMonitor: unknown option 'max_skip'; allowed are .*; did you mean max_skips_in_a_row\?",
+            r"AmpMonitor: unknown option 'max_skip'; did you mean max_skips_in_a_row\? Allowed are ",
         ),
         (
             lambda: AmpPrecision("fp16", "cuda"),
