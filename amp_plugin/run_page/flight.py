@@ -83,9 +83,6 @@ class FlightRecorder:
         self._log, self._model, self._found, self._watches = log, model, found, watches
         self._was_exact = log.exact
         self._hooks: list[RemovableHandle] = []
-        self._device = next((param.device.type for param in model.parameters()), "cpu")
-        self._autocast: tuple[bool, torch.dtype] | None = None
-        self._regions: tuple[RegionState, ...] = ()
         self._running: ModelCall | None = None
         self._watching: Diagnosis | None = None
         self._looks = self.unseen = 0
@@ -114,17 +111,10 @@ class FlightRecorder:
         if not watched or in_backward or self._log.replaying:
             return
         if all(isinstance(recorded.call, ModelCall) for recorded in self._log.calls):
-            regions, place = self._regions_now(), called_from()[0]
+            regions, place = current_state(), called_from()[0]
             call = ModelCall(model=module, args=args, kwargs=kwargs, regions=regions, place=place)
             self._log.remember(call)
             self._running = call
-
-    def _regions_now(self) -> tuple[RegionState, ...]:
-        """Return the autocast state; read in full only where autocast's switch or dtype has changed."""
-        now = torch.is_autocast_enabled(self._device), torch.get_autocast_dtype(self._device)
-        if now != self._autocast:
-            self._autocast, self._regions = now, current_state()
-        return self._regions
 
     def _leave(self, _: nn.Module, __: Any, output: Any) -> None:
         call, self._running = self._running, None

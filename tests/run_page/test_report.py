@@ -197,6 +197,28 @@ def test_everything_is_given_back(tmp_path):
     assert "no optimizer step yet" in text_of(tmp_path / "run.html")
 
 
+@pytest.mark.native
+@pytest.mark.filterwarnings("ignore:.*steps? of SGD in a row")
+def test_a_step_is_run_again_under_the_rules_that_it_had(tmp_path):
+    net, scaler = nn.Linear(8, 4), amp_plugin.GradScaler("cpu", init_scale=2.0**8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    default = amp_plugin.OpRules.default("cpu")
+    in_fp32 = amp_plugin.OpRules(
+        device_type="cpu", rules={**default.rules, "aten::linear.default": amp_plugin.OpRule.FP32}
+    )
+    with amp_plugin.report(scaler, net, tmp_path / "run.html"):
+        for rules in [in_fp32] * 3 + [default] * 3:  # which overflows
+            with amp_plugin.autocast("cpu", dtype=torch.float16, rules=rules):
+                out = net(torch.full((4, 8), 6e4))
+            scaler.scale(out.float().square().mean().sqrt()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    text = text_of(tmp_path / "run.html")
+    assert "in fp16 step 6. The step was run again." in text
+    assert "aten::mm.default made inf" in text
+
+
 def test_an_error_of_the_program_is_told_and_goes_on(tmp_path):
     with (
         pytest.raises(KeyError, match="lost"),
