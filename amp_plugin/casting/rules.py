@@ -88,6 +88,9 @@ class OpRules:
         rules: full op name (``"aten::softmax.int"``, ``"aten::mm.default"``) -> rule.
         keep: full op name -> names of the arguments that are never cast.
 
+    Raises:
+        ValueError: the device, an op or a rule is unknown, or an op's name is not the full one.
+
     Attributes:
         content: what they change in the installed torch's rules, as JSON; compiled graphs name them by it.
 
@@ -109,6 +112,11 @@ class OpRules:
         if self.device_type not in TABLES:
             msg = f"no autocast rules for device {self.device_type!r}; allowed: {', '.join(TABLES)}"
             raise ValueError(msg)
+        for op in self.rules:
+            known = isinstance(op, str) and is_registered(op)
+            if not known and (full := overloads_of(op)) != [op]:
+                msg = f"{op!r} is not a full name; with_rule() takes it, here give {', '.join(full)}"
+                raise ValueError(msg)
         object.__setattr__(self, "rules", {op: OpRule(rule) for op, rule in sorted(self.rules.items())})
         object.__setattr__(
             self, "keep", {op: frozenset(args) for op, args in sorted(self.keep.items()) if args}

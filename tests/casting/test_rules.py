@@ -66,6 +66,24 @@ def test_an_op_name_means_every_functional_overload():
     assert not any("out" in name for name in overloads_of("aten::sum"))
 
 
+@pytest.mark.parametrize(
+    ("op", "error"),
+    [
+        ("linear", r"an op is named like .*, got 'linear', did you mean aten::linear\?"),
+        (
+            "aten::linear",
+            r"'aten::linear' is not a full name; with_rule\(\) takes it, here give aten::linear.default",
+        ),
+        ("aten::sofmax.int", r"unknown op 'aten::sofmax.int', did you mean aten::softmax.int"),
+        (torch.ops.aten.mm.default, "is not a full name; .* here give aten::mm.default"),
+        (5, "an op is named like .*, got 5"),
+    ],
+)
+def test_rules_are_made_of_full_names_only(op, error):
+    with pytest.raises(ValueError, match=error):
+        OpRules(device_type="cpu", rules={op: "fp32"})
+
+
 def test_unknown_names_are_errors_with_the_nearest():
     rules = OpRules.default("cpu")
     with pytest.raises(ValueError, match=r"unknown op 'aten::sofmax', did you mean aten::softmax"):
