@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import stat
 import sys
@@ -187,6 +188,24 @@ def test_a_source_that_does_not_compile_says_where(tmp_path, monkeypatch):
     ) as caught:
         compile_cubin(Kernel(name="broken"), "sm_90")
     assert "\0" not in str(caught.value)  # NVRTC ends its log with one, and grep takes such text for binary
+
+
+def test_an_error_of_nvrtc_is_freed_without_a_word(monkeypatch):
+    """cuda-core's Program cannot be freed with a cycle, which an error and its frames are soon part of."""
+    heard = []
+    monkeypatch.setattr(sys, "unraisablehook", heard.append)
+
+    def fail():
+        try:
+            compile_cubin(UPDATE_SCALE, "sm_12")
+        except RuntimeError as error:
+            cycle = [error]
+            cycle.append(cycle)
+
+    for _ in range(20):
+        fail()
+    gc.collect()
+    assert not heard
 
 
 @pytest.mark.parametrize("file", sorted(SOURCES.glob("*.cu*")), ids=lambda file: file.name)

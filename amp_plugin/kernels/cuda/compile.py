@@ -30,10 +30,12 @@ STANDARD: Final = "c++17"
 def compile_cubin(kernel: Kernel, architecture: str, tuning: Tuning = TUNING) -> bytes:
     """Compile a kernel with NVRTC for an architecture, ``"sm_90"``; a RuntimeError says why it cannot."""
     source = (SOURCES / f"{kernel.name}.cu").read_text()
+    program = None
     try:
         program = Program(source, "c++", options=options_for(kernel, architecture, tuning))
         return bytes(program.compile("cubin").code)
     except Exception as error:  # cuda-core's error types are not public
+        del program  # which the error's frame would hold: freed with a cycle, it prints an AttributeError
         log = str(error).replace("\0", "")
         msg = f"NVRTC cannot compile {kernel.name}.cu for {architecture}: {log}"
         raise RuntimeError(msg) from error
