@@ -120,7 +120,8 @@ def main(folder, *runs):
         name, precision, *poisoned = run.split(":")
         if not (started_again and name in {"single", "ddp_spawn"}):
             fit(name, precision, Path(folder) / run.replace(":", "_"), poisoned=bool(poisoned))
-    destroy()
+    if torch.distributed.is_initialized():
+        destroy()
 
 
 if __name__ == "__main__":

@@ -565,7 +565,7 @@ def test_optimizers_prepared_one_by_one_are_known_too():
 
 class TestEndOfTheRun:
     def test_threads_of_gloo_drop_their_tensors_before_the_group_ends(self, monkeypatch):
-        """Stock ends one run of some dozens with "terminate called without an active exception"."""
+        """Stock ends a run at times with "terminate called without an active exception"."""
 
         def run(accelerator):
             ready, dropped, seen = threading.Lock(), threading.Event(), []

@@ -93,10 +93,7 @@ def test_a_healthy_run_keeps_no_batch():
 def test_calls_of_an_earlier_step_are_not_those_of_one_that_nobody_recorded(optimizers):
     """As where a loop goes on in compiled code, whose passes cannot be run again."""
     run = Run(enabled=True)
-    log, others = (
-        run.scaler.step_log,
-        [torch.optim.SGD(run.model[0].parameters()) for _ in range(optimizers - 1)],
-    )
+    others = [torch.optim.SGD(run.model[0].parameters()) for _ in range(optimizers - 1)]
     run.scaler.register(run.optimizer, *others)
     run.steps(1)
 
@@ -106,7 +103,7 @@ def test_calls_of_an_earlier_step_are_not_those_of_one_that_nobody_recorded(opti
         calls = []
         for optimizer in (run.optimizer, *others):
             run.scaler.step(optimizer)
-            calls.append(len(log.calls))
+            calls.append(len(run.scaler.step_log.calls))
         run.scaler.update()
         return calls
 

@@ -592,7 +592,7 @@ class AmpAccelerator(HasScaler, Accelerator):
 
         Warns if all of its steps were skipped.
         """
-        if dist.is_initialized() and dist.get_backend() == "gloo":
+        if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
             # Its threads need the GIL to drop the last tensors. torch holds it while it waits for them, and a
             # process that ends before them aborts.
             time.sleep(0.1)
