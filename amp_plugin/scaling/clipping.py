@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -38,27 +39,28 @@ class NormClip(NamedTuple):
             raise RuntimeError(msg)
 
 
-def clip_norm(registry: Registry, shared: Shared, target: Target, clip: NormClip) -> Tensor:
+def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_norm_` does."""
+    shared = registry.shared
     if shared.scales.enabled:
         shared.scales.require("clip_grad_norm_")
-    state, params = _state_and_params(registry, target)
+    params, states, is_one = _owners(registry, target)
     if not (shared.scales.enabled or (shared.checks and shared.one_pass)):  # torch's last bits are wanted
         norm = torch.nn.utils.clip_grad_norm_(params, clip.max_norm, clip.norm_type, clip.error_if_nonfinite)
-        if state is not None:
-            state.norm = norm
+        if is_one:
+            states[0].norm = norm
         return norm
-    if state is not None:
-        return _clip_state(state, shared, clip, fold=clip.fold and isinstance(target, Optimizer))
-    states = _states_written(registry, shared, params)
+    if is_one:
+        return _clip_state(states[0], shared, clip, fold=clip.fold and isinstance(target, Optimizer))
+    _write(shared, params, states)
     own = GradientGroup(params, frozenset(), remembers=False)
     device = shared.scales.device or next((param.device for param in params), torch.device("cpu"))
     measured = own.measure(clip.norm_type)
     norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
     own.clip_(clip_factor(norm, found, clip.max_norm), clip.norm_type)
-    for known in states:
-        known.is_clipped = True
+    for state in states:
+        state.is_clipped = True
     return norm
 
 
@@ -91,75 +93,63 @@ def _may_fold(state: PerOptimizerState, shared: Shared) -> bool:
     return has_kernel and on_one_scale and may_be_left_to_kernel(state)
 
 
-def clip_value(registry: Registry, shared: Shared, target: Target, limit: float) -> None:
+def clip_value(registry: Registry, target: Target, limit: float) -> None:
     """Clip as :meth:`amp_plugin.GradScaler.clip_grad_value_` does; ``limit`` is checked."""
-    state, params = _state_and_params(registry, target)
-    _states_written(registry, shared, params, state)
+    params, states, _ = _owners(registry, target)
+    _write(registry.shared, params, states)
     if any(param.grad is not None for param in params):  # torch's fails if there is none
         torch.nn.utils.clip_grad_value_(params, limit)
 
 
-def _state_and_params(registry: Registry, target: Target) -> tuple[PerOptimizerState | None, list[Tensor]]:
-    """Return the parameters to clip, and the optimizer that has these and no others."""
+def _owners(registry: Registry, target: Target) -> tuple[list[Tensor], list[PerOptimizerState], bool]:
+    """Return the parameters to clip, whose they are, and whether one optimizer has these and no others."""
     if isinstance(target, Optimizer):
-        return registry.state(target), list(params_of(target))
+        return list(params_of(target)), [registry.state(target)], True
     params = _params_in(target)
-    owners = registry.optimizers_of_exactly(params)
-    return (registry.state(owners[0]) if len(owners) == 1 else None), params
+    states = registry.owners(params)
+    exactly = [state for state in states if state.has_exactly(params)]
+    return (params, exactly, True) if len(exactly) == 1 else (params, states, False)
 
 
-def _states_written(
-    registry: Registry, shared: Shared, params: list[Tensor], owner: PerOptimizerState | None = None
-) -> list[PerOptimizerState]:
-    """Return whose parameters are clipped, once their gradients are unscaled and folded clips written."""
-    enabled = shared.scales.enabled
-    states, unknown = registry.states_of(params) if owner is None else ([owner], 0)
-    if unknown and enabled:
+def _write(shared: Shared, params: list[Tensor], states: list[PerOptimizerState]) -> None:
+    """Unscale the gradients of optimizers, and write clips that were left to their steps."""
+    if not shared.scales.enabled:
+        for state in states:
+            state.write_clip()
+        return
+    known = {id(param) for state in states for param in state.params}
+    unknown = sum(param.grad is not None and id(param) not in known for param in params)
+    if unknown:
         msg = (
             f"clip: {unknown} of the parameters belong to no optimizer this scaler knows, so the scale "
             "of their gradients is unknown; call scaler.register(optimizer) first, or pass the optimizer."
         )
         raise RuntimeError(msg)
     for state in states:
-        if enabled:
-            state.begin_call()
-            state.unscale_()
-        else:
-            state.write_clip()
-    return states
+        state.begin_call()
+        state.unscale_()
 
 
-def number(name: str, given: Any, *, least: float | None = None) -> float:
+def number(name: str, given: Any, *, least: float = -math.inf) -> float:
     """Return an argument of clipping as a float."""
     try:
         value = float(given)
     except (TypeError, ValueError):
-        order = "; the optimizer or its parameters come first" if isinstance(given, Optimizer) else ""
-        msg = f"clip: {name}={_short(given)} is not allowed; give a number{order}"
+        msg = (
+            f"clip: {name} must be a number, got {type(given).__name__}; "
+            "the optimizer or its parameters come first"
+        )
         raise TypeError(msg) from None
-    if least is not None and not value >= least:
+    if not value >= least:
         msg = f"clip: {name}={given!r} is not allowed; give a number that is not negative"
         raise ValueError(msg)
     return value
 
 
-def _params_in(target: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    given: object = target
-    advice = ""
-    if isinstance(target, Tensor):
-        return [target]
-    if isinstance(target, torch.nn.Module):
-        advice = ": give its parameters()"
-    elif isinstance(target, Iterable):
-        params = list(target)
-        given = next((item for item in params if not isinstance(item, Tensor)), None)
-        if given is None:
-            return params
-        advice = ": give parameters() instead of named_parameters()" * isinstance(given, tuple)
-    msg = f"clip: an optimizer or parameters are wanted, got {_short(given)}{advice}"
-    raise TypeError(msg)
-
-
-def _short(given: object) -> str:
-    plain = given is None or isinstance(given, (str, int, float))
-    return repr(given) if plain else type(given).__name__
+def _params_in(target: Any) -> list[Tensor]:
+    given = [target] if isinstance(target, Tensor) or not isinstance(target, Iterable) else list(target)
+    wrong = next((type(item).__name__ for item in given if not isinstance(item, Tensor)), None)
+    if wrong is not None:
+        msg = f"clip: an optimizer or parameters are wanted, got {wrong}; give model.parameters()"
+        raise TypeError(msg)
+    return given

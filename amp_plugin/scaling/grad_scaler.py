@@ -74,7 +74,7 @@ class GradScaler(TorchNames):
     """
 
     _one_pass = True  # of scalers pickled without it
-    _collaborators = frozenset({"step_log", "_shared", "_registry", "_units", "_steps"})
+    _collaborators = frozenset({"step_log", "_registry", "_units", "_steps"})
 
     @takes(GradScalerOptions)
     def __init__(self, **given: Any) -> None:
@@ -105,10 +105,10 @@ class GradScaler(TorchNames):
             one_pass=self._one_pass,
             checks=self._on_nonfinite != "ignore",
         )
-        self.step_log, self._shared = log, shared
-        self._registry = registry = Registry(shared)
-        self._units = Units(self._scales, registry, log)
-        self._steps = Steps(shared=shared, registry=registry, log=log)
+        self.step_log = log
+        self._registry = Registry(shared)
+        self._units = Units(self._registry, log)
+        self._steps = Steps(self._registry, log)
         if self._enabled:
             native_core()
 
@@ -330,10 +330,9 @@ class GradScaler(TorchNames):
             TypeError: An argument is something else.
             ValueError: ``max_norm`` is negative or nan.
         """
-        clip = NormClip(
-            number("max_norm", max_norm, least=0), number("norm_type", norm_type), error_if_nonfinite, fold
-        )
-        return clip_norm(self._registry, self._shared, optimizer_or_params, clip)
+        limit = number("max_norm", max_norm, least=0)
+        clip = NormClip(limit, number("norm_type", norm_type), error_if_nonfinite, fold)
+        return clip_norm(self._registry, optimizer_or_params, clip)
 
     @outside_graphs
     def clip_grad_value_(
@@ -350,7 +349,7 @@ class GradScaler(TorchNames):
             ValueError: ``clip_value`` is negative or nan.
         """
         limit = number("clip_value", clip_value, least=0)
-        clip_gradient_values(self._registry, self._shared, optimizer_or_params, limit)
+        clip_gradient_values(self._registry, optimizer_or_params, limit)
 
     @outside_graphs
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -452,7 +451,9 @@ class GradScaler(TorchNames):
 
     def optimizers_of(self, params: Iterable[Tensor]) -> list[Optimizer]:
         """Return the optimizers among them that step these parameters and no others."""
-        return self._registry.optimizers_of_exactly(params)
+        params = list(params)
+        owners = self._registry.owners(params)
+        return [state.optimizer for state in owners if state.has_exactly(params)]
 
     def parameter_names(self, optimizer: Optimizer) -> list[str]:
         """Return the names of an optimizer's parameters, in the order of its groups."""

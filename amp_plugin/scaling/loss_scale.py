@@ -20,6 +20,7 @@ from amp_plugin.options import LossScaleOptions
 _RULE = {"growth_factor": float, "backoff_factor": float, "growth_interval": int}
 _TORCH_KEYS = ("scale", *_RULE, "_growth_tracker")
 _OUR_KEY = "amp_plugin"
+_HYSTERESIS = "hysteresis_tracker"
 
 
 class PendingScale(NamedTuple):
@@ -61,13 +62,7 @@ class LossScale:
         """Make the tensors on ``device`` if there are none, and return the scale."""
         if self.value is None:
             self.replace(torch.full((), self.init_scale, dtype=torch.float32, device=device))
-            self.growth_tracker = self._counter(self.init_growth_tracker, device)
-            self.hysteresis_tracker = self._counter(self.init_hysteresis_tracker, device)
         return self.require()
-
-    @staticmethod
-    def _counter(value: int, device: torch.device | str) -> Tensor:
-        return torch.full((), value, dtype=torch.int32, device=device)
 
     def require(self) -> Tensor:
         """Return the scale's tensor; it must have been made."""
@@ -77,15 +72,14 @@ class LossScale:
         return self.value
 
     def replace(self, value: Tensor | None) -> None:
-        """Take another tensor for the scale, as code written for torch's scaler does."""
+        """Take another tensor for the scale, as code written for torch's scaler does; make the trackers."""
         self.value, self._derived_from = value, None
         self.generation += 1
-
-    def require_growth_tracker(self) -> Tensor:
-        """Return the growth tracker; made at 0 where the scale's tensor was set by hand."""
-        if self.growth_tracker is None:
-            self.growth_tracker = self._counter(0, self.require().device)
-        return self.growth_tracker
+        if value is not None and self.growth_tracker is None:
+            self.growth_tracker, self.hysteresis_tracker = (
+                torch.full((), count, dtype=torch.int32, device=value.device)
+                for count in (self.init_growth_tracker, self.init_hysteresis_tracker)
+            )
 
     def _kept(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
         """Return what was computed from the present value, computed again if that has changed.
@@ -168,47 +162,44 @@ class LossScale:
         """Return the scale as a number: a host sync."""
         return self.init_scale if self.value is None else self.value.item()
 
-    def tracker(self) -> int:
-        """Return the growth tracker as a number: a host sync."""
-        return self.init_growth_tracker if self.growth_tracker is None else int(self.growth_tracker.item())
-
-    def tolerance(self) -> int:
-        """Return the hysteresis tracker as a number: a host sync."""
-        kept = self.hysteresis_tracker
-        return self.init_hysteresis_tracker if kept is None else int(kept.item())
-
     def state_dict(self) -> dict[str, Any]:
         """Return the numbers under torch's names: a host sync; a constant scale has torch's default rule."""
         rule = self if self.options.dynamic else LossScaleOptions()
-        factors = {name: getattr(rule, name) for name in _RULE}
-        return {"scale": self.item(), **factors, "_growth_tracker": self.tracker()}
+        steps, tolerance = self.growth_tracker, self.hysteresis_tracker
+        return {
+            "scale": self.item(),
+            **{name: getattr(rule, name) for name in _RULE},
+            "_growth_tracker": self.init_growth_tracker if steps is None else int(steps.item()),
+            _HYSTERESIS: self.init_hysteresis_tracker if tolerance is None else int(tolerance.item()),
+        }
 
-    def load_state_dict(self, saved: dict[str, Any], hysteresis_tracker: int | None) -> None:
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Take over saved numbers, on the device if the tensors exist."""
         self.init_scale = float(saved["scale"])
         self.init_growth_tracker = int(saved.get("_growth_tracker", 0))
-        if hysteresis_tracker is not None:
-            self.init_hysteresis_tracker = int(hysteresis_tracker)
+        self.init_hysteresis_tracker = int(saved.get(_HYSTERESIS, self.init_hysteresis_tracker))
         if self.options.dynamic:
             for name, kind in _RULE.items():
                 setattr(self, name, kind(saved.get(name, getattr(self, name))))
         self.found_inf = None
-        if self.value is not None and self.growth_tracker is not None:
-            self.value.fill_(self.init_scale)
-            self.growth_tracker.fill_(self.init_growth_tracker)
-            if self.hysteresis_tracker is not None:
-                self.hysteresis_tracker.fill_(self.init_hysteresis_tracker)
+        for tensor, number in (
+            (self.value, self.init_scale),
+            (self.growth_tracker, self.init_growth_tracker),
+            (self.hysteresis_tracker, self.init_hysteresis_tracker),
+        ):
+            if tensor is not None:
+                tensor.fill_(number)
         self.generation += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Keep numbers instead of tensors, which may live on a device the reader lacks."""
-        gone = ("value", "growth_tracker", "hysteresis_tracker", "found_inf", "_derived_from")
+        now = self.state_dict()
         return {
             **self.__dict__,
-            "init_scale": self.item(),
-            "init_growth_tracker": self.tracker(),
-            "init_hysteresis_tracker": self.tolerance(),
-            **dict.fromkeys(gone),
+            "init_scale": now["scale"],
+            "init_growth_tracker": now["_growth_tracker"],
+            "init_hysteresis_tracker": now[_HYSTERESIS],
+            **dict.fromkeys(("value", "growth_tracker", _HYSTERESIS, "found_inf", "_derived_from")),
             "_derived": {},
             "later": [],
         }
@@ -263,22 +254,18 @@ class LossScales:
 
     def state_dict(self, skipped_steps: int) -> dict[str, Any]:
         """Return the state of a scaler, torch's keys and ours: a host sync."""
-        losses = {
-            name: {**loss_scale.state_dict(), "hysteresis_tracker": loss_scale.tolerance()}
-            for name, loss_scale in self.named.items()
-        }
-        tolerance = self.default.tolerance()
-        ours = {"hysteresis_tracker": tolerance, "skipped_steps": skipped_steps, "losses": losses}
-        return {**self.default.state_dict(), _OUR_KEY: ours}
+        saved = self.default.state_dict()
+        losses = {name: loss_scale.state_dict() for name, loss_scale in self.named.items()}
+        ours = {_HYSTERESIS: saved.pop(_HYSTERESIS), "skipped_steps": skipped_steps, "losses": losses}
+        return {**saved, _OUR_KEY: ours}
 
     def load_state_dict(self, saved: dict[str, Any]) -> int:
         """Take over what a state holds, ours or torch's, and return its count of skipped steps."""
         ours = saved.get(_OUR_KEY, {})
-        self.default.load_state_dict(saved, ours.get("hysteresis_tracker"))
-        for name, loss_scale in self.named.items():
-            state = ours.get("losses", {}).get(name)
-            if state is not None:
-                loss_scale.load_state_dict(state, state.get("hysteresis_tracker"))
+        self.default.load_state_dict({**saved, **ours})
+        for name, state in ours.get("losses", {}).items():
+            if name in self.named:
+                self.named[name].load_state_dict(state)
         return int(ours.get("skipped_steps", 0))
 
 

@@ -104,6 +104,10 @@ class PerOptimizerState:
         self.spans_ranks = bool(self._shared.ranks.groups or layouts)
         self.has_momentum = False
 
+    def has_exactly(self, params: list[Tensor]) -> bool:
+        """Whether the optimizer steps these parameters and no others."""
+        return {*map(id, params)} == {*map(id, self.params)}
+
     def take_groups(self, groups: list[GradientGroup]) -> None:
         """Record into which gradient groups the parameters fall."""
         self.groups = groups

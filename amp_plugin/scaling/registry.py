@@ -21,7 +21,7 @@ class Registry:
     """The states of all optimizers a scaler has met, and their gradient groups."""
 
     def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+        self.shared = shared
         self._states: dict[int, PerOptimizerState] = {}
         self._numbers = itertools.count(1)
         self._may_delay_update: list[int] = []
@@ -72,8 +72,8 @@ class Registry:
         key, states = id(optimizer), self._states
         gone = self._gone
         reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None)))
-        state = states[key] = PerOptimizerState(reference, next(self._numbers), self._shared)
-        if self._shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        state = states[key] = PerOptimizerState(reference, next(self._numbers), self.shared)
+        if self.shared.scales.enabled and hasattr(optimizer, "_optimizer_step_pre_hooks"):
             StepPastScaler(state)
         return state
 
@@ -116,7 +116,7 @@ class Registry:
         """
         if state.stage is not OptState.STEPPED:
             return False
-        over = self._shared.scales.default.options.dynamic and all(
+        over = self.shared.scales.default.options.dynamic and all(
             other.stage is OptState.STEPPED for other in self
         )
         return over or not (repeats or state.is_awaited())
@@ -151,11 +151,11 @@ class Registry:
 
     def _new_group(self, params: list[Tensor], owners: frozenset[int]) -> GradientGroup:
         """Return a group of new parameters; gradients they have are taken for the last scaled backward's."""
-        if not self._shared.scales.enabled:
+        if not self.shared.scales.enabled:
             return GradientGroup(params, owners, remembers=False)
         reading = self.last_backward
         if reading is None:  # as torch takes them
-            return GradientGroup(params, owners, self._shared.scales.default)
+            return GradientGroup(params, owners, self.shared.scales.default)
         gradients = GradientGroup(params, owners, reading.loss_scale)
         gradients.taken_away.assume_reached()
         if gradients.has_gradients():
@@ -165,20 +165,8 @@ class Registry:
                 gradients.multiply_(change)
         return gradients
 
-    def optimizers_of_exactly(self, params: Iterable[Tensor]) -> list[Optimizer]:
-        """Return the optimizers that step these parameters and no others."""
+    def owners(self, params: Iterable[Tensor]) -> list[PerOptimizerState]:
+        """Return whose parameters are given, also without gradients here."""
         wanted = {id(param) for param in params}
-        return [state.optimizer for state in self if {id(p) for p in params_of(state.optimizer)} == wanted]
-
-    def states_of(self, params: Iterable[Tensor]) -> tuple[list[PerOptimizerState], int]:
-        """Return whose parameters are given, also without gradients here, and how many are nobody's."""
-        params = list(params)
-        wanted = {id(param) for param in params}
-        unknown = {id(param) for param in params if param.grad is not None}
         self.refresh(self)
-        found = []
-        for state in self:
-            own = {id(param) for param in state.params}
-            found += [state] if own & wanted else []
-            unknown -= own
-        return found, len(unknown)
+        return [state for state in self if not wanted.isdisjoint(map(id, state.params))]

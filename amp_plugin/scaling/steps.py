@@ -17,7 +17,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -30,18 +29,16 @@ from amp_plugin.scaling import closures, one_pass
 from amp_plugin.scaling.gradients import match_memory_order, params_of
 from amp_plugin.scaling.loss_scale import capturing
 from amp_plugin.scaling.one_pass import OnePassStep
-from amp_plugin.scaling.per_optimizer import PerOptimizerState, Shared
+from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import HostFlag, StepLog, StepResult
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """Takes the steps of a scaler's optimizers."""
+    """Takes the steps of a scaler's optimizers, and hands each to the log."""
 
-    shared: Shared
-    registry: Registry
-    log: StepLog  # where each step goes
+    def __init__(self, registry: Registry, log: StepLog) -> None:
+        self.registry, self.shared, self.log = registry, registry.shared, log
 
     def step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> Any:
         """Step as :meth:`amp_plugin.GradScaler.step` does."""

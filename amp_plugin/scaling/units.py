@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import OptState
 
 from amp_plugin.messages import warn_user
 from amp_plugin.options import positive
-from amp_plugin.scaling.loss_scale import LossScale, LossScales, PendingScale
+from amp_plugin.scaling.loss_scale import LossScale, PendingScale
 from amp_plugin.scaling.per_optimizer import PerOptimizerState
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.step_log import StepLog
@@ -43,8 +43,8 @@ class Units:
         requested: Whether an update was asked for and waits for gradients that depend on the old scale.
     """
 
-    def __init__(self, scales: LossScales, registry: Registry, log: StepLog) -> None:
-        self._scales, self._registry, self._log = scales, registry, log
+    def __init__(self, registry: Registry, log: StepLog) -> None:
+        self._scales, self._registry, self._log = registry.shared.scales, registry, log
         self._task = -1  # of the last backward
         self.requested = False
         self._told_of_floor = False
