@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from amp_plugin.scaling.gradient_group import GradientGroup
 from amp_plugin.scaling.gradients import parameter_layouts, params_of
 from amp_plugin.scaling.one_pass import OPTIMIZERS, unavailable
-from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared, clip_factor
+from amp_plugin.scaling.per_optimizer import FoldedClip, PerOptimizerState, Shared
 from amp_plugin.scaling.registry import Registry
 from amp_plugin.scaling.steps import is_fused, may_be_left_to_kernel
 
@@ -58,7 +58,7 @@ def clip_norm(registry: Registry, target: Target, clip: NormClip) -> Tensor:
     measured = own.measure(clip.norm_type)
     norm, found = shared.ranks.combine(measured, clip.norm_type, device, parameter_layouts(params))
     clip.refuse_nonfinite(norm)
-    own.clip_(clip_factor(norm, found, clip.max_norm), clip.norm_type)
+    own.clip_(FoldedClip(norm, found, clip.max_norm, clip.norm_type).factor(), clip.norm_type)
     for state in states:
         state.is_clipped = True
     return norm
@@ -70,15 +70,18 @@ def _clip_state(state: PerOptimizerState, shared: Shared, clip: NormClip, *, fol
     state.forget_dropped_clip()
     if not shared.scales.enabled:
         state.norm = None  # of the last clip
-    if fold and _may_fold(state, shared):
+    fold = fold and _may_fold(state, shared)
+    if fold:
         state.write_clip()
         norm, found = state.check(write=False, norm_type=clip.norm_type)
-        clip.refuse_nonfinite(norm)
-        state.clip = FoldedClip(norm, found, clip.max_norm, clip.norm_type)
-        return norm
-    norm, found = state.unscale_(clip.norm_type)
+    else:
+        norm, found = state.unscale_(clip.norm_type)
     clip.refuse_nonfinite(norm)
-    factor = clip_factor(norm, found, clip.max_norm)
+    folded = FoldedClip(norm, found, clip.max_norm, clip.norm_type)
+    if fold:
+        state.clip = folded
+        return norm
+    factor = folded.factor()
     for gradients in state.groups:
         gradients.clip_(factor, clip.norm_type)
     state.is_clipped = True

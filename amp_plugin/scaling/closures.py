@@ -1,18 +1,8 @@
 """Closures: LBFGS, SAM, and any optimizer that calls its closure itself.
 
-The closure runs backward, with a loss scale on ``scaler.scale(loss)``, and returns the loss itself; its
-gradients are unscaled and checked before it returns to the optimizer::
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model)
-        scaler.scale(loss).backward()
-        return loss
-
-    scaler.step(optimizer, closure)
-
-If the gradients of a call are not finite, the step is given up and what it has already changed is put back.
-Before the first call this happens if gradients that the optimizer may look at there have overflowed.
+The closure runs backward on ``scaler.scale(loss)`` and returns the loss itself; its gradients are unscaled
+and checked before the optimizer goes on. If those of a call are not finite, the step is given up and what it
+has already changed is put back; so it is before the first call, if the optimizer may use gradients there.
 """
 
 from __future__ import annotations
@@ -24,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
 from amp_plugin.scaling.gradients import match_memory_order
 from amp_plugin.scaling.loss_scale import capturing
@@ -45,43 +36,38 @@ class _NonfiniteError(Exception):
     """Leaves ``optimizer.step`` from inside its closure."""
 
 
-def run(state: PerOptimizerState, closure: Closure, *, scaled: bool) -> Any:
+def run(state: PerOptimizerState, closure: Closure) -> Any:
     """Run a closure and return its loss."""
     before = state.backwards
     state.norm = None  # of an earlier call
     with torch.enable_grad():
         loss = closure()
-    unseen = [gradients for gradients in state.groups if scaled and state.backwards == before]
+    unseen = [gradients for gradients in state.groups if state.is_scaled and state.backwards == before]
     if any(gr.scaled_by is None and gr.has_gradients() and gr.is_changed() for gr in unseen):
         msg = (
             "the closure ran backward() on a loss that was not scaled: call "
             "scaler.scale(loss).backward() in it, and return the unscaled loss"
         )
         raise RuntimeError(msg)
-    if scaled and is_watched(loss):  # a line search would compare scaled losses along unscaled gradients
+    if state.is_scaled and is_watched(loss):  # a line search would compare it along unscaled gradients
         msg = "the closure returned the scaled loss: scale it for backward() only, and return the loss itself"
         raise RuntimeError(msg)
     return loss
 
 
 def step(
-    state: PerOptimizerState,
-    optimizer: Optimizer,
-    closure: Closure,
-    call: Callable[[Closure], Any],
-    *,
-    scaled: bool,
+    state: PerOptimizerState, optimizer: Optimizer, closure: Closure, call: Callable[[Closure], Any]
 ) -> tuple[Any, StepResult]:
     """Step an optimizer by ``call`` of a checked closure; waits for the device in each call."""
-    calls = _CheckedCalls(state, optimizer, closure, scaled=scaled)
+    calls = _CheckedCalls(state, optimizer, closure)
     saved = value = None
-    skipped = scaled and overflowed_before(state, optimizer)
+    skipped = state.is_scaled and overflowed_before(state, optimizer)
     if not skipped:
         saved = Snapshot(optimizer) if calls.may_change_early() else None
         try:
             value = call(calls.run)
         except _NonfiniteError:
-            skipped, value = True, None if scaled else calls.loss
+            skipped, value = True, None if state.is_scaled else calls.loss
             if saved is not None:
                 saved.restore()
             elif calls.changed_early:
@@ -97,10 +83,8 @@ def step(
 class _CheckedCalls:
     """The calls of one step's closure, and what was found in their gradients."""
 
-    def __init__(
-        self, state: PerOptimizerState, optimizer: Optimizer, closure: Closure, *, scaled: bool
-    ) -> None:
-        self._state, self._optimizer, self._closure, self._scaled = state, optimizer, closure, scaled
+    def __init__(self, state: PerOptimizerState, optimizer: Optimizer, closure: Closure) -> None:
+        self._state, self._optimizer, self._closure = state, optimizer, closure
         self._foreign = uses_gradients_before_closure(optimizer)
         self._versions = self._versions_now()
         self.called = False
@@ -110,14 +94,14 @@ class _CheckedCalls:
 
     def may_change_early(self) -> bool:
         """Whether anything may change before the last call: of torch's optimizers, only LBFGS does that."""
-        known = None if self._scaled else self._state.changes_early
+        known = None if self._state.is_scaled else self._state.changes_early
         return isinstance(self._optimizer, LBFGS) or (self._foreign and known is not False)
 
     def run(self) -> Any:
         """Run the closure, unscale its gradients, and leave the step if they are not finite."""
         self.changed_early |= self.called or self._versions != self._versions_now()
         self.called = True
-        self.loss = run(self._state, self._closure, scaled=self._scaled)
+        self.loss = run(self._state, self._closure)
         with torch.no_grad():
             self.found = _unscaled(self._state)
             found = self.found[1]
@@ -154,7 +138,7 @@ class Snapshot:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         with fp32_shown(params):
             self._params = [(param, param.detach().clone()) for param in params]
-        self._state = {param: _copied(value) for param, value in optimizer.state.items()}
+        self._state = tree_map(_copied, dict(optimizer.state))
         self._groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
     @torch.no_grad()
@@ -170,13 +154,7 @@ class Snapshot:
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy of optimizer state, parameters within it kept as they are."""
-    if isinstance(value, torch.nn.Parameter):
-        return value
+    """A copy of what optimizer state holds, parameters kept as they are."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_copied(item) for item in value)
+        return value if isinstance(value, torch.nn.Parameter) else value.detach().clone()
     return copy.copy(value)

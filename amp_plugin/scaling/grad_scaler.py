@@ -386,8 +386,6 @@ class GradScaler(TorchNames):
             RuntimeError: It has not stepped yet.
         """
         result = self.result_of(optimizer)
-        if result is None and not (self._enabled or _is_optimizer(optimizer)):
-            return StepResult.unscaled()
         if result is None:
             msg = "last_step(): this optimizer has not stepped under this scaler; call step(optimizer) first"
             raise RuntimeError(msg)

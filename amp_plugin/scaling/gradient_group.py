@@ -2,26 +2,18 @@
 
 Being unscaled belongs to gradients, not to an optimizer. Each optimizer owns one group of
 parameters; parameters shared by several optimizers form groups of their own, so that what one
-owner does to a shared gradient is known to the others. docs/design.md draws the states.
-
-What is asked of a group, always for one of its owners:
-
-- *awaited*: a scaled backward has begun since the owner last stepped or called ``unscale_``, whether it
-  reached the group or not; alike on all ranks.
-- *pending*: the gradients carry a loss scale, and have changed since the owner last stepped.
-- *renewed*: they are not those last unscaled, or that the owner stepped with.
+owner does to a shared gradient is known to the others. docs/design.md draws and names the states.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from amp_plugin.scaling.gradients import (
     GradientBatch,
@@ -38,20 +30,12 @@ _MEASURED = 0
 _BACKWARD = -1  # what was there when a backward began after a measurement
 _CONVERTED = -2  # what was there when a loss scale was left for another: was anything added since?
 
-_JOINER = 0  # in the place of an owner's number: an optimizer that the scaler has not met yet
 
-_ones: dict[tuple[torch.device, int], Tensor] = {}  # of all groups
-
-
-def _one(device: torch.device) -> Tensor:
-    """Return 1 for the current stream, made once; one of a graph's capture or of fake tensors is its own."""
-    key = (device, stream_number(device))
-    factor = _ones.get(key)
-    if factor is None or torch._guards.detect_fake_mode() is not None:
-        factor = torch.ones((), dtype=torch.float32, device=device)
-        if type(factor) is Tensor and not capturing(device):
-            _ones[key] = factor
-    return factor
+@cache
+def _one(device: torch.device, stream: int) -> Tensor:
+    """Return 1 for a stream of a device, made once."""
+    del stream
+    return torch.ones((), dtype=torch.float32, device=device)
 
 
 class GradientGroup:
@@ -69,11 +53,11 @@ class GradientGroup:
         self.awaited_owners: frozenset[int] = frozenset()
         self.updates_at_last_use = -1  # requested when an owner last unscaled or stepped
         self._ledger = make_ledger()
-        self.taken_away = TakenGradients(params, self._ledger)
-        self._remembers = remembers
+        self.taken: list[Tensor] = []  # their gradients were gone at the end of a scaled backward
+        self._watched: set[Tensor] = set()  # for that
         self._contributions: list[tuple[LossScale, Tensor]] = []
         # For each owner: what one of them has used may wait for another.
-        self._histories = {owner: OverflowHistory() for owner in (*owners, _JOINER)} if remembers else {}
+        self._histories = {owner: OverflowHistory() for owner in owners} if remembers else {}
         self._stepped: set[int] = set()  # owners that have stepped since the gradients were last unscaled
         self._measurements: list[Measurement] | None = None
         self._norm_type = 2.0
@@ -149,17 +133,21 @@ class GradientGroup:
             self._measurements = None
 
     def _measured(self, norm_type: float, *, write: bool = False) -> list[Measurement]:
-        batches = [(batch, self._inverse(batch.device, norm_type)) for batch in self.batches()]
-        return [(batch.unscale_ if write else batch.norm_check)(*by) for batch, by in batches]
+        measurements = []
+        for batch in self.batches():
+            factor, divide = self._factor(batch.device)
+            measurements.append(batch.measure(factor, norm_type, divide=divide, write=write))
+        return measurements
 
-    def _inverse(self, device: torch.device, norm_type: float) -> tuple[Tensor, float, bool]:
-        """Return what kernels multiply by, the norm's order, and whether the first is to be inverted."""
-        loss_scale = self.scaled_by
-        if loss_scale is None:
-            return _one(device), norm_type, False
-        scale = loss_scale.require()
+    def _factor(self, device: torch.device) -> tuple[Tensor, bool]:
+        """Return what unscales on ``device``, and whether it divides."""
+        if self.scaled_by is None:
+            # One of a graph's capture or of fake tensors is its own.
+            own = capturing(device) or torch._guards.detect_fake_mode() is not None
+            return (_one.__wrapped__ if own else _one)(device, stream_number(device)), False
+        scale = self.scaled_by.require()
         here = scale.device == device
-        return scale if here else loss_scale.inverse(device), norm_type, here
+        return scale if here else self.scaled_by.snapshot(device, inverse=True), here
 
     def _remember(self, measurements: list[Measurement], norm_type: float) -> None:
         self._measurements, self._norm_type = measurements, norm_type
@@ -193,7 +181,8 @@ class GradientGroup:
             factor = loss_scale.require()
             factor = factor if before is None else factor / before.require()
             overflows = [
-                batch.unscale_(moved(factor, batch.device), math.inf).found_inf for batch in self.batches()
+                batch.measure(moved(factor, batch.device), math.inf, write=True).found_inf
+                for batch in self.batches()
             ]
         if before is not None:
             if several_ranks and waited:
@@ -212,14 +201,32 @@ class GradientGroup:
             measured = self._measured(math.inf)  # setting gradients to zero drops a batch too
             for history in histories:
                 history.forget_if_zero(measured)
-            dropped = {i for i, param in enumerate(self.params) if param.grad is None}
-            self._histories[_JOINER].forget_at(dropped)
         if not present:
             for history in histories:
                 history.clear()
-            self.taken_away.watch()
+            self._watch_taking_hooks()
             self._contributions = self._contributions if several_ranks else []
         return present
+
+    def _watch_taking_hooks(self) -> None:
+        """Learn whose gradients hooks take away in backward, as optimizers offloaded to the CPU do."""
+        for param in self._with_taking_hooks():
+            if param not in self._watched:
+                self._watched.add(param)
+                note = partial(_note_taken, self.taken, param)
+                param.register_hook(note)  # type: ignore[no-untyped-call]
+
+    def assume_taken(self) -> None:
+        """Assume that a backward before the optimizer was met has reached all parameters with such hooks."""
+        self.taken += [param for param in self._with_taking_hooks() if param.grad is None]
+
+    def _with_taking_hooks(self) -> Iterator[Tensor]:
+        for position in self._ledger.hooked(self.params):
+            param = self.params[position]
+            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+            keep = all(getattr(hook, "keeps_gradients", False) for hook in hooks.values())
+            if param.requires_grad and not keep:
+                yield param
 
     def take_contributions(self) -> list[tuple[LossScale, Tensor]]:
         """Return the other loss scales whose gradients were added, and what overflowed in them; once."""
@@ -262,11 +269,10 @@ class GradientGroup:
         if len(self.owners) > 1:
             self.invalidate_measurement()  # the others are to know what it has found
         self._measurements = None
-        self.taken_away.seen.clear()
+        self.taken.clear()
         self._contributions.clear()
-        for slot in (owner, _JOINER):
-            if slot in self._histories:
-                self._histories[slot].clear()
+        if owner in self._histories:
+            self._histories[owner].clear()
 
     def note_unscaled(self, owner: int) -> None:
         """Record that ``owner`` has unscaled the gradients of the last backward, or stepped with them."""
@@ -276,12 +282,10 @@ class GradientGroup:
         """Return the group of the parameters at ``positions``, with all that is known of their gradients."""
         self.invalidate_measurement()
         params = [self.params[i] for i in positions]
-        part = GradientGroup(params, owners, self.carries, remembers=self._remembers)
+        part = GradientGroup(params, owners, self.carries, remembers=bool(self._histories))
         if self._histories:
-            joiner = self._histories[_JOINER]
-            part._histories = {
-                owner: self._histories.get(owner, joiner).split(positions) for owner in part._histories
-            }
+            first = next(iter(self._histories.values()))  # what a new owner takes over
+            part._histories = {owner: self._histories.get(owner, first).split(positions) for owner in owners}
         part._contributions = list(self._contributions)
         joined = owners - self.owners if part.has_gradients() else frozenset()
         part.awaited_owners = (self.awaited_owners & owners) | joined  # a new owner has used nothing yet
@@ -289,51 +293,11 @@ class GradientGroup:
         part.updates_at_last_use = self.updates_at_last_use
         part._marked = self._marked
         part._ledger = self._ledger.split(positions)
-        part.taken_away = self.taken_away.split(part.params, part._ledger)
+        part.taken = [param for param in self.taken if any(param is own for own in params)]
         return part
 
 
-class TakenGradients:
-    """Gradients that hooks take away during a scaled backward, as optimizers offloaded to the CPU do."""
-
-    def __init__(self, params: list[Tensor], ledger: Any) -> None:
-        self._params, self._ledger = params, ledger
-        self._hooks: list[RemovableHandle] = []
-        self.seen: list[Tensor] = []  # reached by a scaled backward, and without a gradient at its end
-
-    def watch(self) -> None:
-        """Learn which of the parameters the coming backward passes reach."""
-        self.unwatch()
-        for param in self._with_taking_hooks():
-            note = partial(_note_reached, self.seen, param)
-            self._hooks.append(param.register_hook(note))  # type: ignore[no-untyped-call]
-
-    def unwatch(self) -> None:
-        """Remove what :meth:`watch` has put on the parameters."""
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def assume_reached(self) -> None:
-        """Assume that a backward before the optimizer was met has reached all of them."""
-        self.seen += [param for param in self._with_taking_hooks() if param.grad is None]
-
-    def split(self, params: list[Tensor], ledger: Any) -> TakenGradients:
-        """Return what is known of some of the parameters, which their own set watches from now on."""
-        self.unwatch()
-        part = TakenGradients(params, ledger)
-        part.seen = [param for param in self.seen if any(param is own for own in params)]
-        return part
-
-    def _with_taking_hooks(self) -> Iterator[Tensor]:
-        for position in self._ledger.hooked(self._params):
-            param = self._params[position]
-            hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-            keep = all(getattr(hook, "keeps_gradients", False) for hook in hooks.values())
-            if param.requires_grad and not keep:
-                yield param
-
-
-def _note_reached(seen: list[Tensor], param: Tensor, _: Tensor) -> None:
+def _note_taken(taken: list[Tensor], param: Tensor, _: Tensor) -> None:
     """Record, at the end of the backward that has reached it, a parameter that has no gradient then."""
     engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(lambda: seen.append(param) if param.grad is None else None)
+    engine.queue_callback(lambda: taken.append(param) if param.grad is None else None)

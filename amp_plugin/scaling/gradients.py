@@ -54,16 +54,13 @@ class Measurement(NamedTuple):
     layout: ShardLayout | None = None  # None if every rank holds all of them
     kept: Tensor | None = None  # False if the overflow was forgotten since, bool, 0-dim
 
+    def places(self) -> Sequence[int]:
+        """Return the positions of the gradients in the group."""
+        return range(len(self.flags)) if self.positions is None else self.positions
+
     def flagged(self) -> Tensor:
         """Return the flags of overflows that count."""
         return self.flags if self.kept is None else self.flags * self.kept.to(self.flags.device)
-
-    def alone(self, device: torch.device, earlier: Iterable[Tensor] = ()) -> tuple[Tensor, Tensor]:
-        """Return norm and found_inf of gradients that are all here, with what was found in them earlier."""
-        found = moved(self.found_inf, device)
-        for flag in earlier:
-            found = torch.maximum(found, moved(flag, device))
-        return moved(self.norm, device), found
 
 
 class OverflowHistory:
@@ -105,23 +102,13 @@ class OverflowHistory:
         """Return what was found in the gradients of the parameters at ``positions``."""
         part = OverflowHistory()
         for kept in self.measurements:
-            places = range(len(kept.flags)) if kept.positions is None else kept.positions
-            row = {place: i for i, place in enumerate(places)}
+            row = {place: i for i, place in enumerate(kept.places())}
             present = [(new, row[old]) for new, old in enumerate(positions) if old in row]
             if present:
                 flags = kept.flagged()[[i for _, i in present]]
-                found, places = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
-                part.add([kept._replace(found_inf=found, flags=flags, positions=places, kept=None)])
+                found, new = flags.ne(0).any().to(kept.found_inf), [new for new, _ in present]
+                part.add([kept._replace(found_inf=found, flags=flags, positions=new, kept=None)])
         return part
-
-    def forget_at(self, positions: set[int]) -> None:
-        """Forget which of these parameters' gradients were not finite: they were dropped since."""
-        for i, seen in enumerate(self.measurements):
-            places = range(len(seen.flags)) if seen.positions is None else seen.positions
-            gone = [row for row, place in enumerate(places) if place in positions]
-            if gone:
-                self.measurements[i] = seen._replace(flags=seen.flags.clone())
-                self.measurements[i].flags[gone] = 0
 
     def clear(self) -> None:
         """Forget all: the optimizer has stepped, or its gradients are gone."""
@@ -137,14 +124,10 @@ class GradientBatch(NamedTuple):
     positions: Sequence[int] | None
     run: Callable[..., Any]
 
-    def norm_check(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
-        """Measure the gradients times ``inv_scale``; with ``is_scale`` divide, which saves a launch."""
-        found: tuple[Tensor, Tensor, Tensor] = self.run("norm_check", inv_scale, norm_type, is_scale)
-        return Measurement(*found, self.positions, self.layout)
-
-    def unscale_(self, inv_scale: Tensor, norm_type: float, is_scale: bool = False) -> Measurement:
-        """Multiply or divide in place, and measure."""
-        found: tuple[Tensor, Tensor, Tensor] = self.run("unscale_", inv_scale, norm_type, is_scale)
+    def measure(self, factor: Tensor, norm_type: float, *, divide: bool = False, write: bool) -> Measurement:
+        """Measure gradients times ``factor``, or divided by it, which saves a launch; ``write``: in place."""
+        op = "unscale_" if write else "norm_check"
+        found: tuple[Tensor, Tensor, Tensor] = self.run(op, factor, norm_type, divide)
         return Measurement(*found, self.positions, self.layout)
 
     def multiply_(self, factor: Tensor) -> Tensor:
@@ -155,9 +138,8 @@ class GradientBatch(NamedTuple):
 class GradientLedger:
     """Remembers which gradients were seen: by memory and version.
 
-    Each call is given the parameters whose ``.grad`` it is about, always the same list. The ledger
-    itself refers to neither parameters nor gradients, which ``torch.utils.swap_tensors`` forbids.
-    ``GradientLedger`` of the Python extension is the same in C++.
+    Each call is given the same list of parameters: the ledger refers to neither these nor gradients, which
+    ``torch.utils.swap_tensors`` forbids. ``GradientLedger`` of the Python extension is the same in C++.
     """
 
     GONE, SAME, CHANGED, NEW = -1, 0, 1, 2
@@ -251,19 +233,18 @@ def _run_by_ledger(ledger: Any, params: list[Tensor], op: str, *arguments: Any) 
 
 def batch_gradients(params: Sequence[Tensor]) -> list[GradientBatch]:
     """Return the gradients of ``params``; odd kinds are replaced by their plain equal, in ``.grad`` too."""
-    found: dict[tuple[torch.device, ShardLayout | None, bool], tuple[list[Tensor], list[int]]] = {}
+    found: dict[tuple[torch.device, ShardLayout | None], tuple[list[Tensor], list[int]]] = {}
     for position, param in enumerate(params):
         if param.grad is None:
             continue
         values, layout = local_gradient(param)
         values = _dense_values(param, values)
-        narrow = values.is_floating_point() and values.dtype.itemsize == 1
-        tensors, positions = found.setdefault((values.device, layout, narrow), ([], []))
+        tensors, positions = found.setdefault((values.device, layout), ([], []))
         tensors.append(values)
         positions.append(position)
     return [
-        GradientBatch(device, layout, positions, partial(_run_widened if narrow else _run, tensors))
-        for (device, layout, narrow), (tensors, positions) in found.items()
+        GradientBatch(device, layout, positions, partial(_run, tensors))
+        for (device, layout), (tensors, positions) in found.items()
     ]
 
 
@@ -282,16 +263,6 @@ def _dense_values(param: Tensor, grad: Tensor) -> Tensor:
 
 def _run(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
     return getattr(torch.ops.amp_plugin, op)(tensors, *arguments)
-
-
-def _run_widened(tensors: list[Tensor], op: str, *arguments: Any) -> Any:
-    """float8 gradients: widened, worked on, rounded back."""
-    wide = [tensor.float() for tensor in tensors]
-    result = _run(wide, op, *arguments)
-    if op.endswith("_"):
-        for tensor, value in zip(tensors, wide, strict=True):
-            tensor.copy_(value)
-    return result
 
 
 def local_gradient(param: Tensor) -> tuple[Tensor, ShardLayout | None]:

@@ -81,41 +81,27 @@ class LossScale:
                 for count in (self.init_growth_tracker, self.init_hysteresis_tracker)
             )
 
-    def _kept(self, name: str, device: torch.device, compute: Callable[[], Tensor]) -> Tensor:
-        """Return what was computed from the present value, computed again if that has changed.
+    def snapshot(self, device: torch.device | None = None, *, inverse: bool = False) -> Tensor:
+        """Return a copy of the scale, or 1/scale, that later updates leave alone (float32, 0-dim).
 
-        A replayed graph reads the live scale and changes it unseen: from the first capture on
-        nothing is kept. The key names the stream too: another one may run before the number is there.
+        It is kept until the value changes, for each stream, since another one may run before it is there. A
+        replayed graph reads the live scale and changes it unseen: from the first capture on nothing is kept.
         """
         value = self.require()
         state = (self.generation, 0 if value.is_inference() else value._version)
         self._captured = self._captured or capturing(value.device)
         if self._captured or state != self._derived_from:
             self._derived, self._derived_from = {}, state
-        key = (name, device, stream_number(value.device), stream_number(device))
-        kept = self._derived.get(key)
-        if kept is None:
-            kept = self._derived[key] = compute()
-        return kept
-
-    def snapshot(self) -> Tensor:
-        """Return a copy of the scale that later updates leave alone (float32, 0-dim)."""
-        return self._kept("snapshot", self.require().device, self.require().clone)
-
-    def snapshot_on(self, device: torch.device) -> Tensor:
-        """Return :meth:`snapshot` on ``device``, without a host sync: what autograd keeps must not change."""
-        snapshot = self.snapshot()
-        here = snapshot.device == device
-        return snapshot if here else self._kept("snapshot", device, lambda: moved(snapshot, device))
+        device = device or value.device
+        key = (inverse, device, stream_number(value.device), stream_number(device))
+        if key not in self._derived:
+            self._derived[key] = moved(value.reciprocal() if inverse else value.clone(), device)
+        return self._derived[key]
 
     def multiply(self, output: Tensor) -> Tensor:
         """Return ``output`` times the scale, float16 as float32, in which it cannot overflow here."""
         self.materialize(output.device)
-        return widened(output) * self.snapshot_on(output.device)
-
-    def inverse(self, device: torch.device) -> Tensor:
-        """Return 1/scale on ``device`` (float32, 0-dim): the bits of torch's detour over float64."""
-        return self._kept("inverse", device, lambda: moved(self.require().reciprocal(), device))
+        return widened(output) * self.snapshot(output.device)
 
     def read(self) -> PendingScale:
         """Return what the scale is now, to tell later whether it has changed; no host sync."""
@@ -210,8 +196,7 @@ class LossScales:
 
     def __init__(self, options: LossScaleOptions, names: Sequence[str] = (), *, enabled: bool = True) -> None:
         if isinstance(names, str) or len(set(names)) < len(names):
-            example = "['pixel', 'edges']"
-            msg = f"losses={names!r} is not allowed; give a list of different names, such as {example}"
+            msg = f"losses={names!r} is not allowed; give a list of different names, as ['pixel', 'edges']"
             raise ValueError(msg)
         self.enabled = enabled
         self.default = LossScale(options)
@@ -232,18 +217,14 @@ class LossScales:
         """Return those that have been used."""
         return [used for used in (self.default, *self.named.values()) if used.value is not None]
 
-    def _first_used(self) -> LossScale | None:
-        return self.default if self.default.value is not None else next(iter(self.materialized()), None)
-
     @property
     def device(self) -> torch.device | None:
         """Where the scales are; None if none has been used."""
-        used = self._first_used()
-        return None if used is None else used.require().device
+        return next((used.require().device for used in self.materialized()), None)
 
     def require(self, call: str) -> LossScale:
         """Return the first scale that has been used."""
-        used = self._first_used()
+        used = next(iter(self.materialized()), None)
         if used is None:
             msg = (
                 f"Attempted {call} but _scale is None. Call scaler.scale(loss).backward() "

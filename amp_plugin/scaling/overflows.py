@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,8 +44,8 @@ class OverflowReport:
         return bool(self.inf or self.nan or self.elsewhere or self.unattributed)
 
     def __str__(self) -> str:
-        """Return the summary and, in lines of their own, what it means."""
-        return "\n".join(filter(None, [self.summary(), *self._meanings()]))
+        """Return the summary and, in a line of its own, what it means."""
+        return f"{self.summary()}\n{self.meaning()}".strip()
 
     def summary(self) -> str:
         """Return one line, naming the first few parameters, those nearest the loss first."""
@@ -59,17 +59,12 @@ class OverflowReport:
 
     def meaning(self) -> str:
         """Return what the report says about the cause, in one line; empty if nothing overflowed."""
-        return " ".join(self._meanings())
-
-    def _meanings(self) -> Iterator[str]:
         if self.elsewhere:
-            yield "The report of the rank with the overflow names its parameters: look at that rank's batch."
-        elif self.unattributed:
-            yield "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
-        elif self:
-            yield self._place()
-            if not self.named:
-                yield "The parameters have no names yet: call scaler.register(optimizer, names=model)."
+            return "The report of the rank with the overflow names its parameters: look at that rank's batch."
+        if self.unattributed:
+            return "Which gradients made it so was not noted: amp_plugin.diagnose() finds the op."
+        unnamed = " The parameters have no names yet: call scaler.register(optimizer, names=model)."
+        return self._place() + unnamed * (not self.named) if self else ""
 
     def _place(self) -> str:
         """Return where in the step to look: all at once means that the loss or its first gradient was bad."""
@@ -142,8 +137,7 @@ def report_of(
     index = {id(param): i for i, param in enumerate(params)}
     flags: dict[int, int] = {}
     for some, measurement in measured:
-        positions = range(len(some)) if measurement.positions is None else measurement.positions
-        for position, flag in zip(positions, measurement.flagged().tolist(), strict=True):
+        for position, flag in zip(measurement.places(), measurement.flagged().tolist(), strict=True):
             place = index[id(some[position])]
             flags[place] = flags.get(place, 0) | flag
     known = names.of(params, optimizer())

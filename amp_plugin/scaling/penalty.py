@@ -125,8 +125,9 @@ def _unscaled(
     present = [g.detach() for g in grads if g is not None]
     for device in {g.device for g in present}:
         own = [g for g in present if g.device == device]
-        loss_scale.record(torch.ops.amp_plugin.norm_check(own, loss_scale.inverse(device), 2.0)[1])
-    return tuple(None if g is None else g * loss_scale.inverse(g.device) for g in wide)
+        inverse = loss_scale.snapshot(device, inverse=True)
+        loss_scale.record(torch.ops.amp_plugin.norm_check(own, inverse, 2.0)[1])
+    return tuple(None if g is None else g * loss_scale.snapshot(g.device, inverse=True) for g in wide)
 
 
 _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []

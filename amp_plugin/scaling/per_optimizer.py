@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -40,20 +40,14 @@ class FoldedClip(NamedTuple):
     max_norm: float
     norm_type: float
 
-    def factor(self) -> Tensor:
-        """Return what clipping multiplies the unscaled gradients by."""
-        return clip_factor(self.norm, self.found_inf, self.max_norm)
-
-    def divisor(self, scale: Tensor | None) -> Tensor:
-        """Return what unscaling and clipping divides the gradients by; one launch. A scale of None is 1."""
-        scale = torch.ones_like(self.norm) if scale is None else moved(scale, self.norm.device)
-        return clip_factor(self.norm, self.found_inf, self.max_norm, scale)
-
-
-def clip_factor(norm: Tensor, found_inf: Tensor, max_norm: float, scale: Tensor | None = None) -> Tensor:
-    """Return what clipping multiplies gradients by, or what divides scaled ones; float32, 0-dim."""
-    factor: Tensor = torch.ops.amp_plugin.clip_factor(norm, max_norm, scale, moved(found_inf, norm.device))
-    return factor
+    def factor(self, scale: Tensor | None = None) -> Tensor:
+        """Return what clipping multiplies gradients by; with their scale, what divides scaled ones; 0-dim."""
+        on = self.norm.device
+        scale = None if scale is None else moved(scale, on)
+        factor: Tensor = torch.ops.amp_plugin.clip_factor(
+            self.norm, self.max_norm, scale, moved(self.found_inf, on)
+        )
+        return factor
 
 
 class PerOptimizerState:
@@ -62,6 +56,7 @@ class PerOptimizerState:
     def __init__(self, optimizer: weakref.ref[Optimizer], number: int, shared: Shared) -> None:
         self._optimizer, self._shared = optimizer, shared
         self.number = number  # among the scaler's optimizers, from 1 on
+        self.is_scaled = shared.scales.enabled
         self.names = ParameterNames()
         self.params: list[Tensor] = []
         self.groups: list[GradientGroup] = []
@@ -90,13 +85,9 @@ class PerOptimizerState:
         self._measured: list[tuple[list[Tensor], Measurement]] = []
 
     @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            msg = "the optimizer of this record no longer exists"
-            raise ReferenceError(msg)
-        return optimizer
+    def optimizer(self) -> Any:
+        """The optimizer, which exists as long as the registry holds its state."""
+        return self._optimizer()
 
     def take_params(self, params: list[Tensor], layouts: tuple[ShardLayout, ...]) -> None:
         """Record that the optimizer has these parameters now."""
@@ -222,7 +213,8 @@ class PerOptimizerState:
                 earlier.append(overflow)
         device = self.device()
         if len(measurements) == 1 and not self.spans_ranks:
-            return True, *measurements[0].alone(device, earlier)
+            flags = (moved(flag, device) for flag in (measurements[0].found_inf, *earlier))
+            return True, moved(measurements[0].norm, device), reduce(torch.maximum, flags)
         ranks = self._shared.ranks
         return bool(measurements), *ranks.combine(measurements, norm_type, device, self.layouts, earlier)
 
@@ -281,7 +273,7 @@ class PerOptimizerState:
 
     def refuse_taken_away(self) -> None:
         """Raise if hooks took the gradients of a scaled backward away, still multiplied by the scale."""
-        taken = [param for gradients in self.groups for param in gradients.taken_away.seen]
+        taken = [param for gradients in self.groups for param in gradients.taken]
         if taken and not self.has_gradients():
             kind = type(self.optimizer).__name__
             msg = (
@@ -294,11 +286,8 @@ class PerOptimizerState:
     def clip_suspect(self) -> LossScale | None:
         """Return the scale that torch's clip may have left on the gradients, in the first steps only."""
         scales = self.scales_carried()
-        if self.scaled_clip.steps_left and self.clip is None and len(scales) == 1:
-            loss_scale = scales.pop()
-            if loss_scale is not None and _are_written_over(self.params):
-                return loss_scale
-        return None
+        looks = self.scaled_clip.steps_left and self.clip is None and len(scales) == 1 and None not in scales
+        return scales.pop() if looks and _are_written_over(self.params) else None
 
     def refuse_scaled_clip(self, is_one: bool) -> None:
         """Raise if gradients were clipped while they were multiplied by the scale."""
@@ -375,10 +364,7 @@ class PerOptimizerState:
 class ScaledClip:
     """Finds that torch's ``clip_grad_norm_`` has clipped gradients still multiplied by the loss scale.
 
-    Their norm then is ``max_norm`` at each step, whatever the loss: a round number. The unscaled norm is
-    next to nothing and not round, as it would be after a clip to ``max_norm * scale`` on purpose. Other
-    writes to all gradients (averaging, centralizing) leave a norm that follows the loss. Costs some launches
-    in an optimizer's first steps, and only where all gradients were written over; no host sync.
+    Their norm is then the same round number at each step; docs/design.md, "What is trusted", says more.
     """
 
     IN_A_ROW = 3

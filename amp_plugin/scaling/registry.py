@@ -64,11 +64,11 @@ class Registry:
                 given = type(optimizer).__name__
                 msg = f"expected an optimizer with param_groups, got {given}; pass the torch.optim one"
                 raise TypeError(msg)
-            found.append(self.find(optimizer) or self._new_state(optimizer))
+            found.append(self.find(optimizer) or self._meet(optimizer))
         self.refresh(found)
         return found
 
-    def _new_state(self, optimizer: Optimizer) -> PerOptimizerState:
+    def _meet(self, optimizer: Optimizer) -> PerOptimizerState:
         key, states = id(optimizer), self._states
         gone = self._gone
         reference = weakref.ref(optimizer, lambda _: gone.append(states.pop(key, None)))
@@ -157,7 +157,7 @@ class Registry:
         if reading is None:  # as torch takes them
             return GradientGroup(params, owners, self.shared.scales.default)
         gradients = GradientGroup(params, owners, reading.loss_scale)
-        gradients.taken_away.assume_reached()
+        gradients.assume_taken()
         if gradients.has_gradients():
             gradients.awaited_owners = owners
             change = reading.change()

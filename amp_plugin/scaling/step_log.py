@@ -40,25 +40,22 @@ RandomState = tuple[Tensor, Sequence[Tensor]]  # of the CPU, and of each CUDA de
 
 def random_state() -> RandomState:
     """Return the state of torch's random number generators."""
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all() if used else ()
+    return torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in _cuda_devices()]
 
 
 @contextmanager
 def random_numbers_from(state: RandomState) -> Iterator[None]:
     """Draw from ``state`` on while the block is open; afterwards as if the block had drawn nothing."""
-    before = random_state()
-    try:
-        _set_random_state(state)
-        yield
-    finally:
-        _set_random_state(before)
-
-
-def _set_random_state(state: RandomState) -> None:
-    torch.set_rng_state(state[0])
-    if state[1]:
+    with torch.random.fork_rng(_cuda_devices()):
+        torch.set_rng_state(state[0])
         torch.cuda.set_rng_state_all(state[1])
+        yield
+
+
+def _cuda_devices() -> range:
+    """Return the CUDA devices, if CUDA has been used."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return range(torch.cuda.device_count() if used else 0)
 
 
 class RecordedCall(NamedTuple):
@@ -71,8 +68,7 @@ class RecordedCall(NamedTuple):
 class HostFlag:
     """A device flag (one element; above 0 means set) on its way to the host.
 
-    On CUDA and XPU it is copied to pinned memory behind the work already queued; on the CPU it is read at
-    once, on other devices when somebody waits for it.
+    On CUDA and XPU it is copied behind the work already queued; other devices read it when it is asked for.
     """
 
     def __init__(self, flag: Tensor, known: bool | None = None) -> None:
@@ -121,6 +117,7 @@ class StepResult:
         found_inf: 1.0 if the step was skipped, else 0.0; float32, 0-dim.
         clipped_later: Computes :attr:`clipped_norm` without keeping the rest; None if that is ``norm``.
         not_one_pass_because: Why the optimizer's own step ran; empty if it was taken in one pass.
+        flag: ``found_inf`` on its way to the host.
     """
 
     def __init__(
@@ -142,7 +139,7 @@ class StepResult:
         self._scale_before = scale_before
         self._scale_after = scale_after  # filled by the update that follows
         self._report = report
-        self._skipped = HostFlag(found_inf, known)
+        self.flag = HostFlag(found_inf, known)
 
     @classmethod
     def unscaled(cls, norm: Tensor | None = None, obstacle: str = _NOTHING_TO_DO) -> StepResult:
@@ -164,11 +161,11 @@ class StepResult:
     @property
     def skipped(self) -> bool:
         """Whether the step was skipped."""
-        return self._skipped.wait()
+        return self.flag.wait()
 
     def skipped_if_known(self) -> bool | None:
         """Return whether the step was skipped, or None if the host would have to wait to know."""
-        return self._skipped.known()
+        return self.flag.known()
 
     @property
     def is_scaled(self) -> bool:
@@ -210,37 +207,26 @@ class StepResult:
 
 
 class LoggedStep(NamedTuple):
-    """A step whose result the host knows.
-
-    Attributes:
-        optimizer: Whose step it was; a weak reference.
-        kind: The optimizer's type, for texts.
-        result: Its result.
-        in_a_row: How many of the optimizer's steps were skipped one after the other, this one included.
-    """
+    """A step whose result the host knows."""
 
     optimizer: weakref.ref[Optimizer]
-    kind: str
+    kind: str  # the optimizer's type, for texts
     result: StepResult
-    in_a_row: int
+    in_a_row: int  # skipped steps of the optimizer, one after the other, this one included
 
     def run_of_skips(self) -> str:
         """Return how many steps were skipped in a row, by which gradients, and what that means."""
         result, report = self.result, self.result.overflow_report()
-        rest = f"although nothing is scaled. {report.meaning()}"
-        if result.is_scaled and (report.nan or not report.scaled):
-            rest = (
-                f"and the loss scale is {result.scale_after:g}: lowering it further will not help. "
-                f"{replace(report, scaled=False).meaning()} Run `amp-plugin diagnose train.py`: it names the "
-                "op and its line."
-            )
-        elif result.is_scaled:
-            rest = (
-                f"and the loss scale is {result.scale_after:g}. {report.meaning()} If it still falls, "
-                "training may recover; otherwise look for nan in the loss or the data, or use bfloat16."
-            )
+        report = replace(report, scaled=report.scaled and not report.nan)  # else the scale is not the cause
+        why = "although nothing is scaled"
+        if result.is_scaled:
+            further = "" if report.scaled else ": lowering it further will not help"
+            why = f"and the loss scale is {result.scale_after:g}{further}"
         steps = f"{self.in_a_row} step{'s' * (self.in_a_row > 1)} of {self.kind}"
-        return f"{steps} in a row were skipped ({report.summary()}), {rest}"
+        return (
+            f"{steps} in a row were skipped ({report.summary()}), {why}. {report.meaning()} "
+            "Run `amp-plugin diagnose train.py`: it names the op and its line."
+        )
 
 
 Subscriber = Callable[[LoggedStep], None]
@@ -277,10 +263,6 @@ class _Record:
         return 0 if self.skipped is None else int(self.skipped.item())
 
 
-_Late = tuple[Callable[[], bool | None], Callable[[], bool], Callable[[bool], None]]
-# What the host learns later: the flag if it is known, the flag waited for, and what is done then.
-
-
 _followers: list[Callable[[StepLog], None]] = []
 
 
@@ -295,34 +277,21 @@ def new_logs(follower: Callable[[StepLog], None]) -> Iterator[None]:
 
 
 class StepLog:
-    """The steps of a scaler's optimizers.
-
-    Args:
-        skipped_before: Skipped steps that a loaded state or a copied scaler brings along.
-
-    Attributes:
-        skipped_before: As given.
-        exact: Whether each step waits for the device, so that every skip is known at once.
-        replaying: Whether a step is being run again at the moment.
-        hear_loss: Called with each loss that a backward pass begins from, before it is scaled; None: nobody.
-        keeps_window: Whether the calls of a window are kept while no step is skipped too.
-        has_steps: Whether a step was taken or skipped.
-        has_captured: Whether one was captured in a CUDA graph: nobody is called at its replays.
-        calls: The forward and backward passes of the present window; empty unless steps are being skipped,
-            or ``keeps_window``.
-    """
+    """The steps of a scaler's optimizers, taken or skipped."""
 
     def __init__(self, skipped_before: int = 0) -> None:
-        self.skipped_before = skipped_before
-        self.exact = False
-        self.replaying = False
+        self.skipped_before = skipped_before  # what a loaded state or a copied scaler brings along
+        self.exact = False  # each step waits for the device, so that every skip is known at once
+        self.replaying = False  # a step is being run again at the moment
+        # Called with each loss that a backward pass begins from, before it is scaled.
         self.hear_loss: Callable[[Any], None] | None = None
-        self.keeps_window = False
-        self.has_steps = self.has_captured = False
+        self.keeps_window = False  # calls are kept while no step is skipped, too
+        self.has_steps = False
+        self.has_captured = False  # a step in a CUDA graph: nobody is called at its replays
         self._records: dict[int, _Record] = {}
-        self._late: deque[_Late] = deque()
+        self._late: deque[tuple[HostFlag, Callable[[bool], None]]] = deque()  # what the host learns later
         self._subscribers: list[Subscriber] = []
-        self.calls: list[RecordedCall] = []
+        self.calls: list[RecordedCall] = []  # of the present window, while steps are being skipped
         self._window_is_over = True
         self._windows = 0  # that were begun
         self._keeps_calls = False
@@ -332,15 +301,7 @@ class StepLog:
             follower(self)
 
     def add(self, optimizer: Optimizer, result: StepResult) -> None:
-        """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now.
-
-        Args:
-            optimizer: Whose step it was.
-            result: Its result.
-
-        Raises:
-            Exception: What a subscriber raises.
-        """
+        """Count a step, skipped where ``result.found_inf`` is 1, and read what is known by now."""
         record = self._record_of(optimizer)
         found = result.found_inf
         record.count(found, skipped=result.skipped_if_known())
@@ -352,8 +313,7 @@ class StepLog:
         if capturing(found.device):
             self.has_captured = True
         else:
-            learn = partial(self._learn, record, result)
-            self._late.append((result.skipped_if_known, lambda: result.skipped, learn))
+            self._late.append((result.flag, partial(self._learn, record, result)))
         try:
             self.read(wait=self.exact or record.exact or len(self._late) > _MOST_LATE)
         finally:
@@ -363,8 +323,7 @@ class StepLog:
     def when_known(self, flag: Tensor, then: Callable[[bool], None]) -> None:
         """Call ``then`` with a flag on the device (one element) in its turn, once the host knows it."""
         if not capturing(flag.device):
-            on_its_way = HostFlag(flag)
-            self._late.append((on_its_way.known, on_its_way.wait, then))
+            self._late.append((HostFlag(flag), then))
 
     def note_loss(self, loss: Any) -> None:
         """Hand a loss that a backward pass begins from to who listens."""
@@ -379,14 +338,10 @@ class StepLog:
             record.start_over()
 
     def read(self, *, wait: bool = False) -> None:
-        """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync.
-
-        Raises:
-            Exception: What a subscriber raises.
-        """
-        while self._late and (wait or self._late[0][0]() is not None):
-            _, flag, then = self._late.popleft()
-            then(flag())
+        """Learn, in order, what the host knows by now; with ``wait`` everything, a host sync."""
+        while self._late and (wait or self._late[0][0].known() is not None):
+            flag, then = self._late.popleft()
+            then(flag.wait())
 
     def unread(self) -> int:
         """Return how many results the host does not know yet."""

@@ -67,9 +67,9 @@ class Steps:
             def checked(run: Callable[[], Any]) -> Any:
                 return state.step_by(optimizer, run, *args, **kwargs)
 
-            value, result = closures.step(state, optimizer, closure, checked, scaled=scales.enabled)
+            value, result = closures.step(state, optimizer, closure, checked)
         else:  # torch's own steps of these optimizers begin with the closure
-            value = closures.run(state, closure, scaled=scales.enabled)
+            value = closures.run(state, closure)
             if scales.enabled:
                 scales.require("step")
             _, result = self._once(state, optimizer, call)
@@ -186,7 +186,7 @@ def _divisor(state: PerOptimizerState, norm: Tensor, found: Tensor) -> Tensor | 
     loss_scale = next(iter(state.scales_carried()), None)
     scale = None if loss_scale is None else loss_scale.require()
     clip = None if state.clip is None else state.clip_again((norm, found))
-    return scale if clip is None else clip.divisor(scale)
+    return scale if clip is None else clip.factor(torch.ones_like(norm) if scale is None else scale)
 
 
 def _times_given(divisor: Tensor | None, optimizer: Optimizer) -> Tensor | None:

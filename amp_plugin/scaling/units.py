@@ -8,7 +8,7 @@ exists. ``update()`` is a request until no gradient depends on the old scale.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,16 +37,12 @@ _AT_FLOOR = (
 
 
 class Units:
-    """The backward passes from scaled losses, and the requested update of the loss scales.
-
-    Attributes:
-        requested: Whether an update was asked for and waits for gradients that depend on the old scale.
-    """
+    """The backward passes from scaled losses, and the requested update of the loss scales."""
 
     def __init__(self, registry: Registry, log: StepLog) -> None:
         self._scales, self._registry, self._log = registry.shared.scales, registry, log
         self._task = -1  # of the last backward
-        self.requested = False
+        self.requested = False  # an update waits for gradients that depend on the old scale
         self._told_of_floor = False
 
     def watch(self, output: Tensor, reading: PendingScale) -> None:
@@ -118,7 +114,7 @@ class Units:
         if not self.requested or (not force and self._registry.delays_update()):
             return
         joined = self._registry.refresh_joined()
-        if self._half_gradients_wait() if force else joined and self._registry.delays_update():
+        if any(self._halves(pending=True)) if force else joined and self._registry.delays_update():
             return
         self.requested = False
         for loss_scale in self._scales.materialized():
@@ -131,23 +127,23 @@ class Units:
             loss_scale.publish()
         self._log.read()
 
-    def _half_gradients_wait(self) -> bool:
-        waiting = [gr for state in self._registry for gr in state.groups if gr.is_pending(state.number)]
-        return any(gradients.first_half() is not None for gradients in waiting)
+    def _halves(self, *, pending: bool = False) -> Iterator[str]:
+        """Yield the names of scaled float16 gradients; with ``pending`` of those that wait for a step."""
+        for state in self._registry:
+            for gradients in state.groups:
+                waits = gradients.is_pending(state.number) if pending else gradients.scaled_by is not None
+                param = gradients.first_half() if waits else None
+                if param is not None:
+                    yield state.name_of(param)
 
     def refuse_half(self, call: str) -> None:
         """Raise if float16 gradients wait that a new scale would have to be written into."""
-        for state in self._registry:
-            for gradients in state.groups:
-                param = None if gradients.scaled_by is None else gradients.first_half()
-                if param is not None:
-                    name = state.name_of(param)
-                    msg = (
-                        f"{call} would convert the float16 gradient of parameter {name!r} "
-                        "to another scale, which loses small ones: call it after step(), or clear the "
-                        "gradients with zero_grad()."
-                    )
-                    raise RuntimeError(msg)
+        for name in self._halves():
+            msg = (
+                f"{call} would convert the float16 gradient of parameter {name!r} to another scale, which "
+                "loses small ones: call it after step(), or clear the gradients with zero_grad()."
+            )
+            raise RuntimeError(msg)
 
     def _convert(self, loss_scale: LossScale, old: Tensor) -> None:
         """Multiply the gradients that carry the old scale by new/old."""

@@ -160,56 +160,21 @@ def test_parameters_of_an_unknown_optimizer_are_refused():
         model.scaler.clip_grad_norm_([*model.params, other], 1.0)
 
 
-@pytest.mark.parametrize("enabled", [True, False])
-def test_a_module_is_no_target(enabled):
-    module = torch.nn.Linear(2, 2)
-    scaler = GradScaler("cpu", enabled=enabled)
-    scaler.scale(module(torch.ones(2)).sum()).backward()
-    with pytest.raises(TypeError, match=r"an optimizer or parameters are wanted, got Linear: give its param"):
-        scaler.clip_grad_norm_(module, 1.0)
+FIRST = "got {}; the optimizer or its parameters come first"
+WRONG_CALLS = [
+    (lambda clip, module, sgd: clip.clip_grad_norm_(1.0, sgd), TypeError, "max_norm .*" + FIRST.format("SGD")),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(sgd, None), TypeError, FIRST.format("NoneType")),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(sgd, 1.0, "fro"), TypeError, "norm_type .* number, got str"),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(sgd, -1.0), ValueError, "max_norm=-1.0 .* not negative"),
+    (lambda clip, module, sgd: clip.clip_grad_value_(sgd, math.nan), ValueError, "clip_value=nan is not allowed"),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(module, 1.0), TypeError, r"got Linear; give model.parameters"),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(module.named_parameters(), 1.0), TypeError, "got tuple; give"),
+    (lambda clip, module, sgd: clip.clip_grad_norm_(1.0, 1.0), TypeError, "parameters are wanted, got float"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(1.0, optimizer),
-            TypeError,
-            "clip: max_norm=SGD is not allowed; give a number; the optimizer or its parameters come first",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(model.named_parameters(), 1.0),
-            TypeError,
-            r"got tuple: give parameters\(\) instead of named_parameters\(\)",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(1.0, 1.0),
-            TypeError,
-            "an optimizer or parameters are wanted, got 1.0$",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, None),
-            TypeError,
-            "max_norm=None is not allowed; give a number$",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, -1.0),
-            ValueError,
-            "max_norm=-1.0 is not allowed; give a number that is not negative",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_norm_(optimizer, 1.0, "fro"),
-            TypeError,
-            "norm_type='fro' is not allowed; give a number$",
-        ),
-        (
-            lambda scaler, model, optimizer: scaler.clip_grad_value_(optimizer, math.nan),
-            ValueError,
-            "clip_value=nan is not allowed",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "message"), WRONG_CALLS)
 def test_wrong_arguments_are_named(call, error, message, enabled):
     model = torch.nn.Linear(2, 2)
     optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", enabled=enabled)

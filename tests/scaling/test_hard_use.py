@@ -228,20 +228,3 @@ def test_a_wrapper_that_never_called_the_constructor_of_optimizers(enabled):
 
     ours = weights_after(GradScaler("cpu", enabled=enabled, init_scale=4.0))
     assert torch.equal(ours, weights_after(torch.amp.GradScaler("cpu", enabled=enabled, init_scale=4.0)))
-
-
-def test_an_overflow_in_a_dropped_gradient_is_not_that_of_an_optimizer_met_later():
-    """Another optimizer's gradients of the same batch stay, so that it skips; the one met at its step does not."""
-    shared, own = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    met, late = torch.optim.SGD([own, shared], lr=0.5), torch.optim.SGD([shared], lr=0.5)
-    scaler = GradScaler("cpu")
-    scaler.scale((own + shared).sum()).backward()
-    scaler.unscale_(met)
-    scaler.scale((own + math.inf * shared).sum()).backward()
-    late.zero_grad(set_to_none=True)
-    scaler.scale((0.5 * shared).sum()).backward()
-    scaler.step(late)
-    assert not scaler.last_step(late).skipped
-    assert torch.equal(shared, torch.full((2,), 0.75))
-    scaler.step(met)
-    assert scaler.last_step(met).skipped

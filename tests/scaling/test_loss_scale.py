@@ -204,4 +204,4 @@ def test_the_inverse_has_the_bits_of_torchs():
         scale = dynamic(1.0)
         scale.materialize("cpu")
         scale.fill_(value)
-        assert torch.equal(scale.inverse(value.device), value.double().reciprocal().float())
+        assert torch.equal(scale.snapshot(inverse=True), value.double().reciprocal().float())

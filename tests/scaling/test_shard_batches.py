@@ -71,12 +71,12 @@ def test_the_same_batches(meshes, monkeypatch):
     assert len(one_by_one) == 5  # plain; sharded on an equal mesh; replicated; two layouts of the square
 
 
-@pytest.mark.parametrize("op", ["norm_check", "unscale_"])
-def test_the_same_numbers(meshes, op):
+@pytest.mark.parametrize("write", [False, True])
+def test_the_same_numbers(meshes, write):
     ours, theirs = many_kinds(meshes), many_kinds(meshes)
     factor = torch.tensor(0.25)
-    by_ledger = [getattr(batch, op)(factor, 2.0) for batch in batches_of(make_ledger(), ours)]
-    one_by_one = [getattr(batch, op)(factor, 2.0) for batch in batch_gradients(theirs)]
+    by_ledger = [batch.measure(factor, 2.0, write=write) for batch in batches_of(make_ledger(), ours)]
+    one_by_one = [batch.measure(factor, 2.0, write=write) for batch in batch_gradients(theirs)]
     for mine, right in zip(by_ledger, one_by_one, strict=True):
         assert [value.tolist() for value in mine[:3]] == [value.tolist() for value in right[:3]]
     for mine, right in zip(ours, theirs, strict=True):
@@ -98,7 +98,7 @@ def test_an_overflow_is_named_by_its_place(meshes):
     found = [
         batch.positions[place]
         for batch in batches_of(make_ledger(), params)
-        for place, flag in enumerate(batch.norm_check(torch.tensor(1.0), 2.0)[2].tolist())
+        for place, flag in enumerate(batch.measure(torch.tensor(1.0), 2.0, write=False)[2].tolist())
         if flag
     ]
     assert found == [4]
@@ -118,7 +118,7 @@ def test_what_is_on_its_way_is_waited_for(meshes, monkeypatch):
     param = param_with(DTensor.from_local(torch.ones(6), meshes[0], [Shard(0)]))
     param.grad._local_tensor = local
     (batch,) = batches_of(make_ledger(), [param])
-    assert batch.norm_check(torch.tensor(1.0), 2.0)[0].item() == pytest.approx(6**0.5)
+    assert batch.measure(torch.tensor(1.0), 2.0, write=False)[0].item() == pytest.approx(6**0.5)
     assert len(waited) == 1
 
 

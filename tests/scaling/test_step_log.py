@@ -13,17 +13,22 @@ from amp_plugin.scaling.step_log import RUN, HostFlag, StepLog, StepResult
 
 
 class Result:
-    """A StepResult that the host knows from a given step on, without waiting."""
+    """A StepResult that the host knows from a given step on, without waiting; its own flag."""
 
     is_scaled, scale_after, scale_before = False, 1.0, 1.0
 
     def __init__(self, clock, *, skipped, delay):
-        self.skipped, self.found_inf = skipped, torch.tensor(float(skipped))
+        self.skipped, self.found_inf, self.flag = skipped, torch.tensor(float(skipped)), self
         self._clock = clock
         self._known_at = clock[0] + delay
 
-    def skipped_if_known(self):
+    def known(self):
         return self.skipped if self._clock[0] >= self._known_at else None
+
+    skipped_if_known = known
+
+    def wait(self):
+        return self.skipped
 
     def overflow_report(self):
         return StepResult.unscaled().overflow_report()
