@@ -214,11 +214,7 @@ class GradScaler(TorchNames):
             >>> scaler = GradScaler("cpu")
             >>> scaler.explain_skips(lambda replay: f"{len(replay.calls)} calls to run again", after=3)
         """
-
-        def params() -> list[Tensor]:
-            return [param for state in self._registry for param in state.params]
-
-        explain_once(self.step_log, explainer, after, params)
+        explain_once(self.step_log, explainer, after, lambda: [p for s in self._registry for p in s.params])
 
     @outside_graphs
     def register(self, *optimizers: Optimizer, names: Any = None) -> None:

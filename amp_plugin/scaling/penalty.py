@@ -134,9 +134,6 @@ _surroundings: list[Callable[[], AbstractContextManager[Any]]] = []
 
 
 def surround_backward(context: Callable[[], AbstractContextManager[Any]]) -> None:
-    """Run each later ``torch.autograd.grad`` of this module inside ``context()``.
-
-    For frameworks whose guards refuse a backward pass that they do not know of.
-    """
+    """Run each later backward pass of this module inside ``context()``, where a framework guards those."""
     if context not in _surroundings:
         _surroundings.append(context)

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-_CORES = ("native core", "CUDA kernels")
 _OPS = torch.ops.amp_plugin
 
 
@@ -123,7 +122,8 @@ def _agree_on_core(groups: Groups, device: torch.device) -> None:
         votes = torch.stack([most, least])
         torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, group=group)
         most, least = votes.unbind()
-    for name, any_has, all_have in zip(_CORES, most.tolist(), (-least).tolist(), strict=True):
+    cores = ("native core", "CUDA kernels")
+    for name, any_has, all_have in zip(cores, most.tolist(), (-least).tolist(), strict=True):
         if any_has != all_have:
             msg = (
                 f"some ranks have amp_plugin's {name} and others do not, or have others (for another GPU, by "

@@ -110,10 +110,7 @@ class Registry:
         return bool(waiting)
 
     def is_step_refused(self, state: PerOptimizerState, *, repeats: bool = False) -> bool:
-        """Whether a second step in an iteration lacks new gradients, or an update: all have stepped by now.
-
-        ``repeats``: the step makes its gradients itself, by a closure.
-        """
+        """Whether a step lacks new gradients (but a closure's ``repeats`` it), or an update since all stepped."""
         if state.stage is not OptState.STEPPED:
             return False
         over = self.shared.scales.default.options.dynamic and all(

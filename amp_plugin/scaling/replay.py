@@ -63,10 +63,7 @@ Explainer = Callable[[Replay], str]
 def explain(
     log: StepLog, step: LoggedStep, explainer: Callable[[Replay], T], params: Iterable[Tensor]
 ) -> T | None:
-    """Return what ``explainer`` finds in a step that was just skipped, once it has run it again.
-
-    Nothing here is changed by that. None if no call was remembered.
-    """
+    """Return what ``explainer`` finds in a step that was just skipped; None if no call was remembered."""
     optimizer, calls, result = step.optimizer(), tuple(log.calls), step.result
     if optimizer is None or not calls:
         return None
@@ -83,12 +80,8 @@ def explain(
 def explain_once(
     log: StepLog, explainer: Explainer, after: int, params: Callable[[], Iterable[Tensor]]
 ) -> None:
-    """Explain the first run of ``after`` skipped steps of one optimizer, in a warning.
-
-    Raises:
-        ValueError: ``after`` is below 2: the calls of a step are remembered once one was skipped.
-    """
-    if whole("after", after) < 2:
+    """Explain the first run of ``after`` skipped steps of one optimizer, in a warning."""
+    if whole("after", after) < 2:  # the calls of a step are remembered once one was skipped
         msg = f"after={after!r} is not allowed; give at least 2 skipped steps in a row"
         raise ValueError(msg)
 

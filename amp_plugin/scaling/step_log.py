@@ -387,11 +387,7 @@ class StepLog:
         return any(record.in_a_row for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's schedulers sit out its last step.
-
-        Each skip holds them back once. One that the host learns of late holds them back at a later step
-        instead, so that they stand where they should after as many steps.
-        """
+        """Whether the optimizer's schedulers sit out its last step: once per skip, later if it is known late."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
