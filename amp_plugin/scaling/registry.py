@@ -110,7 +110,7 @@ class Registry:
         return bool(waiting)
 
     def is_step_refused(self, state: PerOptimizerState, *, repeats: bool = False) -> bool:
-        """Whether a step lacks new gradients (but a closure's ``repeats`` it), or an update since all stepped."""
+        """Whether a step lacks new gradients (a closure ``repeats`` it), or an update: all have stepped."""
         if state.stage is not OptState.STEPPED:
             return False
         over = self.shared.scales.default.options.dynamic and all(

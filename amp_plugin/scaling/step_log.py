@@ -387,7 +387,7 @@ class StepLog:
         return any(record.in_a_row for record in self._records.values())
 
     def holds_schedulers(self, optimizer: Optimizer) -> bool:
-        """Whether the optimizer's schedulers sit out its last step: once per skip, later if it is known late."""
+        """Whether the optimizer's schedulers sit out its last step: once per skip, later if learnt late."""
         record = self._records.get(id(optimizer))
         return record is not None and record.is_held
 
