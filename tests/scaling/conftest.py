@@ -19,6 +19,18 @@ class Weights:
     def loss(self, gradient: float = 1.0) -> torch.Tensor:
         return sum((p * gradient).sum() for p in self.params)
 
+    def backward(self, scaler, gradient: float = 1.0) -> None:
+        """The backward of new gradients, scaled."""
+        self.optimizer.zero_grad()
+        scaler.scale(self.loss(gradient)).backward()
+
+    def train(self, scaler, *gradients: float) -> None:
+        """A whole step with each gradient."""
+        for gradient in gradients:
+            self.backward(scaler, gradient)
+            scaler.step(self.optimizer)
+            scaler.update()
+
     @property
     def value(self) -> float:
         """Minus the sum of the gradients stepped with, for SGD with lr=1."""

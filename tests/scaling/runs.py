@@ -54,6 +54,11 @@ KINDS = {
 }
 """Optimizers that step in one pass."""
 
+OTHERS = {
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.1}),  # no op of ours steps it
+    "maximize": (torch.optim.SGD, {"lr": 0.1, "maximize": True, "weight_decay": 0.1}),
+}
+
 
 class Run:
     """Parameters, an optimizer and a scaler; the gradients of a backward are random."""
@@ -62,7 +67,7 @@ class Run:
         generator = torch.Generator().manual_seed(0)
         shapes = [(3, 5), (33,), ()]
         self.params = [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
-        cls, defaults = KINDS[kind]
+        cls, defaults = {**KINDS, **OTHERS}[kind]
         self.optimizer = cls(self.params, **{**defaults, **options})
         self.scaler = scaler or scaler_of(2.0**10)
 
@@ -77,7 +82,7 @@ class Run:
         self.backward(seed, factor)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        return self.scaler.last_step(self.optimizer)
+        return self.scaler.last_step(self.optimizer) if isinstance(self.scaler, GradScaler) else None
 
     def clip_and_step(self, seed=0, max_norm=0.5, *, fold=True, trusted=False):
         self.backward(seed)

@@ -12,37 +12,45 @@ from tests.scaling.runs import SCALES, Run, build, everything, scaler_of
 FORMS = ["positional", "keyword"]
 
 
-def call(scaler, optimizer, closure, form):
-    return (
-        scaler.step(optimizer, closure) if form == "positional" else scaler.step(optimizer, closure=closure)
-    )
-
-
 class Sam(torch.optim.Optimizer):
-    """Sharpness-aware minimisation in its usual two-call form."""
+    """Sharpness-aware minimisation in its usual form: it climbs by the gradients that are there already."""
 
-    def __init__(self, params, base, rho=0.05):
-        super().__init__(params, {"rho": rho})
-        self.base = base(self.param_groups, lr=0.1)
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr)
 
     @torch.no_grad()
     def step(self, closure):
-        closure = torch.enable_grad()(closure)
-        params = [p for g in self.param_groups for p in g["params"]]
-        norm = torch.stack([p.grad.norm() for p in params]).norm()
-        for p in params:
-            self.state[p]["start"] = p.detach().clone()
-            p.add_(p.grad * (0.05 / norm))
-        closure()
-        for p in params:
-            p.copy_(self.state[p]["start"])
+        params = self.param_groups[0]["params"]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in params])
+        starts = [p.detach().clone() for p in params]
+        torch._foreach_add_(params, torch._foreach_mul([p.grad for p in params], 0.05 / norm))
+        torch.enable_grad()(closure)()
+        torch._foreach_copy_(params, starts)
         self.base.step()
 
 
-def quadratic(dtype):
+def call(scaler, optimizer, closure, form):
+    if form == "positional":
+        return scaler.step(optimizer, closure)
+    return scaler.step(optimizer, closure=closure)
+
+
+def closure_of(scaler, optimizer, loss_of):
+    """The usual closure."""
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of()
+        scaler.scale(loss).backward()
+        return loss
+
+    return closure
+
+
+def quadratic(dtype=torch.float32):
     torch.manual_seed(0)
-    matrix = torch.randn(6, 6)
-    target = torch.randn(6)
+    matrix, target = torch.randn(6, 6), torch.randn(6)
     param = torch.nn.Parameter(torch.zeros(6))
 
     def loss():
@@ -61,15 +69,8 @@ def test_lbfgs_equals_float32(form, line_search):
         param, loss_of = quadratic(dtype)
         optimizer = torch.optim.LBFGS([param], lr=0.5, max_iter=10, line_search_fn=line_search)
         scaler = GradScaler("cpu", init_scale=2.0**12, enabled=dtype is torch.float16)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of()
-            scaler.scale(loss).backward()
-            return loss
-
         for _ in range(8):
-            call(scaler, optimizer, closure, form)
+            call(scaler, optimizer, closure_of(scaler, optimizer, loss_of), form)
             scaler.update()
         ends.append(param.detach().clone())
     assert torch.allclose(*ends, atol=5e-3)
@@ -81,61 +82,36 @@ def test_lbfgs_equals_float32(form, line_search):
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_closure_for_an_ordinary_optimizer(form, fused, scale):
     param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=1.0, fused=fused)
-    scaler = scaler_of(scale)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = param.sum() + 5
-        scaler.scale(loss).backward()
-        return loss
-
-    assert call(scaler, optimizer, closure, form).item() == 5.0
-    assert param[0] == -1.0
-    scaler.update()
-    assert call(scaler, optimizer, closure, form).item() == 3.0
-    assert param[0] == -2.0
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0, fused=fused), scaler_of(scale)
+    for loss, value in ((5.0, -1.0), (3.0, -2.0)):
+        closure = closure_of(scaler, optimizer, lambda: param.sum() + 5)
+        assert call(scaler, optimizer, closure, form).item() == loss
+        assert param[0] == value
+        scaler.update()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_sam_equals_float32(form):
     ends = []
     for enabled in (False, True):
-        param, loss_of = quadratic(torch.float32)
-        optimizer = Sam([param], torch.optim.SGD)
-        scaler = GradScaler("cpu", enabled=enabled)
-
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_of()
-            scaler.scale(loss).backward()
-            return loss
-
+        param, loss_of = quadratic()
+        optimizer, scaler = Sam([param]), GradScaler("cpu", enabled=enabled)
+        closure = closure_of(scaler, optimizer, loss_of)
         for _ in range(5):
-            closure()
+            closure()  # some look at gradients before they call it
             call(scaler, optimizer, closure, form)
             scaler.update()
         ends.append(param.detach().clone())
     assert torch.allclose(*ends, rtol=1e-6)
 
 
-def test_an_overflow_before_the_step_skips_it():
-    param, loss_of = quadratic(torch.float32)
-    optimizer = Sam([param], torch.optim.SGD)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(loss_of() * math.inf).backward()
-    assert scaler.step(optimizer, lambda: pytest.fail("must not be called")) is None
-    assert scaler.last_step(optimizer).skipped
-
-
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.LBFGS])
+@pytest.mark.parametrize("kind", [Sam, torch.optim.SGD, torch.optim.LBFGS])
 @pytest.mark.parametrize("drops", [False, True])
-def test_torchs_own_look_at_no_gradient_before_their_closure(kind, drops):
-    param, loss_of = quadratic(torch.float32)
-    optimizer = kind([param], lr=0.1)
-    scaler = GradScaler("cpu", init_scale=8.0)
+def test_an_overflow_before_the_step(kind, drops):
+    """It skips the step of an optimizer that may use it; torch's own look at no gradient before their closure."""
+    param, loss_of = quadratic()
+    optimizer, scaler, losses = kind([param], lr=0.1), GradScaler("cpu", init_scale=8.0), []
     scaler.scale(loss_of() * math.inf).backward()
-    losses = []
 
     def closure():
         if drops:
@@ -144,26 +120,25 @@ def test_torchs_own_look_at_no_gradient_before_their_closure(kind, drops):
         scaler.scale(losses[-1]).backward()
         return losses[-1]
 
-    assert (scaler.step(optimizer, closure) is losses[0]) is drops
+    value = scaler.step(optimizer, closure)
+    taken = drops and kind is not Sam
+    assert (value is losses[0]) if taken else value is None
+    assert len(losses) > 0 or kind is Sam
     scaler.update()
-    assert scaler.last_step(optimizer).skipped is not drops
-    assert scaler.get_scale() == (8.0 if drops else 4.0)
+    assert scaler.last_step(optimizer).skipped is not taken
+    assert scaler.get_scale() == (8.0 if taken else 4.0)
 
 
-def test_an_unscaled_loss_in_the_closure_is_refused():
-    param = torch.nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
-    scaler.scale(param.sum()).backward()
-    scaler.step(optimizer)
-    scaler.update()
+def test_an_unscaled_loss_in_the_closure_is_refused(weights):
+    one, scaler = weights(), GradScaler("cpu", init_scale=8.0)
+    one.train(scaler, 1.0)
 
     def closure():
-        optimizer.zero_grad()
-        param.sum().backward()
+        one.optimizer.zero_grad()
+        one.loss().backward()
 
     with pytest.raises(RuntimeError, match="loss that was not scaled: call scaler.scale\\(loss\\).backward"):
-        scaler.step(optimizer, closure)
+        scaler.step(one.optimizer, closure)
 
 
 def test_the_scaled_loss_as_the_closures_value_is_refused():
@@ -172,17 +147,17 @@ def test_the_scaled_loss_as_the_closures_value_is_refused():
     optimizer = torch.optim.LBFGS([param], line_search_fn="strong_wolfe")
     scaler = GradScaler("cpu", init_scale=8.0)
 
-    def closure(scale_first):
+    def closure():
         optimizer.zero_grad()
-        loss = param.square().sum()
-        scaled = scaler.scale(loss)
+        scaled = scaler.scale(param.square().sum())
         scaled.backward()
-        return scaled if scale_first else loss
+        return scaled
 
     with pytest.raises(RuntimeError, match=r"returned the scaled loss: .* return the loss itself"):
-        scaler.step(optimizer, lambda: closure(scale_first=True))
+        scaler.step(optimizer, closure)
     assert param.tolist() == [1.0, 1.0]
-    assert scaler.step(optimizer, lambda: closure(scale_first=False)).item() == 2.0
+    right = closure_of(scaler, optimizer, lambda: param.square().sum())
+    assert scaler.step(optimizer, right).item() == 2.0
     assert param.tolist() == [0.0, 0.0]
 
 
@@ -193,15 +168,13 @@ class TwoCalls(torch.optim.SGD):
 
     @torch.no_grad()
     def step(self, closure):
-        with torch.enable_grad():
-            closure()
-        before = [param.clone() for param in self.param_groups[0]["params"]]
-        for param in self.param_groups[0]["params"]:
-            param.add_(param.grad)
-        with torch.enable_grad():
-            loss = closure()
-        for param, old in zip(self.param_groups[0]["params"], before, strict=True):
-            param.copy_(old)
+        closure = torch.enable_grad()(closure)
+        closure()
+        params = self.param_groups[0]["params"]
+        before = [param.clone() for param in params]
+        torch._foreach_add_(params, [param.grad for param in params])
+        loss = closure()
+        torch._foreach_copy_(params, before)
         super().step()
         return loss
 
@@ -211,17 +184,14 @@ class TwoCalls(torch.optim.SGD):
 @pytest.mark.parametrize("bad_call", [1, 2])
 def test_a_closure_that_is_not_finite_changes_nothing(cls, bad_call, scale):
     model, optimizer = build(cls, {})
-    scaler, calls = scaler_of(scale), []
+    scaler, calls, bad = scaler_of(scale), [], 0
     x = torch.randn(4, 4)
 
-    def closure():
+    def loss_of():
         calls.append(1)
-        optimizer.zero_grad()
-        loss = model(x * (math.nan if len(calls) == bad else 1.0)).square().mean()
-        scaler.scale(loss).backward()
-        return loss
+        return model(x * (math.nan if len(calls) == bad else 1.0)).square().mean()
 
-    bad = 0
+    closure = closure_of(scaler, optimizer, loss_of)
     assert isinstance(scaler.step(optimizer, closure), torch.Tensor)
     assert not scaler.last_step(optimizer).skipped
     scaler.update()
@@ -235,29 +205,20 @@ def test_a_closure_that_is_not_finite_changes_nothing(cls, bad_call, scale):
     assert value is None if scale is not None else not value.isfinite()
     assert scaler.last_step(optimizer).skipped
     after = everything(model, optimizer)
-    assert all(map(torch.equal, before[0] + before[1], [*after[0], *after[1]]))
+    assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
 
 
 @pytest.mark.parametrize(("scale", "counts"), [(None, (1, 3, 0)), (8.0, (3, 3, 0))])
 def test_an_optimizer_that_calls_its_closure_first_is_copied_once(monkeypatch, scale, counts):
     """Where nothing is scaled a step shows whether the next needs a copy; overflows are no routine there."""
-
-    class Foreign(torch.optim.SGD):
-        __module__ = "elsewhere"
-
+    foreign = type("Foreign", (torch.optim.SGD,), {"__module__": "elsewhere"})
     copies, snapshot = [], closures.Snapshot
     monkeypatch.setattr(closures, "Snapshot", lambda o: copies.append(1) or snapshot(o))
-    for cls, expected in zip((Foreign, TwoCalls, torch.optim.SGD), counts, strict=True):
+    for cls, expected in zip((foreign, TwoCalls, torch.optim.SGD), counts, strict=True):
         copies.clear()
         model, optimizer = build(cls, {})
         scaler = scaler_of(scale)
-
-        def closure(model=model, optimizer=optimizer, scaler=scaler):
-            optimizer.zero_grad()
-            loss = model(torch.ones(1, 4)).sum()
-            scaler.scale(loss).backward()
-            return loss
-
+        closure = closure_of(scaler, optimizer, lambda model=model: model(torch.ones(1, 4)).sum())
         for _ in range(3):
             scaler.step(optimizer, closure)
             scaler.update()
@@ -276,19 +237,10 @@ def test_a_step_that_cannot_be_put_back_says_so():
             return TwoCalls.step(self, closure) if self.steps > 1 else torch.optim.SGD.step(self, closure)
 
     model, optimizer = build(Late, {})
-    scaler, calls = scaler_of(None), []
-
-    def closure():
-        calls.append(1)
-        optimizer.zero_grad()
-        loss = model(torch.full((1, 4), math.nan if len(calls) == 3 else 1.0)).sum()
-        loss.backward()
-        return loss
-
+    scaler, inputs = scaler_of(None), iter([1.0, 1.0, math.nan])
+    closure = closure_of(scaler, optimizer, lambda: model(torch.full((1, 4), next(inputs))).sum())
     scaler.step(optimizer, closure)
-    with pytest.raises(
-        RuntimeError, match="Late: a closure's gradients are not finite after the step has changed"
-    ):
+    with pytest.raises(RuntimeError, match="Late: a closure's gradients are not finite after the step has"):
         scaler.step(optimizer, closure)
 
 
@@ -301,12 +253,10 @@ def test_closures_of_known_optimizers_run_before_the_step(poison, scale):
     before = run.values()
 
     def closure():
-        run.optimizer.zero_grad()
-        loss = sum(param.sum() for param in run.params) * poison
         assert torch.is_grad_enabled()
-        run.scaler.scale(loss).backward()
+        run.backward(factor=poison)
         run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=True)
-        return loss
+        return sum(param.sum() for param in run.params) * poison
 
     with torch.no_grad():
         loss = run.scaler.step(run.optimizer, closure)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from amp_plugin.scaling import OverflowReport, step_log
+from amp_plugin.scaling import step_log
 from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import SCALES, Run, scaler_of
 
@@ -28,11 +28,7 @@ def test_each_optimizer_decides_for_itself(weights, fused, scale):
     scaler.update()
     assert (a.value, b.value) == (0.0, -5.0)
     assert scaler.get_scale() == (1.0 if scale is None else 4.0)
-    assert (scaler.skipped_steps(), scaler.skipped_steps(a.optimizer), scaler.skipped_steps(b.optimizer)) == (
-        1,
-        1,
-        0,
-    )
+    assert [scaler.skipped_steps(of) for of in (None, a.optimizer, b.optimizer)] == [1, 1, 0]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -41,37 +37,30 @@ def test_the_result_of_a_step(weights, fused):
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     with pytest.raises(RuntimeError, match="has not stepped under this scaler"):
         scaler.last_step(one.optimizer)
-    scaler.scale(one.loss(3.0)).backward()
+    one.backward(scaler, 3.0)
     scaler.clip_grad_norm_(one.optimizer, 1.0)
     scaler.step(one.optimizer)
     first = scaler.last_step(one.optimizer)
     assert first.scale_before == first.scale_after == 8.0
     scaler.update()
-    assert first.skipped is False
-    assert first.skipped_if_known() is False
+    assert (first.skipped, first.skipped_if_known()) == (False, False)
     assert first.norm.item() == pytest.approx(3.0 * 12**0.5, rel=1e-6)
     assert (first.scale_before, first.scale_after) == (8.0, 16.0)
-    assert first.overflow_report() == OverflowReport()
     assert not first.overflow_report()
     assert str(first.overflow_report()) == "no overflow"
-    one.optimizer.zero_grad()
-    scaler.scale(one.loss(math.inf)).backward()
-    scaler.step(one.optimizer)
-    scaler.update()
-    assert first.scale_after == 16.0
-    assert not first.skipped
-    second = scaler.last_step(one.optimizer)
-    assert (second.skipped, second.scale_before, second.scale_after) == (True, 16.0, 8.0)
-    assert repr(second) == "StepResult(skipped=True, norm=inf, scale_before=16.0, scale_after=8.0)"
+    one.train(scaler, math.inf)
+    assert (first.scale_after, first.skipped) == (16.0, False)
+    assert repr(scaler.last_step(one.optimizer)) == (
+        "StepResult(skipped=True, norm=inf, scale_before=16.0, scale_after=8.0)"
+    )
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_a_skip_is_told_and_counted(weights, poison, scale):
-    one = weights()
-    scaler = scaler_of(scale, dynamic=False)
+    one, scaler = weights(), scaler_of(scale, dynamic=False)
     scaler.register(one.optimizer)
-    scaler.scale(one.loss(2.0)).backward()
+    one.backward(scaler, 2.0)
     one.params[1].grad[2] = poison
     assert scaler.step(one.optimizer) is None
     result = scaler.last_step(one.optimizer)
@@ -82,12 +71,9 @@ def test_a_skip_is_told_and_counted(weights, poison, scale):
     assert scaler.skipped_steps() == scaler.skipped_steps(one.optimizer) == 1
     assert one.value == 0.0
     scaler.update()
-    one.optimizer.zero_grad()
-    scaler.scale(one.loss(2.0)).backward()
-    scaler.step(one.optimizer)
+    one.train(scaler, 2.0)
     assert (one.value, scaler.skipped_steps()) == (-2.0, 1)
     assert scaler.last_step(one.optimizer).norm.item() == pytest.approx(2.0 * 12**0.5)
-    scaler.update()
     assert copy.deepcopy(scaler).skipped_steps() == pickle.loads(pickle.dumps(scaler)).skipped_steps() == 1
 
 
@@ -113,12 +99,9 @@ def test_the_norm_of_a_step_is_that_of_all_micro_batches(weights, fused, early):
 
 def test_results_nobody_keeps_are_not_kept(weights):
     """A constant scale needs no update(): without one, results must not pile up."""
-    one = weights()
-    scaler = GradScaler("cpu", dynamic=False)
-    results = []
+    one, scaler, results = weights(), GradScaler("cpu", dynamic=False), []
     for _ in range(5):
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(1.0)).backward()
+        one.backward(scaler)
         scaler.step(one.optimizer)
         results.append(weakref.ref(scaler.last_step(one.optimizer)))
     assert [result() is None for result in results] == [True] * 4 + [False]
@@ -183,11 +166,7 @@ def test_an_optimizer_that_takes_a_scaler_steps_unscaled_gradients_without_one(w
             super().step()
 
     one, scaler = weights(optimizer=Older), scaler_of(scale)
-    for gradient in (3.0, math.inf):
-        scaler.scale(one.loss(gradient)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
-        one.optimizer.zero_grad()
+    one.train(scaler, 3.0, math.inf)
     assert one.value == -3.0
 
 
@@ -198,13 +177,11 @@ def test_the_value_of_step_is_returned(weights, scale):
             super().step()
             return 7.0
 
-    one = weights(optimizer=Returns)
-    scaler = scaler_of(scale)
-    scaler.scale(one.loss(3.0)).backward()
+    one, scaler = weights(optimizer=Returns), scaler_of(scale)
+    one.backward(scaler, 3.0)
     assert scaler.step(one.optimizer) == 7.0
-    one.optimizer.zero_grad()
     scaler.update()
-    scaler.scale(one.loss(math.inf)).backward()
+    one.backward(scaler, math.inf)
     assert scaler.step(one.optimizer, None) is None
 
 
@@ -215,8 +192,7 @@ def test_no_host_sync_before_somebody_asks(weights, forbid_host_syncs, scale):
     scaler = scaler_of(scale)
     with forbid_host_syncs():
         for fold in (False, True, True):
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss(3.0)).backward()
+            one.backward(scaler, 3.0)
             scaler.clip_grad_norm_(one.optimizer, 1.0, fold=fold)
             if not fold:
                 scaler.clip_grad_norm_(one.params, 0.5)
@@ -245,17 +221,14 @@ def test_a_flag_comes_to_the_host_whatever_the_default_and_the_current_device(mo
         def query(self):
             return self.behind == "the stream of cuda:1"
 
-    empty = torch.empty
-    with torch.device("meta"):
-        assert empty(0).is_meta
     monkeypatch.setattr(step_log, "capturing", lambda device: False)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"the stream of {device}")
 
-    def make(*size, pin_memory, **options):  # there is nothing to pin memory for
-        return empty(*size, **options)
+    def empty(*size, pin_memory, **options):  # there is nothing to pin memory for
+        return torch.zeros(*size, **options)
 
-    monkeypatch.setattr(torch, "empty", make)
+    monkeypatch.setattr(torch, "empty", empty)
     with torch.device("meta"):
         flag = step_log.HostFlag(OnCuda())
     assert flag.known() is True
