@@ -9,30 +9,19 @@ from amp_plugin import GradScaler
 from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import OPTIMIZERS, SCALES, build, everything, scaler_of
 
-
-def step(model, optimizer, scaler, x):
-    optimizer.zero_grad()
-    loss = model(x).square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-
 BATCHES, POISONED = 20, 7
 
 
-def train(scaler, cls, options, poison=None, clip=None, drop=False):
+def train(scaler, cls, options, poison=1.0, clip=None, drop=False):
     """Twenty batches, one of them poisoned or dropped; return all numbers and the results of the steps."""
     model, optimizer = build(cls, options)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     generator = torch.Generator().manual_seed(1)
     results = []
     for i in range(BATCHES):
-        x = torch.randn(2, 4, generator=generator)
-        if i == POISONED:
-            if drop:
-                continue
-            x = x * poison
+        x = torch.randn(2, 4, generator=generator) * (poison if i == POISONED else 1.0)
+        if i == POISONED and drop:
+            continue
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(x).square().mean()
@@ -44,71 +33,62 @@ def train(scaler, cls, options, poison=None, clip=None, drop=False):
         results.append(scaler.last_step(optimizer))
         if not results[-1].skipped:
             schedule.step()
-    return everything(model, optimizer), results
+    params, state = everything(model, optimizer)
+    return params + state, [result.skipped for result in results]
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
 @pytest.mark.parametrize(("clip", "poison"), [(None, math.nan), (None, -math.inf), (0.1, math.inf)])
 def test_a_poisoned_batch_leaves_what_a_dropped_one_leaves(cls, options, clip, poison, scale):
-    (params, state), results = train(scaler_of(scale, dynamic=False), cls, options, poison=poison, clip=clip)
-    (other_params, other_state), _ = train(
-        scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True
-    )
-    assert all(map(torch.equal, params + state, other_params + other_state))
-    assert all(param.isfinite().all() for param in params)
-    assert [result.skipped for result in results] == [i == POISONED for i in range(BATCHES)]
+    numbers, skipped = train(scaler_of(scale, dynamic=False), cls, options, poison, clip)
+    right, _ = train(scaler_of(scale, dynamic=False), cls, options, clip=clip, drop=True)
+    assert all(map(torch.equal, numbers, right))
+    assert all(number.isfinite().all() for number in numbers)
+    assert skipped == [i == POISONED for i in range(BATCHES)]
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_without_poison_every_bit_is_torchs(clip):
-    ours, _ = train(
-        scaler_of(None, one_pass=False), torch.optim.AdamW, {"fused": True}, poison=1.0, clip=clip
+    ours, theirs = (
+        train(scaler_of(None, **options), torch.optim.AdamW, {"fused": True}, clip=clip)[0]
+        for options in ({"one_pass": False}, {"on_nonfinite": "ignore"})
     )
-    theirs, _ = train(
-        scaler_of(None, on_nonfinite="ignore"), torch.optim.AdamW, {"fused": True}, poison=1.0, clip=clip
-    )
-    assert all(map(torch.equal, ours[0] + ours[1], theirs[0] + theirs[1]))
+    assert all(map(torch.equal, ours, theirs))
 
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
 def test_a_skipped_first_step_leaves_no_trace(cls, options, scale):
     """torch's fused SGD allocates its momentum with empty_like and returns before writing it."""
-    bad = torch.full((2, 4), math.inf)
     results = []
-    for first in ([bad], []):
+    for factors in ((math.inf, 1.0, 2.0), (1.0, 2.0)):
         model, optimizer = build(cls, options)
         scaler = scaler_of(scale, growth_interval=100)
-        for x in [*first, torch.ones(2, 4), torch.ones(2, 4) * 2]:
-            step(model, optimizer, scaler, x)
-        results.append(everything(model, optimizer))
-    assert all(map(torch.equal, results[0][0] + results[0][1], results[1][0] + results[1][1]))
+        for factor in factors:
+            optimizer.zero_grad()
+            scaler.scale(model(torch.full((2, 4), factor)).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        params, state = everything(model, optimizer)
+        results.append(params + state)
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_gradients_that_are_mended_after_a_clip_has_seen_them(weights, scale):
-    """Without a loss scale those of the step count; with one an overflow stays one, as in torch.amp."""
+@pytest.mark.parametrize("mended", [True, False])
+def test_gradients_that_are_mended_or_spoilt_after_a_clip_has_seen_them(weights, scale, mended):
+    """Those of the step count; with a loss scale an overflow that was seen stays one, as in torch.amp."""
     one, scaler = weights(), scaler_of(scale)
     scaler.register(one.optimizer)
-    scaler.scale(one.loss(math.nan)).backward()
-    scaler.clip_grad_norm_(one.optimizer, 1.0)
-    for param in one.params:
-        param.grad.data.nan_to_num_(1.0)
-    scaler.step(one.optimizer)
-    assert scaler.last_step(one.optimizer).skipped is (scale is not None)
-    assert one.value == (-1.0 if scale is None else 0.0)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-def test_gradients_that_are_spoilt_after_a_clip_has_seen_them(weights, scale):
-    one, scaler = weights(), scaler_of(scale)
-    scaler.scale(one.loss(1.0)).backward()
+    one.backward(scaler, math.nan if mended else 1.0)
     scaler.clip_grad_norm_(one.optimizer, 100.0)
-    one.params[0].grad.data[0] = math.nan
+    for param in one.params:
+        param.grad.data.nan_to_num_(1.0) if mended else param.grad.data.fill_(math.nan)
     scaler.step(one.optimizer)
-    assert scaler.last_step(one.optimizer).skipped
-    assert one.value == 0.0
+    taken = mended and scale is None
+    assert scaler.last_step(one.optimizer).skipped is not taken
+    assert one.value == -float(taken)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -116,8 +96,7 @@ def test_what_a_clip_has_measured_is_not_read_again(weights, scale):
     one, scaler = weights(), scaler_of(scale, dynamic=False)
 
     def step(gradient):
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(gradient)).backward()
+        one.backward(scaler, gradient)
         with OpsSeen() as seen:
             scaler.clip_grad_norm_(one.optimizer, 1.0)
             scaler.assume_unchanged(one.optimizer)
@@ -135,7 +114,7 @@ def test_what_a_clip_has_measured_is_not_read_again(weights, scale):
 @pytest.mark.parametrize("order", [0.0, -1.0])
 def test_orders_whose_norm_hides_a_nan_are_read(weights, order, scale):
     one, scaler = weights(), scaler_of(scale)
-    scaler.scale(one.loss(1.0)).backward()
+    one.backward(scaler)
     one.params[0].grad[0] = math.inf
     scaler.clip_grad_norm_(one.optimizer, 1e9, order)
     scaler.assume_unchanged(one.optimizer)
@@ -147,9 +126,7 @@ def test_raise_names_the_parameters_and_leaves_the_weights(weights):
     one, scaler = weights(), scaler_of(None, on_nonfinite="raise")
     scaler.register(one.optimizer, names={"a.weight": one.params[0]})
     (one.params[0].sum() * math.nan).backward()
-    with pytest.raises(
-        FloatingPointError, match=r"SGD: gradients are not finite \(nan in 1 gradient: a\.weight"
-    ):
+    with pytest.raises(FloatingPointError, match=r"SGD: .* not finite \(nan in 1 gradient: a\.weight"):
         scaler.step(one.optimizer)
     assert one.value == 0.0
     assert scaler.last_step(one.optimizer).skipped
@@ -158,34 +135,20 @@ def test_raise_names_the_parameters_and_leaves_the_weights(weights):
 def test_raise_waits_for_the_loss_scale(weights):
     """Overflows at a scale above 1 are how a scale is found."""
     one, scaler = weights(), GradScaler("cpu", init_scale=4.0, on_nonfinite="raise")
-
-    def step():
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(math.inf)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
-
-    step(), step()
+    one.train(scaler, math.inf, math.inf)
     with pytest.raises(FloatingPointError, match=r"are not finite \(inf in 3 gradients.*'skip' goes on"):
-        step()
+        one.train(scaler, math.inf)
     constant = GradScaler("cpu", init_scale=4.0, dynamic=False, on_nonfinite="raise")
-    constant.scale(one.loss(math.inf)).backward()
     with pytest.raises(FloatingPointError, match=r"are not finite at a loss scale of 4 \(inf"):
-        constant.step(one.optimizer)
+        one.train(constant, math.inf)
 
 
 def test_ignore_is_torchs_step(weights):
     one, scaler = weights(), scaler_of(None, on_nonfinite="ignore")
-    one.loss(math.nan).backward()
-    scaler.step(one.optimizer)
+    one.train(scaler, math.nan)
     assert all(param.isnan().all() for param in one.params)
     assert (scaler.last_step(one.optimizer).skipped, scaler.skipped_steps()) == (False, 0)
     assert GradScaler("cpu", on_nonfinite="ignore").is_enabled()
-
-
-def test_a_wrong_word_is_refused():
-    with pytest.raises(ValueError, match="on_nonfinite='stop' is not known; use 'skip', 'raise' or 'ignore'"):
-        GradScaler("cpu", on_nonfinite="stop")
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -193,38 +156,24 @@ def test_sparse_and_complex_gradients_and_the_fallback(without_native, scale):
     table = torch.nn.Embedding(4, 2, sparse=True)
     wave = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     optimizer, scaler = torch.optim.SGD([*table.parameters(), wave], lr=1.0), scaler_of(scale)
-    for poison, skipped in ((1.0, False), (math.nan, True)):
+    for poison in (1.0, math.nan):
         optimizer.zero_grad()
         scaler.scale(table(torch.tensor([1, 1])).sum() * poison + wave.sum().abs()).backward()
         scaler.step(optimizer)
         scaler.update()
-        assert scaler.last_step(optimizer).skipped is skipped
+        assert scaler.last_step(optimizer).skipped is math.isnan(poison)
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**16])
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_run_that_only_skips_says_so_once(weights, fused, scale):
     one, scaler = weights(fused=fused), scaler_of(scale)
-
-    def train(gradient, steps):
-        for _ in range(steps):
-            one.optimizer.zero_grad()
-            scaler.scale(one.loss(gradient)).backward()
-            scaler.step(one.optimizer)
-            scaler.update()
-
-    train(math.inf, 49)
-    train(1.0, 1)
-    train(math.inf, 49)
-    text = r"50 steps of SGD in a row were skipped.*inf in 3 gradients: param_groups"
-    why = (
-        "although nothing is scaled"
-        if scale is None
-        else "lowering it further will not help.*amp-plugin diagnose"
-    )
-    with pytest.warns(UserWarning, match=f"{text}.*{why}"):
-        train(math.inf, 1)
-    train(math.inf, 100)  # once is enough
+    one.train(scaler, *[math.inf] * 49, 1.0, *[math.inf] * 49)
+    why = "although nothing is scaled" if scale is None else "lowering it further will not help"
+    text = rf"50 steps of SGD in a row were skipped.*inf in 3 gradients: param_groups.*{why}.*amp-plugin diagnose"
+    with pytest.warns(UserWarning, match=text):
+        one.train(scaler, math.inf)
+    one.train(scaler, *[math.inf] * 100)  # once is enough
 
 
 @pytest.mark.gpu
@@ -257,15 +206,13 @@ def test_a_fused_step_skips_on_the_device(clip, with_closure):
 
     assert not step(1.0).skipped
     before = [param.detach().clone() for param in params]
-    first = step(math.nan)
-    assert first.skipped
+    assert step(math.nan).skipped
     assert all(map(torch.equal, before, params))
     second = step(math.inf)
     assert second.skipped
-    assert second.overflow_report().named is False
-    assert len(second.overflow_report().inf + second.overflow_report().nan) >= 2, (
-        "after a skip names are read"
-    )
+    report = second.overflow_report()
+    assert report.named is False
+    assert len(report.inf + report.nan) >= 2, "after a skip names are read"
     assert not step(1.0).skipped
     assert scaler.skipped_steps() == 2
     assert not hasattr(optimizer, "found_inf")

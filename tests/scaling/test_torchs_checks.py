@@ -6,23 +6,19 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
+from tests.scaling.ops_seen import OpsSeen
 from tests.scaling.runs import fresh
 
 BOTH = pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
-
-
-def backward(scaler, one, gradient=1.0):
-    one.optimizer.zero_grad()
-    scaler.scale(one.loss(gradient)).backward()
 
 
 @BOTH
 @pytest.mark.parametrize("unscales", [False, True])
 def test_a_forgotten_update_is_an_error_at_the_second_step(weights, scaler_class, unscales):
     scaler, one = scaler_class("cpu", init_scale=8.0), weights()
-    backward(scaler, one)
+    one.backward(scaler)
     scaler.step(one.optimizer)
-    backward(scaler, one)
+    one.backward(scaler)
     call = scaler.unscale_ if unscales else scaler.step
     text = r"called after step\(\)" if unscales else r"step\(\) has already been called since the last update"
     with pytest.raises(RuntimeError, match=text):
@@ -37,7 +33,7 @@ def test_a_forgotten_update_of_a_closure(weights):
     scaler, one = GradScaler("cpu", init_scale=8.0), weights(optimizer=torch.optim.LBFGS)
 
     def closure():
-        backward(scaler, one)
+        one.backward(scaler)
         return one.loss()
 
     scaler.scale(one.loss())
@@ -51,25 +47,17 @@ def test_a_forgotten_update_of_two_optimizers(weights):
     critic, generator = weights(), weights()
     scaler = fresh(critic.optimizer, generator.optimizer)
     for one in (critic, critic, generator):
-        backward(scaler, one)
+        one.backward(scaler)
         scaler.step(one.optimizer)
-    backward(scaler, critic)
+    critic.backward(scaler)
     with pytest.raises(RuntimeError, match="register"):
         scaler.step(critic.optimizer)
-
-
-def test_a_constant_scale_needs_no_update(weights):
-    scaler, one = GradScaler("cpu", init_scale=8.0, dynamic=False), weights()
-    for _ in range(2):
-        backward(scaler, one)
-        scaler.step(one.optimizer)
-    assert one.value == -2.0
 
 
 @BOTH
 def test_an_update_after_a_step_past_the_scaler_is_an_error(weights, scaler_class):
     scaler, one = scaler_class("cpu", init_scale=8.0), weights()
-    backward(scaler, one)
+    one.backward(scaler)
     one.optimizer.step()
     wanted = AssertionError if scaler_class is torch.amp.GradScaler else RuntimeError
     with pytest.raises(wanted, match=r"(?i)no (inf checks were|gradient was check)"):
@@ -77,16 +65,13 @@ def test_an_update_after_a_step_past_the_scaler_is_an_error(weights, scaler_clas
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"momentum": 0.9}])
-@pytest.mark.parametrize("given", [GradScaler, torch.amp.GradScaler])
-def test_a_step_past_the_scaler_with_scaled_gradients(weights, given, options):
+@BOTH
+def test_a_step_past_the_scaler_with_scaled_gradients(weights, scaler_class, options):
     """torch.amp steps with gradients eight times too large."""
-    one = weights(**options)
-    scaler = given("cpu", init_scale=8.0)
-    backward(scaler, one)
-    scaler.step(one.optimizer)
-    scaler.update()
-    backward(scaler, one)
-    if given is torch.amp.GradScaler:
+    one, scaler = weights(**options), scaler_class("cpu", init_scale=8.0)
+    one.train(scaler, 1.0)
+    one.backward(scaler)
+    if scaler_class is torch.amp.GradScaler:
         one.optimizer.step()
         assert one.value <= -9.0
         return
@@ -101,9 +86,7 @@ def test_a_step_past_the_scaler_with_scaled_gradients(weights, given, options):
 def test_a_loss_that_was_not_scaled_steps_past_the_scaler(weights):
     one = weights()
     scaler = fresh(one.optimizer)
-    backward(scaler, one)
-    scaler.step(one.optimizer)
-    scaler.update()
+    one.train(scaler, 1.0)
     one.optimizer.zero_grad()
     one.loss().backward()
     one.optimizer.step()
@@ -116,19 +99,15 @@ def test_a_loss_that_was_not_scaled_steps_past_the_scaler(weights):
 @BOTH
 @pytest.mark.parametrize("fold", [False, True])
 def test_finite_gradients_whose_norm_overflows_are_clipped_to_zero(weights, scaler_class, fold):
-    one = weights(optimizer=torch.optim.AdamW, fused=True)
-    scaler = scaler_class("cpu", init_scale=1.0)
-    backward(scaler, one, 3e38)
+    one, scaler = weights(optimizer=torch.optim.AdamW, fused=True), scaler_class("cpu", init_scale=1.0)
+    one.backward(scaler, 3e38)
     if scaler_class is GradScaler:
         norm = scaler.clip_grad_norm_(one.optimizer, 1.0, fold=fold)
-        scaler.step(one.optimizer)
-        assert not scaler.last_step(one.optimizer).skipped
     else:
         scaler.unscale_(one.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(one.params, 1.0)
-        scaler.step(one.optimizer)
-    assert norm.item() == torch.inf
-    assert one.grad == 0.0
+    scaler.step(one.optimizer)
+    assert (norm.item(), one.grad) == (torch.inf, 0.0)
     assert len(one.optimizer.state) == len(one.params), "the step was taken"
 
 
@@ -155,27 +134,38 @@ def test_a_zero_dimensional_parameter_first(scaler_class, fused):
     torch.testing.assert_close(trained_here, right, rtol=1e-5, atol=1e-6)
 
 
+# -- scaled gradients that torch's function clips ---------------------------------------------------
+
+
 def small_training(scaler, edit, *, steps=6, micro_batches=1, fused=True, dtype=torch.float16):
-    """Return how far the weights have moved; ``edit`` gets the scaler, model and optimizer before each step."""
+    """Return how far the weights have moved; ``edit`` gets the scaler, parameters and optimizer before each step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
-    start = [param.detach().clone() for param in model.parameters()]
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1, fused=fused)
+    start = torch.nn.utils.parameters_to_vector(params).detach()
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(micro_batches):
             with torch.autocast("cpu", dtype):
                 loss = (model(torch.randn(32, 8)) - 1).square().mean()
             scaler.scale(loss).backward()
-        edit(scaler, model, optimizer)
+        edit(scaler, params, optimizer)
         scaler.step(optimizer)
         scaler.update()
-    pairs = zip(model.parameters(), start, strict=True)
-    return sum((param - before).square().sum() for param, before in pairs).sqrt().item()
+    return (torch.nn.utils.parameters_to_vector(params) - start).norm().item()
 
 
-def clip_scaled(scaler, model, optimizer, max_norm=0.5):
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+def clipped(
+    limit=lambda scaler: 0.5, *, before=lambda scaler, optimizer: None, clip=torch.nn.utils.clip_grad_norm_
+):
+    """An edit: torch clips, after another call."""
+
+    def edit(scaler, params, optimizer):
+        before(scaler, optimizer)
+        clip(params, limit(scaler))
+
+    return edit
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -183,87 +173,50 @@ def clip_scaled(scaler, model, optimizer, max_norm=0.5):
 def test_scaled_gradients_that_torch_has_clipped(fused, micro_batches):
     """torch.amp trains on, 65536 times too slowly."""
     options = {"micro_batches": micro_batches, "fused": fused}
-    assert small_training(torch.amp.GradScaler("cpu"), clip_scaled, **options) < 1e-4
+    assert small_training(torch.amp.GradScaler("cpu"), clipped(), **options) < 1e-4
     wanted = r"3 steps in a row with one norm, 0.5: .*Call scaler.unscale_.*accelerator.clip_grad_norm_\(\)"
     with pytest.raises(RuntimeError, match=wanted):
-        small_training(GradScaler("cpu"), clip_scaled, **options)
+        small_training(GradScaler("cpu"), clipped(), **options)
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 0.25, 1.0, 1.5, 5, 10])
 @pytest.mark.parametrize("init_scale", [2.0**10, 2.0**16, 2.0**20])
 def test_each_usual_max_norm_is_seen(max_norm, init_scale):
-    def clip(scaler, model, optimizer):
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
-
     with pytest.raises(RuntimeError, match="clip_grad_norm_ of torch"):
-        small_training(GradScaler("cpu", init_scale=init_scale), clip, dtype=torch.bfloat16)
+        small_training(
+            GradScaler("cpu", init_scale=init_scale), clipped(lambda _: max_norm), dtype=torch.bfloat16
+        )
 
 
 def test_clipped_scaled_gradients_are_seen_across_skips_and_updates():
-    scaler = GradScaler("cpu", init_scale=2.0**14, growth_interval=1)
-    calls = []
+    scaler, scales = GradScaler("cpu", init_scale=2.0**14, growth_interval=1), []
 
-    def clip(scaler, model, optimizer):
-        clip_scaled(scaler, model, optimizer)
-        calls.append(scaler.get_scale())
-        if len(calls) == 2:
-            model[0].weight.grad[0, 0] = torch.inf
+    def clip(scaler, params, optimizer):
+        torch.nn.utils.clip_grad_norm_(params, 0.5)
+        scales.append(scaler.get_scale())
+        if len(scales) == 2:
+            params[0].grad[0, 0] = torch.inf
 
     with pytest.raises(RuntimeError, match="clip_grad_norm_ of torch"):
         small_training(scaler, clip, dtype=torch.bfloat16)
-    assert len(calls) == 4
-    assert len(set(calls)) > 1
+    assert len(scales) == 4
+    assert len(set(scales)) > 1
 
 
 def each_gradient(edit):
-    def apply(scaler, model, optimizer):
-        for param in model.parameters():
-            param.grad = edit(param.grad) if param.grad is not None else None
+    def apply(scaler, params, optimizer):
+        for param in params:
+            param.grad = edit(param.grad)
 
     return apply
 
 
-def round_norms_by_chance(scaler, model, optimizer):
-    clip_scaled(scaler, model, optimizer, 1.0 + int(scaler._growth_tracker) % 2)
-
-
-def clip_to_scaled_norm_at_a_low_scale(scaler, model, optimizer):
-    scaler.update(16.0)
-    clip_scaled(scaler, model, optimizer, 5e-3 * 16.0)
-
-
-def clip_scaled_at_a_low_scale(scaler, model, optimizer):
-    """Perhaps on purpose."""
-    scaler.update(64.0)
-    clip_scaled(scaler, model, optimizer, 1.0)
-
-
-def clip_to_scaled_norm(scaler, model, optimizer):
-    clip_scaled(scaler, model, optimizer, 1e-3 * scaler.get_scale())
-
-
-def measure_by_clipping(scaler, model, optimizer):
-    clip_scaled(scaler, model, optimizer, torch.inf)
-
-
-def clip_unscaled(scaler, model, optimizer):
+def unscale(scaler, optimizer):
     scaler.unscale_(optimizer)
-    clip_scaled(scaler, model, optimizer, 1e-3)
 
 
-def clip_values_by_hand(scaler, model, optimizer):
-    scaler.unscale_(optimizer)
-    for param in model.parameters():
-        param.grad.clamp_(-1e-5, 1e-5)
-
-
-def clip_by_ours(scaler, model, optimizer):
-    scaler.clip_grad_norm_(optimizer, 1e-3, fold=True)
-
-
-def freeze_a_layer(scaler, model, optimizer):
-    for param in model.parameters():
-        param.grad.mul_(param.dim() == 1)
+def set_scale(value):
+    return lambda scaler, optimizer: scaler.update(value)
 
 
 RIGHT_EDITS = {
@@ -274,16 +227,16 @@ RIGHT_EDITS = {
     "centralized": each_gradient(lambda grad: grad.sub_(grad.mean())),
     "replaced": each_gradient(lambda grad: grad / 2),
     "noise": each_gradient(lambda grad: grad.add_(torch.randn_like(grad))),
-    "a layer frozen": freeze_a_layer,
-    "clipped to max_norm * scale": clip_to_scaled_norm,
-    "round by chance": round_norms_by_chance,
-    "clipped to max_norm * 16": clip_to_scaled_norm_at_a_low_scale,
-    "clipped at a scale of 64": clip_scaled_at_a_low_scale,
-    "clipped to inf": measure_by_clipping,
-    "unscaled, then clipped": clip_unscaled,
-    "unscaled, then clipped by value": clip_values_by_hand,
-    "clipped by the scaler": clip_by_ours,
-}
+    "a layer frozen": each_gradient(lambda grad: grad.mul_(grad.dim() == 1)),
+    "clipped to max_norm * scale": clipped(lambda scaler: 1e-3 * scaler.get_scale()),
+    "round by chance": clipped(lambda scaler: 1.0 + int(scaler._growth_tracker) % 2),
+    "clipped to max_norm * 16": clipped(lambda _: 5e-3 * 16.0, before=set_scale(16.0)),
+    "clipped at a scale of 64, perhaps on purpose": clipped(lambda _: 1.0, before=set_scale(64.0)),
+    "clipped to inf": clipped(lambda _: torch.inf),
+    "unscaled, then clipped": clipped(lambda _: 1e-3, before=unscale),
+    "unscaled, then clipped by value": clipped(lambda _: 1e-5, before=unscale, clip=torch.nn.utils.clip_grad_value_),
+    "clipped by the scaler": lambda scaler, params, optimizer: scaler.clip_grad_norm_(optimizer, 1e-3, fold=True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -300,29 +253,24 @@ def test_programs_that_edit_scaled_gradients_rightly_run(name, micro_batches):
 def test_gradients_that_never_change_are_not_clipped_ones(weights, gradient):
     """A loss that is linear in its weights; scaled, the norm of the second one's gradients is 1."""
     one, scaler = weights(count=1), GradScaler("cpu")
-    for _ in range(20):
-        backward(scaler, one, gradient)
-        scaler.step(one.optimizer)
-        scaler.update()
+    one.train(scaler, *[gradient] * 20)
     assert one.value == pytest.approx(-20 * gradient)
 
 
 def test_the_search_for_scaled_clips_ends_and_waits_for_no_device(weights, forbid_host_syncs):
     one, scaler = weights(fused=True), GradScaler("cpu")
-    scaler.register(one.optimizer)
-    watch = next(iter(scaler._registry)).scaled_clip
-    backward(scaler, one)
-    scaler.step(one.optimizer)
-    scaler.update()
-    left = watch.steps_left
+    one.train(scaler, 1.0)
+    launches = []
     with forbid_host_syncs():
-        for _ in range(left + 3):
-            backward(scaler, one)
+        for _ in range(20):
+            one.backward(scaler)
             for param in one.params:
                 param.grad.mul_(0.5)
-            scaler.step(one.optimizer)
+            with OpsSeen() as seen:
+                scaler.step(one.optimizer)
+            launches.append(seen.names.count("log10"))
             scaler.update()
-    assert (left, watch.steps_left) == (16, 0)
+    assert launches == [2] * 16 + [0] * 4
 
 
 def test_a_subclass_whose_steps_would_not_be_called_is_told():
