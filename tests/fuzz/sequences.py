@@ -30,39 +30,51 @@ class Sequence(NamedTuple):
     events: list[Event]
 
 
-_NOISE = {
-    "backward": 10,
-    "zero_grad": 6,
-    "unscale": 5,
-    "ensure_unscaled": 3,
-    "clip_norm": 6,
-    "clip_norm_of_params": 4,
-    "clip_value": 3,
-    "edit": 6,
-    "inject": 3,
-    "repair": 1,
-    "edit_unscaled": 3,
-    "regularise": 1,
-    "step": 12,
-    "closure": 3,
-    "raw_step": 1,
-    "update": 8,
-    "set_scale": 2,
-    "end_iteration": 2,
-    "scale_early": 1,
-    "backward_early": 2,
-    "add_param_group": 2,
-    "register": 2,
-    "drop_one": 1,
-    "save": 1,
-    "load": 1,
-    "copy": 1,
-    "restart": 1,
-    "swap": 1,
-    "set_rule": 1,
-}
+_BOOL = (True, False)
+_LIMIT, _NORM_TYPE = (0.1, 1.0, 2.0, 1e9), (2.0, 2.0, 2.0, 1.0, math.inf)
+_EDITS = ("in place", "replaced", "data", "numpy", "collective")
+_CLOSURE_EDITS = ("", "", "clip norm", "ensure", "clip value", "decay")
 
-EDITS = ("in place", "replaced", "data", "numpy", "collective")
+_EVENTS: dict[str, tuple[Any, ...]] = {
+    "backward": (10, "loss_name", "terms", "overflow"),
+    "zero_grad": (6, "o", _BOOL),
+    "unscale": (5, "o"),
+    "ensure_unscaled": (3, "o"),
+    "clip_norm": (6, "o", _LIMIT, _NORM_TYPE, _BOOL),
+    "clip_norm_of_params": (4, "params", _LIMIT, _NORM_TYPE, (True, False, False)),
+    "clip_value": (3, "o", "perhaps_params", (0.1, 1.0, 100.0)),
+    "edit": (6, "o", _EDITS, (0.01, 0.5, 2.0, 100.0), "params"),
+    "inject": (3, "param", ("inf", "-inf", "nan"), ("in place", "data", "replaced")),
+    "repair": (1, "param"),
+    "edit_unscaled": (3, "o", ("torch norm", "torch value", "decay")),
+    "regularise": (1, "o"),
+    "step": (12, "o"),
+    "closure": (
+        3,
+        "o",
+        "terms",
+        (True, True, False, None),
+        _CLOSURE_EDITS,
+        (None, None, None, 0, 1, 2),
+        "loss_name",
+    ),
+    "raw_step": (1, "o"),
+    "update": (8,),
+    "set_scale": (2, (0.25, 1.0, 4.0, 64.0, 4096.0)),
+    "end_iteration": (2,),
+    "scale_early": (1, "loss_name", "terms"),
+    "backward_early": (2,),
+    "add_param_group": (2, "o", "param"),
+    "register": (2, "o"),
+    "drop_one": (1, "param"),
+    "save": (1,),
+    "load": (1,),
+    "copy": (1, _BOOL),
+    "restart": (1,),
+    "swap": (1, "param"),
+    "set_rule": (1, (("growth_factor", 4.0), ("backoff_factor", 0.25), ("growth_interval", 2))),
+}
+"""How often each event is drawn, and for each argument the choices or the method that draws it."""
 
 
 def generate(rng: random.Random) -> Sequence:
@@ -125,14 +137,8 @@ class _Maker:
             events.append(self.draw("inject"))
         update_each = rng.random() < 0.4
         for o in order:
-            for name, chance in (
-                ("edit", 0.15),
-                ("unscale", 0.2),
-                ("edit_unscaled", 0.2),
-                ("clip_norm", 0.4),
-            ):
-                if rng.random() < chance:
-                    events.append(self.draw(name, o))
+            chances = {"edit": 0.15, "unscale": 0.2, "edit_unscaled": 0.2, "clip_norm": 0.4}
+            events += [self.draw(name, o) for name, chance in chances.items() if rng.random() < chance]
             events += self._perhaps(0.2)
             if rng.random() < 0.9:
                 events.append(Event("step", (o,)))
@@ -144,22 +150,31 @@ class _Maker:
 
     def noise(self, count: int) -> list[Event]:
         """Any events."""
-        names = self._rng.choices(list(_NOISE), list(_NOISE.values()), k=count)
-        return [self.draw(name) for name in names]
+        weights = [weight for weight, *_ in _EVENTS.values()]
+        return [self.draw(name) for name in self._rng.choices(list(_EVENTS), weights, k=count)]
 
     def _perhaps(self, chance: float) -> list[Event]:
         return self.noise(1) if self._rng.random() < chance else []
 
     def draw(self, name: str, o: int | None = None) -> Event:
         """One event of a name, its arguments drawn; for one optimizer if it is given."""
-        arguments = getattr(self, f"_{name}", tuple)()
+        arguments = tuple(
+            getattr(self, f"_{kind}")() if isinstance(kind, str) else self._rng.choice(kind)
+            for kind in _EVENTS[name][1:]
+        )
         return Event(name, arguments if o is None else (o, *arguments[1:]))
 
     def _o(self) -> int:
         return self._rng.randrange(self._count)
 
+    def _param(self) -> int:
+        return self._rng.randrange(PARAMS)
+
     def _params(self) -> tuple[int, ...]:
         return tuple(self._rng.sample(range(PARAMS), self._rng.randint(1, 3)))
+
+    def _perhaps_params(self) -> tuple[int, ...] | None:
+        return self._params() if self._rng.random() < 0.4 else None
 
     def _terms(self) -> tuple[tuple[int, float], ...]:
         everyone = self._rng.random() < 0.5
@@ -169,74 +184,5 @@ class _Maker:
     def _loss_name(self) -> str:
         return self._rng.choice(self._setup.names)
 
-    def _backward(self) -> tuple[Any, ...]:
-        overflow = self._rng.random() < 0.08
-        return (self._loss_name(), self._terms(), self._rng.randrange(PARAMS) if overflow else None)
-
-    def _zero_grad(self) -> tuple[Any, ...]:
-        return (self._o(), self._rng.random() < 0.5)
-
-    def _unscale(self) -> tuple[Any, ...]:
-        return (self._o(),)
-
-    _ensure_unscaled = _step = _raw_step = _register = _unscale
-
-    def _limit(self) -> float:
-        return self._rng.choice((0.1, 1.0, 2.0, 1e9))
-
-    def _norm_type(self) -> float:
-        return self._rng.choice((2.0, 2.0, 2.0, 1.0, math.inf))
-
-    def _clip_norm(self) -> tuple[Any, ...]:
-        fold = self._rng.random() < 0.5
-        return (self._o(), self._limit(), self._norm_type(), fold)
-
-    def _clip_norm_of_params(self) -> tuple[Any, ...]:
-        return (self._params(), self._limit(), self._norm_type(), self._rng.random() < 0.3)
-
-    def _clip_value(self) -> tuple[Any, ...]:
-        return (
-            self._o(),
-            self._params() if self._rng.random() < 0.4 else None,
-            self._rng.choice((0.1, 1.0, 100.0)),
-        )
-
-    def _edit(self) -> tuple[Any, ...]:
-        return (self._o(), self._rng.choice(EDITS), self._rng.choice((0.01, 0.5, 2.0, 100.0)), self._params())
-
-    def _inject(self) -> tuple[Any, ...]:
-        value, kind = ("inf", "-inf", "nan"), ("in place", "data", "replaced")
-        return (self._rng.randrange(PARAMS), self._rng.choice(value), self._rng.choice(kind))
-
-    def _repair(self) -> tuple[Any, ...]:
-        return (self._rng.randrange(PARAMS),)
-
-    _drop_one = _swap = _repair
-
-    def _edit_unscaled(self) -> tuple[Any, ...]:
-        return (self._o(), self._rng.choice(("torch norm", "torch value", "decay")))
-
-    def _regularise(self) -> tuple[Any, ...]:
-        return (self._o(),)
-
-    def _closure(self) -> tuple[Any, ...]:
-        rng = self._rng
-        kinds = ("", "", "clip norm", "ensure", "clip value", "decay")
-        zero = rng.choice((True, True, False, None))
-        overflow = rng.choice((None, None, None, 0, 1, 2))
-        return (self._o(), self._terms(), zero, rng.choice(kinds), overflow, self._loss_name())
-
-    def _set_scale(self) -> tuple[Any, ...]:
-        return (2.0 ** self._rng.choice((-2, 0, 2, 6, 12)),)
-
-    def _scale_early(self) -> tuple[Any, ...]:
-        return (self._loss_name(), self._terms())
-
-    def _add_param_group(self) -> tuple[Any, ...]:
-        return (self._o(), self._rng.randrange(PARAMS))
-
-    def _copy(self) -> tuple[Any, ...]:
-        return (self._rng.random() < 0.5,)
-
-    def _set_rule(self) -> tuple[Any, ...]:
-        return self._rng.choice((("growth_factor", 4.0), ("backoff_factor", 0.25), ("growth_interval", 2)))
+    def _overflow(self) -> int | None:
+        return self._param() if self._rng.random() < 0.08 else None

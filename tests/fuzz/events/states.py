@@ -76,8 +76,9 @@ def load(run: Run) -> None:
             window.skipped = 0
 
 
-def set_rule(run: Run, name: str, value: float) -> None:
+def set_rule(run: Run, rule: tuple[str, float]) -> None:
     """``set_growth_factor`` and its like; they are the default scale's."""
+    name, value = rule
     if len(run.oracle.scales.names) == 1 and run.setup.options.get("dynamic", True):
         run.scene.run(f"scaler.set_{name}({value})")
         setattr(run.oracle.scales, name, value)
