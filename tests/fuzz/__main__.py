@@ -19,7 +19,6 @@ FUZZERS = {"scaler": (SCALER, 20_000), "graphs": (GRAPHS, 5_000)}
 
 
 def main() -> int:
-    """Run a fuzzer; return 1 if something failed."""
     options = _parser().parse_args()
     fuzzer, most = FUZZERS[options.what]
     count = options.count or most

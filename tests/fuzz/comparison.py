@@ -71,7 +71,6 @@ def _described(tensor: Tensor) -> str:
 
 
 def problem(nodes: tuple[graphs.Node, ...], ours: Callable[[], Any] = two_sides.Ours) -> Problem | None:
-    """Run a graph on both sides; return what differs."""
     program = printed(nodes)
     text = difference(program, ours)
     if not text:

@@ -21,8 +21,6 @@ Product = product_of(side)"""
 
 @dataclass
 class _Outermost:
-    """What has happened since the outermost region was opened."""
-
     dtypes: dict[str, str] = field(default_factory=dict)
     banned: set[str] = field(default_factory=set)
 
@@ -47,7 +45,6 @@ class Printer:
         self._in_reentrant = False
 
     def print(self, nodes: tuple[Node, ...]) -> str:
-        """Return the program."""
         self._all(nodes)
         self._backward()
         return "\n".join(self.lines)
@@ -211,5 +208,4 @@ def _named_in(template: str, w: str, u: str) -> Iterator[str]:
 
 
 def printed(nodes: tuple[Node, ...]) -> str:
-    """Print a graph."""
     return Printer().print(nodes)

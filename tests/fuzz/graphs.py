@@ -133,13 +133,11 @@ def _nodes(rng: random.Random, depth: int) -> list[Node]:
 
 
 def _written_between(rng: random.Random, use: Callable[[int], Node]) -> list[Node]:
-    """A weight is used, written, and used again."""
     weight = rng.randrange(len(MATRICES))
     return [use(weight), _write(rng, weight), use(weight)]
 
 
 def _op(rng: random.Random, weight: int | None = None) -> Node:
-    """An op; one that uses a weight if that is given."""
     names = [name for name in OPS if weight is None or "{w}" in OPS[name]]
     numbers = [rng.randrange(100) for _ in range(4)]
     if weight is not None:

@@ -72,39 +72,26 @@ class SeenOverflows:
         self._levels = {key: level for key, level in self._levels.items() if key[0] != o}
 
     def clear(self) -> None:
-        """Forget everything."""
         self._levels.clear()
         self._told.clear()
 
 
 @dataclass
 class Gradient:
-    """What is promised of one parameter's gradient.
+    """What is promised of one parameter's gradient."""
 
-    Attributes:
-        unscaled: Whether ``.grad`` shows the true gradient for sure.
-        pending: Whether it is scaled and waits for its optimizers; None if that is open.
-        replaced: Whether the user has replaced it since somebody looked.
-        dropped: Whether the batch it came from was thrown away.
-        used_by: The optimizers that have stepped with it since it was last unscaled, or a backward began.
-        used_at: How many updates had been requested when it was last unscaled or stepped with.
-        assumed: Whether it was taken for a scaled one without a backward, and is not unscaled yet.
-        losses: The scales to which an overflow in it must count.
-        origins: The scales, with their values, of the backwards it came from.
-    """
-
-    unscaled: bool = False
-    pending: bool | None = False
-    replaced: bool = False
-    dropped: bool = False
+    unscaled: bool = False  # ``.grad`` shows the true gradient for sure
+    pending: bool | None = False  # it is scaled and waits for its optimizers; None if that is open
+    replaced: bool = False  # by the user, since somebody looked
+    dropped: bool = False  # the batch it came from was thrown away
+    # The optimizers that have stepped with it since it was last unscaled, or a backward began.
     used_by: set[int] = field(default_factory=set)
-    used_at: int = -1
-    assumed: bool = False
-    losses: set[str] = field(default_factory=set)
-    origins: set[tuple[str, float]] = field(default_factory=set)
+    used_at: int = -1  # updates that had been requested when it was last unscaled or stepped with
+    assumed: bool = False  # it was taken for a scaled one without a backward, and is not unscaled yet
+    losses: set[str] = field(default_factory=set)  # the scales to which an overflow in it must count
+    origins: set[tuple[str, float]] = field(default_factory=set)  # scales and values of its backwards
 
     def clear(self, zeroed: bool) -> None:
-        """The user has cleared it."""
         self.pending = None if zeroed and self.pending is not False else False
         self.replaced = False
         self.losses, self.origins = set(), set()
@@ -112,60 +99,35 @@ class Gradient:
 
 @dataclass
 class Window:
-    """What is promised of one optimizer since its last step.
+    """What is promised of one optimizer since its last step."""
 
-    Attributes:
-        stages: The stages it may be in: ready, unscaled, stepped.
-        fresh: Whether a scaled backward has reached it since it was last unscaled or stepped; MAYBE if
-            one has run that did not reach it.
-        explicit: Whether ``unscale_`` or ``ensure_unscaled`` was the last to unscale it.
-        grown: Whether a parameter with a gradient has joined it.
-        certain: The scales for which its checks count.
-        begun: The scales for which they may count.
-        noted: The scales for which an overflow may count that a conversion has found.
-        folded: Whether a clip may wait in it for the step.
-        edited: Whether the user has changed gradients since: then the step may be refused.
-        limits: The clips that may wait, as largest norm and type.
-        unclipped: The gradients without those clips, but with what the user has done since.
-        skipped: Steps skipped so far.
-    """
-
-    stages: set[str] = field(default_factory=lambda: {"ready"})
+    stages: set[str] = field(default_factory=lambda: {"ready"})  # it may be in: ready, unscaled, stepped
+    # Whether a scaled backward has reached it since it was last unscaled or stepped; MAYBE if one has run that did not.
     fresh: str = NO
-    explicit: bool = False
-    grown: bool = False
-    certain: set[str] = field(default_factory=set)
-    begun: set[str] = field(default_factory=set)
-    noted: set[str] = field(default_factory=set)
-    folded: bool = False
-    edited: bool = False
-    limits: list[tuple[float, float]] = field(default_factory=list)
+    explicit: bool = False  # ``unscale_`` or ``ensure_unscaled`` was the last to unscale it
+    grown: bool = False  # a parameter with a gradient has joined it
+    certain: set[str] = field(default_factory=set)  # the scales for which its checks count
+    begun: set[str] = field(default_factory=set)  # those for which they may count
+    noted: set[str] = field(default_factory=set)  # those for which an overflow in a conversion may count
+    folded: bool = False  # a clip may wait in it for the step
+    edited: bool = False  # the user has changed gradients since: then the step may be refused
+    limits: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # of clips that may wait, and their norms' types
+    # The gradients without those clips, but with what the user has done since.
     unclipped: dict[int, torch.Tensor] = field(default_factory=dict)
-    skipped: int = 0
+    skipped: int = 0  # steps so far
 
     def unfold(self) -> None:
-        """No clip waits any more."""
         self.folded = self.edited = False
         self.limits, self.unclipped = [], {}
 
 
 class Model:
-    """Weights trained in float64 without a loss scale, and what is promised beside them.
-
-    Attributes:
-        params: The weights; ``.grad`` is the true gradient.
-        optimizers: Plain torch optimizers on them.
-        members: The parameters of each optimizer, by index.
-        known: The optimizers that the scaler knows, in the order in which it has met them.
-        joined: Parameters that have joined an optimizer since the scaler has looked at it.
-        seen: Overflows that were looked at.
-        used: The scales that a loss was scaled by.
-        updates: How many updates were requested.
-        shown: The scales as last seen.
-        last_backward: The scale, and its value, of the last backward from a scaled loss.
-    """
+    """Weights trained in float64 without a loss scale, and what is promised beside them."""
 
     def __init__(self, setup: Setup) -> None:
+        # The weights; ``.grad`` is the true gradient.
         self.params = [torch.nn.Parameter(torch.tensor(v, dtype=torch.float64)) for v in setup.weights()]
         self.members = [list(indices) for indices in setup.members]
         self.optimizers = [
@@ -176,26 +138,25 @@ class Model:
         self.windows = [Window() for _ in self.optimizers]
         self.scales: ScaleModel = setup.scale_model()
         self.seen = SeenOverflows()
-        self.known: dict[int, None] = {}
-        self.joined: set[tuple[int, int]] = set()
-        self.used: set[str] = set()
-        self.updates = 0
+        self.known: dict[int, None] = {}  # optimizers, in the order in which the scaler has met them
+        self.joined: set[tuple[int, int]] = (
+            set()
+        )  # (optimizer, parameter) that the scaler has not looked at since
+        self.used: set[str] = set()  # scales
+        self.updates = 0  # requested
         self.shown: dict[str, float] = dict.fromkeys(self.scales.names, setup.init_scale)
-        self.last_backward: tuple[str, float] | None = None
+        self.last_backward: tuple[str, float] | None = None  # its scale, and the value of that
 
     def owners(self, index: int) -> list[int]:
         """The known optimizers that step a parameter."""
         return [o for o in sorted(self.known) if index in self.members[o]]
 
     def present(self, indices: Iterable[int]) -> list[int]:
-        """Those of some parameters that have a gradient."""
         return [i for i in indices if self.params[i].grad is not None]
 
     def finite(self, indices: Iterable[int]) -> bool:
-        """Whether all gradients of some parameters are finite."""
         return all(self.params[i].grad.isfinite().all() for i in self.present(indices))
 
     def norm(self, indices: Iterable[int], norm_type: float) -> float:
-        """The norm of the true gradients."""
         flat = [self.params[i].grad.flatten() for i in self.present(indices)]
         return torch.linalg.vector_norm(torch.cat(flat), norm_type).item() if flat else 0.0

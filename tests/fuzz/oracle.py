@@ -41,13 +41,7 @@ class Oracle(Model):
             self._tell_overflows()
 
     def backward(self, name: str, value: Callable[[], torch.Tensor], reached: set[int]) -> None:
-        """Run a backward from a loss scaled by the scale ``name``.
-
-        Args:
-            name: The scale.
-            value: Computes the loss from the weights.
-            reached: The parameters that it brings gradients to.
-        """
+        """Run a backward from a loss scaled by the scale ``name``, to the parameters that it reaches."""
         self._convert(name)
         for o, indices in enumerate(self.members):
             if not self.present(indices):
@@ -101,21 +95,14 @@ class Oracle(Model):
     # -- checks ---------------------------------------------------------------------------------
 
     def meet(self, o: int) -> None:
-        """The scaler gets to know an optimizer."""
         self.known[o] = None
         self.joined = {pair for pair in self.joined if pair[0] != o}
 
     def check(self, o: int, *, write: bool = True, certain: bool = True, met: bool = True) -> set[bool]:
-        """Look at an optimizer's gradients: what overflowed counts for the scales.
+        """Look at an optimizer's gradients: what overflowed counts for the scales; return whether it may skip.
 
-        Args:
-            o: The optimizer.
-            write: Whether they are unscaled.
-            certain: Whether this happens for sure.
-            met: Whether the optimizer is at hand, so that parameters which have joined it are seen.
-
-        Returns:
-            The answers allowed: whether its step must be skipped.
+        ``write``: they are unscaled. ``certain``: this happens for sure. ``met``: the optimizer is at hand, so
+        that parameters which have joined it are seen.
         """
         if met:
             self.meet(o)
@@ -219,7 +206,6 @@ class Oracle(Model):
     # -- the user's hands -----------------------------------------------------------------------
 
     def edit(self, index: int, change: Callable[[torch.Tensor], object], replaced: bool = False) -> None:
-        """The user changes a gradient."""
         grad, gradient = self.params[index].grad, self.gradients[index]
         change(grad)
         for o in self.owners(index):
@@ -255,7 +241,6 @@ class Oracle(Model):
                 window.unclipped.pop(index, None)
 
     def join(self, o: int, index: int) -> None:
-        """``add_param_group``."""
         self.seen.join(o, index, self.owners(index))
         self.members[o].append(index)
         self.optimizers[o].add_param_group({"params": [self.params[index]]})
@@ -267,7 +252,6 @@ class Oracle(Model):
     # -- steps and updates ----------------------------------------------------------------------
 
     def step(self, o: int, skipped: bool) -> None:
-        """Step, or skip, with the true gradients."""
         if not skipped:
             self.optimizers[o].step()
         self.close(o, skipped)
@@ -288,7 +272,6 @@ class Oracle(Model):
         return False
 
     def close(self, o: int, skipped: bool) -> None:
-        """A step is over."""
         for index in self.members[o]:
             gradient = self.gradients[index]
             gradient.pending = gradient.replaced = gradient.assumed = False

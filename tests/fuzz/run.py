@@ -14,31 +14,20 @@ NOT_SCALED_YET = "Attempted .* but _scale is None"
 
 
 class Run:
-    """What an event works on.
-
-    Attributes:
-        setup: What the sequence started with.
-        oracle: The float64 model.
-        scene: The real side.
-        early: The scale and the terms of a loss that was scaled, and whose backward is still to come.
-        saved: The model's part of a state that was saved.
-        skipped: Steps skipped so far, of all optimizers.
-    """
+    """What an event works on."""
 
     def __init__(self, setup: Setup, scaler: type) -> None:
         self.setup = setup
         self.oracle = Oracle(setup)
         self.scene = Scene(setup, self.oracle, scaler)
-        self.early: tuple[str, Any] | None = None
-        self.saved: dict[str, Any] = {}
-        self.skipped = 0
+        self.early: tuple[str, Any] | None = None  # scale and terms of a loss whose backward is still to come
+        self.saved: dict[str, Any] = {}  # the model's part of a saved state
+        self.skipped = 0  # steps of all optimizers
 
     def kind(self, o: int) -> str:
-        """The kind of an optimizer."""
         return self.setup.kinds[o]
 
     def members(self, o: int) -> list[int]:
-        """The parameters of an optimizer, by index."""
         return self.oracle.members[o]
 
     def owned_by(self, *kinds: str) -> set[int]:
@@ -53,7 +42,6 @@ class Run:
         return True
 
     def backward(self, name: str, kind: str, pairs: Any) -> None:
-        """Tell the oracle of a backward from a scaled loss."""
         oracle, scaler = self.oracle, self.scene["scaler"]
         oracle.shown = {
             name_of_loss: scaler.get_scale(name_of_loss or None) for name_of_loss in oracle.scales.names
@@ -67,7 +55,6 @@ class Run:
         self.oracle.take_side(o, lambda index: self.scene.params[index].grad)
 
     def see_skip(self, o: int, allowed: set[bool]) -> bool:
-        """Return whether the last step was skipped; it must be one of the answers allowed."""
         skipped = self.scene["scaler"].last_step(self.scene[f"o{o}"]).skipped
         if skipped not in allowed:
             raise Disagreement("the step was skipped" if skipped else "the step was taken, not skipped")

@@ -24,19 +24,12 @@ class OutOfDomainError(Exception):
 
 
 class Scale(NamedTuple):
-    """One loss scale.
-
-    Attributes:
-        value: The scale.
-        tracker: Good updates since the last change.
-        tolerance: Overflows still tolerated, the one that lowers the scale included.
-        found: What checks have found since the last update; None if there was none.
-    """
+    """One loss scale."""
 
     value: float
-    tracker: int
-    tolerance: int
-    found: bool | None = None
+    tracker: int  # good updates since the last change
+    tolerance: int  # overflows still tolerated, the one that lowers the scale included
+    found: bool | None = None  # by checks since the last update; None if there was none
 
 
 class World(NamedTuple):
@@ -47,7 +40,6 @@ class World(NamedTuple):
 
 
 def float32(value: float) -> float:
-    """Round to float32, ties to even."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 
@@ -65,12 +57,7 @@ _RULE = {
 
 
 class ScaleModel:
-    """All states the loss scales may be in.
-
-    Attributes:
-        names: The names of the scales.
-        growth_factor: As GradScaler's, and so are ``backoff_factor`` and ``growth_interval``.
-    """
+    """All states the loss scales may be in."""
 
     def __init__(self, names: Iterable[str], options: dict[str, Any]) -> None:
         rule = {**_RULE, **options}
@@ -105,11 +92,9 @@ class ScaleModel:
             self.apply()
 
     def apply(self) -> None:
-        """Apply a requested update."""
         self._branch(lambda world: [self._applied(world)])
 
     def perhaps_apply(self) -> None:
-        """An update that was requested may be applied here."""
         self._branch(lambda world: [world, self._applied(world)])
 
     def fill(self, value: float, used: set[str]) -> None:
@@ -130,7 +115,6 @@ class ScaleModel:
         self._branch(outcomes)
 
     def load(self, state: dict[str, tuple[float, int, int]]) -> None:
-        """Take over saved numbers."""
         self.worlds = {World(requested=False, scales=tuple(Scale(*state[name]) for name in self.names))}
 
     def copied(self) -> None:
@@ -146,23 +130,19 @@ class ScaleModel:
     # -- what is seen ---------------------------------------------------------------------------
 
     def see(self, shown: dict[str, float]) -> None:
-        """Keep the states with these values."""
         self._keep(
             lambda world: all(s.value == shown[n] for n, s in self._of(world)), f"get_scale() is {shown}"
         )
 
     def see_state(self, shown: dict[str, tuple[float, int, int]]) -> None:
-        """Keep the states with these values, trackers and tolerances."""
         self._keep(
             lambda world: all(s[:3] == shown[n] for n, s in self._of(world)), f"state_dict() says {shown}"
         )
 
     def largest(self) -> float:
-        """The largest value that a scale may have."""
         return max(scale.value for world in self.worlds for scale in world.scales)
 
     def smallest(self) -> float:
-        """The smallest value that a scale may have."""
         return min(scale.value for world in self.worlds for scale in world.scales)
 
     # -- the rule -------------------------------------------------------------------------------

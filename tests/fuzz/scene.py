@@ -30,11 +30,7 @@ def _compiled(line: str) -> Any:
 
 
 class Scene:
-    """Runs lines, keeps them, and compares what is there with the oracle.
-
-    Attributes:
-        lines: What has been run so far, as a program.
-    """
+    """Runs lines, keeps them, and compares what is there with the oracle."""
 
     def __init__(self, setup: Setup, oracle: Model, scaler: type) -> None:
         self.lines: list[str] = []
@@ -53,21 +49,11 @@ class Scene:
         self.keep_weights()
 
     def make_scaler(self, setup: Setup) -> None:
-        """Make the scaler."""
         options = "".join(f", {name}={value!r}" for name, value in setup.options.items())
         self.run(f'scaler = GradScaler("cpu"{options})')
 
     def run(self, line: str, refused: str = NO, text: str = "") -> bool:
-        """Run a line.
-
-        Args:
-            line: Python.
-            refused: Whether it must raise RuntimeError.
-            text: What that error's text must match.
-
-        Returns:
-            Whether it was refused.
-        """
+        """Run a line; return whether it was ``refused``, with a RuntimeError that says ``text``."""
         self.lines.append(line)
         try:
             exec(_compiled(line), self._names)
@@ -83,7 +69,6 @@ class Scene:
         return False
 
     def __getitem__(self, name: str) -> Any:
-        """Look up a name of the program."""
         return self._names[name]
 
     def look(self) -> None:
@@ -140,7 +125,6 @@ class Scene:
         self.keep_weights()
 
     def see_state(self, state: dict[str, Any]) -> None:
-        """Compare a saved state with the model of the scales."""
         ours = state["amp_plugin"]
         numbers = {DEFAULT: {**state, "hysteresis_tracker": ours["hysteresis_tracker"]}, **ours["losses"]}
         keys = ("scale", "_growth_tracker", "hysteresis_tracker")
@@ -164,7 +148,6 @@ def named(name: str) -> str:
 
 
 def value_of(kind: str, pairs: Any, weights: list[torch.Tensor]) -> torch.Tensor:
-    """Compute the loss that ``kind`` names."""
     return getattr(prelude, kind)(*((weights[i], factor) for i, factor in pairs))
 
 

@@ -22,7 +22,6 @@ class Failure(NamedTuple):
     problem: Problem
 
     def __str__(self) -> str:
-        """Return the program that fails."""
         return f"# {self.again}\n{self.problem.program}\n# {self.problem.text}\n"
 
 
@@ -35,7 +34,6 @@ class Fuzzer(NamedTuple):
     smaller: Callable[[Any], Iterable[Any]]
 
     def draw(self, seed: int, index: int) -> Any:
-        """Make the case that a seed and an index stand for."""
         return self.generate(random.Random(f"{seed}-{index}"))
 
     def failures(self, seed: int, indices: range) -> Iterator[Failure]:

@@ -24,8 +24,6 @@ class Event(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A set-up and what happens to it."""
-
     setup: Setup
     events: list[Event]
 
@@ -118,8 +116,6 @@ def _simpler(setup: Setup) -> Iterator[Setup]:
 
 
 class _Maker:
-    """Draws events."""
-
     def __init__(self, rng: random.Random, setup: Setup) -> None:
         self._rng = rng
         self._setup = setup
@@ -149,7 +145,6 @@ class _Maker:
         return events
 
     def noise(self, count: int) -> list[Event]:
-        """Any events."""
         weights = [weight for weight, *_ in _EVENTS.values()]
         return [self.draw(name) for name in self._rng.choices(list(_EVENTS), weights, k=count)]
 

@@ -27,32 +27,22 @@ _KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a sequence starts with.
+    """What a sequence starts with."""
 
-    Attributes:
-        kinds: The optimizers, by the names of :mod:`tests.fuzz.prelude`.
-        members: The parameters of each, by index; a parameter may have several.
-        registered: Which of them are registered at the start.
-        options: Arguments of GradScaler.
-    """
-
-    kinds: tuple[str, ...]
-    members: tuple[tuple[int, ...], ...]
-    registered: tuple[bool, ...]
-    options: dict[str, Any] = field(default_factory=dict)
+    kinds: tuple[str, ...]  # of the optimizers, by the names of :mod:`tests.fuzz.prelude`
+    members: tuple[tuple[int, ...], ...]  # the parameters of each, by index; one may have several optimizers
+    registered: tuple[bool, ...]  # at the start
+    options: dict[str, Any] = field(default_factory=dict)  # of GradScaler
 
     @property
     def init_scale(self) -> float:
-        """The first scale."""
         return self.options.get("init_scale", 2.0**16)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the scales."""
         return (DEFAULT, *self.options.get("losses", ()))
 
     def weights(self) -> list[list[float]]:
-        """The first value of each parameter."""
         return [[0.5 + 0.25 * i, 1.25 - 0.5 * i] for i in range(PARAMS)]
 
     def scale_model(self) -> ScaleModel:

@@ -20,8 +20,6 @@ def test_any_graph(first):
 
 
 class KeepsCastsOverWrites(Theirs):
-    """torch's autocast as it is."""
-
     def written(self):
         pass
 

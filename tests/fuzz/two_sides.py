@@ -22,7 +22,6 @@ class Ours:
     """amp_plugin: sees writes, casts nothing in a backward pass."""
 
     def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
-        """Open a region."""
         return amp_plugin.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
 
     def backward(self, loss: Tensor) -> None:
@@ -34,12 +33,10 @@ class Ours:
 
     @property
     def custom_fwd(self) -> Callable:
-        """The decorator of a Function's forward."""
         return amp_plugin.custom_fwd(device_type="cpu")
 
     @property
     def custom_bwd(self) -> Callable:
-        """The decorator of a Function's backward."""
         return amp_plugin.custom_bwd(device_type="cpu")
 
 
@@ -47,7 +44,6 @@ class Theirs:
     """torch.autocast, helped where it would use a stale cast or cast in a backward pass."""
 
     def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
-        """Open a region."""
         return torch.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
 
     def backward(self, loss: Tensor) -> None:
@@ -62,18 +58,14 @@ class Theirs:
 
     @property
     def custom_fwd(self) -> Callable:
-        """The decorator of a Function's forward."""
         return torch.amp.custom_fwd(device_type="cpu")
 
     @property
     def custom_bwd(self) -> Callable:
-        """The decorator of a Function's backward."""
         return torch.amp.custom_bwd(device_type="cpu")
 
 
 def product_of(side: Ours | Theirs) -> type[torch.autograd.Function]:
-    """A matrix product as a custom Function."""
-
     class Product(torch.autograd.Function):
         @staticmethod
         @side.custom_fwd

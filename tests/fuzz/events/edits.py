@@ -24,13 +24,11 @@ _INJECTIONS = {
 
 
 def zero_grad(run: Run, o: int, set_to_none: bool) -> None:
-    """``optimizer.zero_grad``."""
     run.scene.run(f"o{o}.zero_grad(set_to_none={set_to_none})")
     run.oracle.clear(run.members(o), zeroed=not set_to_none)
 
 
 def drop_one(run: Run, index: int) -> None:
-    """Drop the gradient of one parameter."""
     if run.oracle.present([index]):
         run.scene.run(f"p{index}.grad = None")
         run.oracle.clear([index], zeroed=False)
@@ -58,7 +56,6 @@ def _moderate(run: Run, indices: list[int], factor: float) -> float:
 
 
 def inject(run: Run, index: int, value: str, kind: str) -> None:
-    """Write inf or nan into a gradient."""
     if may_edit(run.oracle, index):
         run.scene.run(_INJECTIONS[kind].format(p=f"p{index}", value=value))
 
@@ -69,7 +66,6 @@ def inject(run: Run, index: int, value: str, kind: str) -> None:
 
 
 def repair(run: Run, index: int) -> None:
-    """Write 0 over what is not finite."""
     if may_edit(run.oracle, index):
         run.scene.run(f"p{index}.grad.nan_to_num_(0.0, 0.0, 0.0)")
         run.oracle.edit(index, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0))
@@ -94,6 +90,5 @@ def edit_unscaled(run: Run, o: int, kind: str) -> None:
 
 
 def swap(run: Run, index: int) -> None:
-    """``torch.utils.swap_tensors``, as ``module.double()`` does where asked to."""
     if not run.oracle.present([index]) and run.early is None and index not in run.owned_by("takes_gradients"):
         run.scene.run(f"torch.utils.swap_tensors(p{index}, Parameter(p{index}.detach().clone()))")

@@ -23,14 +23,12 @@ def backward(run: Run, name: str, pairs: Any, overflow: int | None) -> None:
 
 
 def scale_early(run: Run, name: str, pairs: Any) -> None:
-    """Scale a loss whose backward comes later."""
     run.scene.run(f"early = scaler.scale(linear({terms(pairs)}){named(name)})")
     run.oracle.scale(name)
     run.early = (name, pairs)
 
 
 def backward_early(run: Run) -> None:
-    """The backward of a loss that was scaled before."""
     if run.early is not None:
         run.scene.run("early.backward(); del early")
         (name, pairs), run.early = run.early, None
@@ -48,7 +46,6 @@ def regularise(run: Run, o: int) -> None:
 
 
 def unscale(run: Run, o: int) -> None:
-    """``unscale_``."""
     line, oracle = f"scaler.unscale_(o{o})", run.oracle
     if not oracle.used:
         run.scene.run(line, YES, NOT_SCALED_YET)
@@ -58,7 +55,6 @@ def unscale(run: Run, o: int) -> None:
 
 
 def ensure_unscaled(run: Run, o: int) -> None:
-    """``ensure_unscaled``."""
     if run.may_call(o):
         run.scene.run(f"scaler.ensure_unscaled(o{o})")
         run.take_side(o)
@@ -66,7 +62,6 @@ def ensure_unscaled(run: Run, o: int) -> None:
 
 
 def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> None:
-    """``clip_grad_norm_(optimizer)``."""
     oracle, members = run.oracle, run.members(o)
     strangers = [other for other in range(len(oracle.members)) if other not in {o, *oracle.known}]
     fold = fold and not any(i in run.members(other) for other in strangers for i in members)
@@ -82,7 +77,6 @@ def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> N
 
 
 def clip_norm_of_params(run: Run, indices: Any, limit: float, norm_type: float, fold: bool) -> None:
-    """``clip_grad_norm_(parameters)``."""
     folded = ", fold=True" if fold else ""
     call = f"clip_grad_norm_([{params(indices)}], {limit}, norm_type={norm_type}{folded})"
     if _clip_params(run, indices, f"norm = scaler.{call}"):
@@ -100,7 +94,6 @@ def _clipped(run: Run, owners: list[int], indices: Any, limit: float, norm_type:
 
 
 def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
-    """``clip_grad_value_`` of an optimizer, or of parameters if they are given."""
     if indices is not None:
         if _clip_params(run, indices, f"scaler.clip_grad_value_([{params(indices)}], {limit})"):
             _clamp(run, indices, limit)

@@ -10,7 +10,6 @@ from tests.fuzz.setups import PARAMS
 
 
 def update(run: Run) -> None:
-    """``update()``."""
     if not run.oracle.used:
         run.scene.run("scaler.update()", YES, NOT_SCALED_YET)
     elif may_update(run.oracle):
@@ -20,27 +19,23 @@ def update(run: Run) -> None:
 
 
 def set_scale(run: Run, value: float) -> None:
-    """``update(new_scale)``."""
     if run.oracle.used and may_update(run.oracle):
         run.scene.run(f"scaler.update({value})")
         run.oracle.update(value)
 
 
 def end_iteration(run: Run) -> None:
-    """``end_iteration``."""
     run.scene.run("scaler.end_iteration()")
     run.oracle.end_iteration()
 
 
 def register(run: Run, o: int) -> None:
-    """``register``."""
     if may_meet(run.oracle, o):
         run.scene.run(f"scaler.register(o{o})")
         run.oracle.meet(o)
 
 
 def add_param_group(run: Run, o: int, index: int) -> None:
-    """``optimizer.add_param_group``."""
     fixed, oracle = ("lbfgs", "two_calls", "takes_gradients"), run.oracle
     if run.kind(o) in fixed or index in run.owned_by(*fixed) or index in run.members(o):
         return
@@ -52,7 +47,6 @@ def add_param_group(run: Run, o: int, index: int) -> None:
 
 
 def save(run: Run) -> None:
-    """``state_dict``."""
     run.scene.run("saved = scaler.state_dict()")
     run.oracle.end_iteration()
     run.scene.see_state(run.scene["saved"])
@@ -65,7 +59,6 @@ def save(run: Run) -> None:
 
 
 def load(run: Run) -> None:
-    """``load_state_dict`` of a state saved before."""
     if run.saved:
         run.scene.run("scaler.load_state_dict(saved)")
         scales = run.oracle.scales

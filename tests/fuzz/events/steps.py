@@ -19,7 +19,6 @@ from tests.fuzz.scene import named, terms, value_of
 
 
 def step(run: Run, o: int) -> None:
-    """``step(optimizer)``."""
     if run.kind(o) == "takes_gradients":
         _step_without_gradients(run, o)
     elif run.kind(o) in prelude.NEED_CLOSURE:
@@ -52,7 +51,6 @@ def _step_without_gradients(run: Run, o: int) -> None:
 
 
 def raw_step(run: Run, o: int) -> None:
-    """``optimizer.step()`` past the scaler, on unscaled gradients."""
     oracle, members = run.oracle, run.members(o)
     if run.kind(o) in {*prelude.NEED_CLOSURE, "takes_gradients"} or o not in oracle.known:
         return
@@ -67,28 +65,17 @@ _MAY_LOOK_FIRST = {"third_party", "counting", "two_calls"}
 
 @dataclass(frozen=True, kw_only=True)
 class _Closure:
-    """What a closure does.
+    """What a closure does."""
 
-    Attributes:
-        loss: The function that computes it.
-        pairs: Its terms.
-        zero: How it zeroes gradients first: True to None, False in place, None not at all.
-        edit: What it does to gradients after its backward.
-        limit: Where it clips.
-        factors: What the loss is multiplied by in each call; inf overflows.
-        name: The scale.
-    """
-
-    loss: str
-    pairs: list[tuple[int, float]]
-    zero: bool | None
-    edit: str
-    limit: float
-    factors: list[float]
-    name: str
+    loss: str  # the function that computes it
+    pairs: list[tuple[int, float]]  # its terms
+    zero: bool | None  # gradients first: True to None, False in place
+    edit: str  # of gradients after its backward
+    limit: float  # where it clips
+    factors: list[float]  # of the loss in each call; inf overflows
+    name: str  # of the scale
 
     def lines(self, o: int, own: list[int]) -> str:
-        """Print it, and a step with it."""
         lines = [f"factors = {self.factors}", "def closure():"]
         if self.zero is not None:
             lines.append(f"    o{o}.zero_grad(set_to_none={self.zero})")
@@ -108,7 +95,6 @@ class _Closure:
 def closure(
     run: Run, o: int, pairs: Any, zero: bool | None, edit: str, overflow: int | None, name: str
 ) -> None:
-    """``step(optimizer, closure)``."""
     oracle, own = run.oracle, run.members(o)
     if run.kind(o) == "takes_gradients":
         return
