@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.fuzz import graphs, two_sides
-from tests.fuzz.graph_printer import printed
 from tests.fuzz.search import Fuzzer, Problem
 
 _TORCHS_OWN = "Unexpected floating ScalarType"  # cat and its like refuse float16 where the region is bfloat16
@@ -71,7 +70,7 @@ def _described(tensor: Tensor) -> str:
 
 
 def problem(nodes: tuple[graphs.Node, ...], ours: Callable[[], Any] = two_sides.Ours) -> Problem | None:
-    program = printed(nodes)
+    program = graphs.printed(nodes)
     text = difference(program, ours)
     if not text:
         return None

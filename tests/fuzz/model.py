@@ -9,7 +9,7 @@ import torch
 
 from tests.fuzz import prelude
 from tests.fuzz.scale_model import ScaleModel
-from tests.fuzz.setups import Setup
+from tests.fuzz.sequences import Setup
 
 NO, MAYBE, YES = "no", "maybe", "yes"
 

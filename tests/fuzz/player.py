@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 
 from amp_plugin import GradScaler
-from tests.fuzz.events import edits, gradients, states, steps
-from tests.fuzz.run import Run
+from tests.fuzz import events, steps
+from tests.fuzz.events import Run
 from tests.fuzz.scale_model import Disagreement, OutOfDomainError
 from tests.fuzz.search import Fuzzer, Problem
 from tests.fuzz.sequences import Sequence, generate, smaller
@@ -24,7 +24,7 @@ def _events_of(*modules: ModuleType) -> Iterator[tuple[str, Callable[..., None]]
                 yield name, function
 
 
-EVENTS = dict(_events_of(edits, gradients, states, steps))
+EVENTS = dict(_events_of(events, steps))
 """Each event by name. One that means nothing where it stands does nothing."""
 
 _OF_OPTIMIZERS = {name for name, event in EVENTS.items() if "o" in inspect.signature(event).parameters}

@@ -36,37 +36,22 @@ def collective(factor: float, *grads: Tensor) -> None:
 
 
 class ThirdParty(torch.optim.Optimizer):
-    """Adagrad written by hand: knows nothing of loss scales, foreach or fused kernels."""
+    """Adagrad by hand: knows nothing of loss scales; a counter beside the parameters' state shortens its steps."""
 
     def __init__(self, params, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure=None):
-        value = None
-        if closure is not None:
-            with torch.enable_grad():
-                value = closure()
+        value = None if closure is None else torch.enable_grad()(closure)()
+        count = self.state.setdefault("count", torch.zeros((), dtype=torch.float64))
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     total = self.state[param].setdefault("total", torch.zeros_like(param))
                     total.addcmul_(param.grad, param.grad)
-                    param.addcdiv_(param.grad, total.sqrt() + 1e-3, value=-group["lr"])
-        return value
-
-
-class Counting(ThirdParty):
-    """Keeps a counter beside the parameters' state, as MADGRAD does: its steps get shorter."""
-
-    def step(self, closure=None):
-        count = self.state.setdefault("count", torch.zeros((), dtype=torch.float64))
-        rates = [group["lr"] for group in self.param_groups]
-        for group in self.param_groups:
-            group["lr"] = group["lr"] / (1.0 + count.item())
-        value = super().step(closure)
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+                    rate = group["lr"] / (1.0 + count.item())
+                    param.addcdiv_(param.grad, total.sqrt() + 1e-3, value=-rate)
         count.add_(1.0)
         return value
 
@@ -91,29 +76,6 @@ class TwoCalls(torch.optim.Optimizer):
         return value
 
 
-class TakesGradients(torch.optim.SGD):
-    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
-
-    def __init__(self, params, lr: float = 0.1) -> None:
-        super().__init__(params, lr=lr)
-        self.taken: dict[Tensor, Tensor] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.register_post_accumulate_grad_hook(self._take)
-
-    def _take(self, param: Tensor) -> None:
-        self.taken[param] = self.taken[param] + param.grad if param in self.taken else param.grad
-        param.grad = None
-
-    def step(self, closure=None):
-        for param, grad in self.taken.items():
-            param.grad = grad
-        super().step(closure)
-        for param in self.taken:
-            param.grad = None
-        self.taken.clear()
-
-
 _SGD, _ADAMW, _LBFGS = torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS
 _ENDLESS = {"tolerance_grad": 0.0, "tolerance_change": 0.0, "history_size": 3, "max_iter": 3, "lr": 0.2}
 
@@ -126,9 +88,7 @@ OPTIMIZERS = {
     "adamw_foreach": (_ADAMW, {"lr": 0.05, "foreach": True}),
     "lbfgs": (_LBFGS, _ENDLESS),
     "third_party": (ThirdParty, {}),
-    "counting": (Counting, {}),
     "two_calls": (TwoCalls, {}),
-    "takes_gradients": (TakesGradients, {}),
 }
 """Each kind of optimizer: its class and options."""
 
@@ -145,4 +105,4 @@ def plain(kind: str, params: list[Tensor]) -> torch.optim.Optimizer:
     """The same optimizer in its plainest form: neither fused nor foreach."""
     cls, options = OPTIMIZERS[kind]
     options = {key: value for key, value in options.items() if key not in {"fused", "foreach"}}
-    return (_SGD if cls is TakesGradients else cls)(params, **options)
+    return cls(params, **options)

@@ -12,7 +12,7 @@ import torch
 from tests.fuzz import prelude
 from tests.fuzz.model import NO, YES, Model
 from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
-from tests.fuzz.setups import Setup
+from tests.fuzz.sequences import Setup
 
 _IMPORTS = """\
 import copy, pickle

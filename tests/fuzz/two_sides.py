@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F  # noqa: F401 - for the graphs
@@ -21,8 +20,10 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Ours:
     """amp_plugin: sees writes, casts nothing in a backward pass."""
 
-    def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
-        return amp_plugin.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
+    library = amp_plugin
+
+    def autocast(self, dtype: str, **options: bool) -> torch.autocast:
+        return self.library.autocast("cpu", dtype=DTYPES[dtype], **options)
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward pass, perhaps with a region around it."""
@@ -31,20 +32,11 @@ class Ours:
     def written(self) -> None:
         """A weight was written in a way that is seen."""
 
-    @property
-    def custom_fwd(self) -> Callable:
-        return amp_plugin.custom_fwd(device_type="cpu")
 
-    @property
-    def custom_bwd(self) -> Callable:
-        return amp_plugin.custom_bwd(device_type="cpu")
-
-
-class Theirs:
+class Theirs(Ours):
     """torch.autocast, helped where it would use a stale cast or cast in a backward pass."""
 
-    def autocast(self, dtype: str, *, enabled: bool = True, cache_enabled: bool = True) -> torch.autocast:
-        return torch.autocast("cpu", dtype=DTYPES[dtype], enabled=enabled, cache_enabled=cache_enabled)
+    library = torch.amp
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward pass as outside any region."""
@@ -56,25 +48,17 @@ class Theirs:
         """A weight was written: torch does not see that."""
         torch.clear_autocast_cache()
 
-    @property
-    def custom_fwd(self) -> Callable:
-        return torch.amp.custom_fwd(device_type="cpu")
 
-    @property
-    def custom_bwd(self) -> Callable:
-        return torch.amp.custom_bwd(device_type="cpu")
-
-
-def product_of(side: Ours | Theirs) -> type[torch.autograd.Function]:
+def product_of(side: Ours) -> type[torch.autograd.Function]:
     class Product(torch.autograd.Function):
         @staticmethod
-        @side.custom_fwd
+        @side.library.custom_fwd(device_type="cpu")
         def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
             ctx.save_for_backward(a, b)
             return a @ b
 
         @staticmethod
-        @side.custom_bwd
+        @side.library.custom_bwd(device_type="cpu")
         def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
             a, b = ctx.saved_tensors
             return grad @ b.T, a.T @ grad
@@ -82,7 +66,7 @@ def product_of(side: Ours | Theirs) -> type[torch.autograd.Function]:
     return Product
 
 
-def backward(side: Ours | Theirs, *values: Tensor) -> None:
+def backward(side: Ours, *values: Tensor) -> None:
     """Run a backward pass from all values that have one."""
     losses = [(value.float() * value.float()).mean() for value in values if value.requires_grad]
     if losses:

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from tests.fuzz.prelude import TakesGradients
 from tests.scaling.runs import fresh
 
 
@@ -27,6 +26,15 @@ def test_a_dropped_batch_takes_its_overflow_along(weights, fused, update):
     result = scaler.last_step(one.optimizer)
     assert (result.skipped, bool(result.overflow_report())) == (False, False)
     assert (one.value, scaler.get_scale()) == (-2.0, 4.0)
+
+
+class TakesGradients(torch.optim.SGD):
+    """Takes each gradient away as soon as it is there, as optimizers that offload to the CPU do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for param in params:
+            param.register_post_accumulate_grad_hook(lambda param: setattr(param, "grad", None))
 
 
 DROPS = {

@@ -13,6 +13,7 @@ import torch
 from amp_plugin import GradScaler
 from tests.process_groups import group_of_one
 
+
 class Pair(NamedTuple):
     a: torch.Tensor
     b: torch.Tensor

@@ -9,19 +9,16 @@ from typing import Any
 import torch
 
 from tests.fuzz import prelude
-from tests.fuzz.events.edits import zero_grad
-from tests.fuzz.model import MAYBE, NO, YES
+from tests.fuzz.events import NOT_SCALED_YET, Run, zero_grad
+from tests.fuzz.model import NO, YES
 from tests.fuzz.oracle import GaveUpError
 from tests.fuzz.predictions import are_unscaled, error_of_missing_update, error_of_step, is_disputed, may_meet
-from tests.fuzz.run import NOT_SCALED_YET, Run
-from tests.fuzz.scale_model import DEFAULT, Disagreement, OutOfDomainError
+from tests.fuzz.scale_model import DEFAULT, Disagreement
 from tests.fuzz.scene import named, terms, value_of
 
 
 def step(run: Run, o: int) -> None:
-    if run.kind(o) == "takes_gradients":
-        _step_without_gradients(run, o)
-    elif run.kind(o) in prelude.NEED_CLOSURE:
+    if run.kind(o) in prelude.NEED_CLOSURE:
         closure(run, o, tuple((i, 2.0) for i in run.members(o)), True, "", None, DEFAULT)
     elif not run.oracle.used:
         run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
@@ -39,20 +36,9 @@ def _is_taken_on(run: Run, o: int) -> bool:
     return not run.scene.run(f"scaler.step(o{o})", error_of_step(run.oracle, o), expected)
 
 
-def _step_without_gradients(run: Run, o: int) -> None:
-    """A scaled backward reached the parameters, but no gradient is there: an error, not a step."""
-    reached = run.oracle.windows[o].fresh == YES
-    if run.oracle.used:
-        if run.scene.run(f"scaler.step(o{o})", YES if reached else MAYBE):
-            raise OutOfDomainError
-        run.oracle.meet(o)
-        run.oracle.close(o, skipped=False)
-    run.scene.compare_weights()
-
-
 def raw_step(run: Run, o: int) -> None:
     oracle, members = run.oracle, run.members(o)
-    if run.kind(o) in {*prelude.NEED_CLOSURE, "takes_gradients"} or o not in oracle.known:
+    if run.kind(o) in prelude.NEED_CLOSURE or o not in oracle.known:
         return
     if are_unscaled(oracle, members) and oracle.finite(members):
         run.scene.run(f"o{o}.step()")
@@ -60,7 +46,7 @@ def raw_step(run: Run, o: int) -> None:
         run.scene.compare_weights()
 
 
-_MAY_LOOK_FIRST = {"third_party", "counting", "two_calls"}
+_MAY_LOOK_FIRST = {"third_party", "two_calls"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +82,6 @@ def closure(
     run: Run, o: int, pairs: Any, zero: bool | None, edit: str, overflow: int | None, name: str
 ) -> None:
     oracle, own = run.oracle, run.members(o)
-    if run.kind(o) == "takes_gradients":
-        return
     if not may_meet(oracle, o) or is_disputed(oracle, o):
         return
     to_minimum = run.kind(o) == "lbfgs"  # learns nothing from gradients of one length, so it clips far out

@@ -1,0 +1,404 @@
+"""One run of a sequence, and what may happen in it; steps are in steps.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from tests.fuzz.model import NO, YES
+from tests.fuzz.oracle import Oracle
+from tests.fuzz.predictions import (
+    are_unscaled,
+    error_of_copy,
+    error_of_unscale,
+    is_disputed,
+    may_edit,
+    may_meet,
+    may_update,
+)
+from tests.fuzz.scale_model import Disagreement, OutOfDomainError
+from tests.fuzz.scene import Scene, named, params, terms, value_of
+from tests.fuzz.sequences import PARAMS, Setup
+
+NOT_SCALED_YET = "Attempted .* but _scale is None"
+
+
+class Run:
+    """What an event works on."""
+
+    def __init__(self, setup: Setup, scaler: type) -> None:
+        self.setup = setup
+        self.oracle = Oracle(setup)
+        self.scene = Scene(setup, self.oracle, scaler)
+        self.early: tuple[str, Any] | None = None  # scale and terms of a loss whose backward is still to come
+        self.saved: dict[str, Any] = {}  # the model's part of a saved state
+        self.skipped = 0  # steps of all optimizers
+
+    def kind(self, o: int) -> str:
+        return self.setup.kinds[o]
+
+    def members(self, o: int) -> list[int]:
+        return self.oracle.members[o]
+
+    def owned_by(self, *kinds: str) -> set[int]:
+        """The parameters that optimizers of these kinds step."""
+        return {i for o, kind in enumerate(self.setup.kinds) if kind in kinds for i in self.members(o)}
+
+    def may_call(self, o: int) -> bool:
+        """Whether a call on an optimizer has a meaning: something was scaled, and it may be met; meets it."""
+        if not self.oracle.used or not may_meet(self.oracle, o):
+            return False
+        self.oracle.meet(o)
+        return True
+
+    def backward(self, name: str, kind: str, pairs: Any) -> None:
+        oracle, scaler = self.oracle, self.scene["scaler"]
+        oracle.shown = {
+            name_of_loss: scaler.get_scale(name_of_loss or None) for name_of_loss in oracle.scales.names
+        }
+        oracle.backward(name, lambda: value_of(kind, pairs, oracle.params), {i for i, _ in pairs})
+
+    def take_side(self, o: int) -> None:
+        """Where a folded clip and an edit are in dispute, follow the real side."""
+        self.oracle.take_side(o, lambda index: self.scene.params[index].grad)
+
+    def see_skip(self, o: int, allowed: set[bool]) -> bool:
+        skipped = self.scene["scaler"].last_step(self.scene[f"o{o}"]).skipped
+        if skipped not in allowed:
+            raise Disagreement("the step was skipped" if skipped else "the step was taken, not skipped")
+        return skipped
+
+    def count_skip(self, o: int, skipped: bool) -> None:
+        """Compare the numbers of skipped steps."""
+        self.skipped += skipped
+        scaler = self.scene["scaler"]
+        counts = scaler.skipped_steps(self.scene[f"o{o}"]), scaler.skipped_steps()
+        right = self.oracle.windows[o].skipped, self.skipped
+        if counts != right:
+            raise Disagreement(f"skipped_steps() of o{o} and of all are {counts}, should be {right}")
+
+
+# -- losses, unscaling and clipping ---------------------------------------------------------------
+
+
+def backward(run: Run, name: str, pairs: Any, overflow: int | None) -> None:
+    """``scale(loss).backward()``; perhaps with a gradient that is not finite."""
+    pairs = [(i, math.inf if i == overflow else factor) for i, factor in pairs]
+    run.scene.run(f"scaler.scale(loss({terms(pairs)}){named(name)}).backward()")
+    run.oracle.scale(name)
+    run.backward(name, "loss", pairs)
+
+
+def scale_early(run: Run, name: str, pairs: Any) -> None:
+    run.scene.run(f"early = scaler.scale(linear({terms(pairs)}){named(name)})")
+    run.oracle.scale(name)
+    run.early = (name, pairs)
+
+
+def backward_early(run: Run) -> None:
+    if run.early is not None:
+        run.scene.run("early.backward(); del early")
+        (name, pairs), run.early = run.early, None
+        run.backward(name, "linear", pairs)
+
+
+def regularise(run: Run, o: int) -> None:
+    """Add the gradient of a loss that is not scaled to unscaled gradients."""
+    members = run.members(o)
+    if are_unscaled(run.oracle, members) and run.oracle.present(members) == members:
+        pairs = [(i, 0.5) for i in members]
+        run.scene.run(f"linear({terms(pairs)}).backward()")
+        for index in members:
+            run.oracle.edit(index, lambda grad: grad.add_(0.5))
+
+
+def unscale(run: Run, o: int) -> None:
+    line, oracle = f"scaler.unscale_(o{o})", run.oracle
+    if not oracle.used:
+        run.scene.run(line, YES, NOT_SCALED_YET)
+    elif run.may_call(o) and not run.scene.run(line, error_of_unscale(oracle, o), r"unscale_\(\) (has|is)"):
+        run.take_side(o)
+        oracle.unscale(o, explicit=True)
+
+
+def ensure_unscaled(run: Run, o: int) -> None:
+    if run.may_call(o):
+        run.scene.run(f"scaler.ensure_unscaled(o{o})")
+        run.take_side(o)
+        run.oracle.unscale(o, explicit=True)
+
+
+def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> None:
+    oracle, members = run.oracle, run.members(o)
+    strangers = [other for other in range(len(oracle.members)) if other not in {o, *oracle.known}]
+    fold = fold and not any(i in run.members(other) for other in strangers for i in members)
+    if not run.may_call(o) or is_disputed(oracle, o):
+        return
+    folded = ", fold=True" if fold else ""
+    run.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type}{folded})")
+    if fold:
+        oracle.fold(o, limit, norm_type)
+    else:
+        oracle.unscale(o, explicit=False)
+    _compare_norm(run, _clipped(run, [o], members, limit, norm_type))
+
+
+def clip_norm_of_params(run: Run, indices: Any, limit: float, norm_type: float, fold: bool) -> None:
+    folded = ", fold=True" if fold else ""
+    call = f"clip_grad_norm_([{params(indices)}], {limit}, norm_type={norm_type}{folded})"
+    if _clip_params(run, indices, f"norm = scaler.{call}"):
+        owners = [o for o in run.oracle.known if set(run.members(o)) & set(indices)]
+        _compare_norm(run, _clipped(run, owners, indices, limit, norm_type))
+
+
+def _clipped(run: Run, owners: list[int], indices: Any, limit: float, norm_type: float) -> float:
+    """Clip true gradients; whether those are that had overflowed, and were written over, is not promised."""
+    oracle = run.oracle
+    norm = oracle.norm(indices, norm_type)
+    if limit < norm < math.inf and any(True in oracle.seen.skips(o, run.members(o)) for o in owners):
+        raise OutOfDomainError("a clip of gradients whose step is skipped")
+    return oracle.clip_norm(indices, limit, norm_type)
+
+
+def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
+    if indices is not None:
+        if _clip_params(run, indices, f"scaler.clip_grad_value_([{params(indices)}], {limit})"):
+            _clamp(run, indices, limit)
+    elif run.may_call(o) and not is_disputed(run.oracle, o):
+        run.scene.run(f"scaler.clip_grad_value_(o{o}, {limit})")
+        run.oracle.unscale(o, explicit=False)
+        _clamp(run, run.members(o), limit)
+
+
+def _clip_params(run: Run, indices: Any, line: str) -> bool:
+    """Run a clip of parameters, which unscales those of their optimizers, or of the one that has no others; return whether it was not refused."""
+    oracle = run.oracle
+    touched = [o for o in oracle.known if set(run.members(o)) & set(indices)]
+    exactly = [o for o in touched if set(run.members(o)) == set(indices)]
+    touched = exactly if len(exactly) == 1 else touched
+    if not oracle.used or any(is_disputed(oracle, o) for o in touched):
+        return False
+    if not all(map(oracle.owners, oracle.present(indices))):
+        run.scene.run(line, YES, "belong to no optimizer this scaler knows")
+        return False
+    run.scene.run(line)
+    for o in touched:
+        oracle.unscale(o, explicit=False)
+    return True
+
+
+def _clamp(run: Run, indices: Any, limit: float) -> None:
+    """Clip true gradients by value; whether inf or nan was there is not promised, so look."""
+    for index in run.oracle.present(indices):
+        grad, real = run.oracle.params[index].grad, run.scene.params[index].grad
+        grad.copy_(torch.where(grad.isfinite(), grad.clamp(-limit, limit), real.double()))
+
+
+def _compare_norm(run: Run, right: float) -> None:
+    norm = run.scene["norm"].item()
+    if math.isfinite(right):
+        same = math.isclose(norm, right, rel_tol=1e-5, abs_tol=1e-30)
+    else:
+        same = not math.isfinite(norm)
+    if not same:
+        raise Disagreement(f"the norm is {norm}, it should be {right}")
+
+
+# -- what users do to gradients and weights by hand -----------------------------------------------
+
+
+_EDITS = {
+    "in place": "{p}.grad.mul_({factor})",
+    "replaced": "{p}.grad = {p}.grad * {factor}",
+    "data": "{p}.grad.data.mul_({factor})",
+    "numpy": "{p}.grad.numpy()[...] *= {factor}",
+}
+_INJECTIONS = {
+    "in place": "{p}.grad[0] = {value}",
+    "data": "{p}.grad.data[0] = {value}",
+    "replaced": "{p}.grad = {p}.grad.clone(); {p}.grad[0] = {value}",
+}
+
+
+def zero_grad(run: Run, o: int, set_to_none: bool) -> None:
+    run.scene.run(f"o{o}.zero_grad(set_to_none={set_to_none})")
+    run.oracle.clear(run.members(o), zeroed=not set_to_none)
+
+
+def drop_one(run: Run, index: int) -> None:
+    if run.oracle.present([index]):
+        run.scene.run(f"p{index}.grad = None")
+        run.oracle.clear([index], zeroed=False)
+
+
+def edit(run: Run, o: int, kind: str, factor: float, wanted: Any) -> None:
+    """Multiply gradients, in whatever unit they are."""
+    members = run.oracle.present(run.members(o))
+    indices = members if kind == "collective" else [i for i in wanted if i in members]
+    if not indices or not all(may_edit(run.oracle, i) for i in indices):
+        return
+    factor = _moderate(run, indices, factor)
+    if kind == "collective":
+        run.scene.run(f"collective({factor}, {', '.join(f'p{i}.grad' for i in indices)})")
+    for index in indices:
+        if kind != "collective":
+            run.scene.run(_EDITS[kind].format(p=f"p{index}", factor=factor))
+        run.oracle.edit(index, lambda grad: grad.mul_(factor), replaced=kind == "replaced")
+
+
+def _moderate(run: Run, indices: list[int], factor: float) -> float:
+    """The factor or its inverse, whichever keeps gradients in the middle."""
+    largest = max(run.oracle.params[i].grad.abs().max().item() for i in indices)
+    return 1.0 / factor if (factor > 1.0) == (largest > 1e3) else factor
+
+
+def inject(run: Run, index: int, value: str, kind: str) -> None:
+    if may_edit(run.oracle, index):
+        run.scene.run(_INJECTIONS[kind].format(p=f"p{index}", value=value))
+
+        def write(grad: torch.Tensor) -> None:
+            grad[0] = float(value)
+
+        run.oracle.edit(index, write, replaced=kind == "replaced")
+
+
+def repair(run: Run, index: int) -> None:
+    if may_edit(run.oracle, index):
+        run.scene.run(f"p{index}.grad.nan_to_num_(0.0, 0.0, 0.0)")
+        run.oracle.edit(index, lambda grad: grad.nan_to_num_(0.0, 0.0, 0.0))
+
+
+def edit_unscaled(run: Run, o: int, kind: str) -> None:
+    """What users do with unscaled gradients: torch's clipping, weight decay."""
+    oracle, members = run.oracle, run.oracle.present(run.members(o))
+    if not members or not are_unscaled(oracle, members) or not oracle.finite(members):
+        return
+    if kind == "decay":
+        for index in members:
+            run.scene.run(f"p{index}.grad.add_(p{index}.detach().abs(), alpha=0.1)")
+            decay = 0.1 * oracle.params[index].detach().abs()
+            oracle.edit(index, lambda grad: grad.add_(decay))
+        return
+    call, limit = ("clip_grad_norm_", 1.0) if kind == "torch norm" else ("clip_grad_value_", 0.5)
+    run.scene.run(f"torch.nn.utils.{call}([{params(members)}], {limit})")
+    getattr(torch.nn.utils, call)([oracle.params[i] for i in members], limit)
+    for index in members:
+        oracle.edit(index, lambda grad: None)
+
+
+def swap(run: Run, index: int) -> None:
+    if not run.oracle.present([index]) and run.early is None:
+        run.scene.run(f"torch.utils.swap_tensors(p{index}, Parameter(p{index}.detach().clone()))")
+
+
+# -- updates, saved states, copies, and which optimizers and parameters there are ------------------
+
+
+def update(run: Run) -> None:
+    if not run.oracle.used:
+        run.scene.run("scaler.update()", YES, NOT_SCALED_YET)
+    elif may_update(run.oracle):
+        past = run.oracle.last_backward is not None and not run.oracle.known
+        if not run.scene.run("scaler.update()", YES if past else NO, "knows no optimizer"):
+            run.oracle.update(None)
+
+
+def set_scale(run: Run, value: float) -> None:
+    if run.oracle.used and may_update(run.oracle):
+        run.scene.run(f"scaler.update({value})")
+        run.oracle.update(value)
+
+
+def end_iteration(run: Run) -> None:
+    run.scene.run("scaler.end_iteration()")
+    run.oracle.end_iteration()
+
+
+def register(run: Run, o: int) -> None:
+    if may_meet(run.oracle, o):
+        run.scene.run(f"scaler.register(o{o})")
+        run.oracle.meet(o)
+
+
+def add_param_group(run: Run, o: int, index: int) -> None:
+    fixed, oracle = ("lbfgs", "two_calls"), run.oracle
+    if run.kind(o) in fixed or index in run.owned_by(*fixed) or index in run.members(o):
+        return
+    if oracle.windows[o].folded:
+        return
+    if o not in oracle.known or may_meet(oracle, o, [index]):
+        run.scene.run(f'o{o}.add_param_group({{"params": [p{index}]}})')
+        oracle.join(o, index)
+
+
+def save(run: Run) -> None:
+    run.scene.run("saved = scaler.state_dict()")
+    run.oracle.end_iteration()
+    run.scene.see_state(run.scene["saved"])
+    scales = run.oracle.scales
+    run.saved = {
+        "skipped": run.skipped,
+        "rule": (scales.growth_factor, scales.backoff_factor, scales.growth_interval),
+        "scales": next(iter(scales.worlds)).scales,
+    }
+
+
+def load(run: Run) -> None:
+    if run.saved:
+        run.scene.run("scaler.load_state_dict(saved)")
+        scales = run.oracle.scales
+        scales.load({name: s[:3] for name, s in zip(scales.names, run.saved["scales"], strict=True)})
+        scales.growth_factor, scales.backoff_factor, scales.growth_interval = run.saved["rule"]
+        run.skipped = run.saved["skipped"]
+        for window in run.oracle.windows:  # those of each optimizer are counted from here on
+            window.skipped = 0
+
+
+def set_rule(run: Run, rule: tuple[str, float]) -> None:
+    """``set_growth_factor`` and its like; they are the default scale's."""
+    name, value = rule
+    if len(run.oracle.scales.names) == 1 and run.setup.options.get("dynamic", True):
+        run.scene.run(f"scaler.set_{name}({value})")
+        setattr(run.oracle.scales, name, value)
+
+
+def copy(run: Run, pickled: bool) -> None:
+    """Go on with a copy, between iterations."""
+    if _between_iterations(run):
+        _clear_all(run)
+        way = "pickle.loads(pickle.dumps(scaler))" if pickled else "copy.deepcopy(scaler)"
+        refused = error_of_copy(run.oracle)
+        if not run.scene.run(f"scaler = {way}", refused, "may only be pickled at the beginning"):
+            _start_anew(run)
+
+
+def restart(run: Run) -> None:
+    """Go on with a new scaler that has loaded the old one's state."""
+    if _between_iterations(run):
+        _clear_all(run)
+        run.scene.run("state = scaler.state_dict()")
+        run.oracle.end_iteration()
+        run.scene.see_state(run.scene["state"])
+        run.scene.make_scaler(run.setup)
+        run.scene.run("scaler.load_state_dict(state)")
+        _start_anew(run)
+
+
+def _between_iterations(run: Run) -> bool:
+    """Whether nothing is on its way that only the old scaler knows."""
+    return run.early is None
+
+
+def _clear_all(run: Run) -> None:
+    everyone = range(PARAMS)
+    run.scene.run(f"for p in ({params(everyone)}): p.grad = None")
+    run.oracle.clear(everyone, zeroed=False)
+
+
+def _start_anew(run: Run) -> None:
+    known = sorted(run.oracle.known)
+    run.oracle.start_anew()
+    for o in known:
+        register(run, o)
