@@ -13,7 +13,6 @@ from tests.fuzz.predictions import (
     are_unscaled,
     error_of_copy,
     error_of_unscale,
-    is_disputed,
     may_edit,
     may_meet,
     may_update,
@@ -59,10 +58,6 @@ class Run:
             name_of_loss: scaler.get_scale(name_of_loss or None) for name_of_loss in oracle.scales.names
         }
         oracle.backward(name, lambda: value_of(kind, pairs, oracle.params), {i for i, _ in pairs})
-
-    def take_side(self, o: int) -> None:
-        """Where a folded clip and an edit are in dispute, follow the real side."""
-        self.oracle.take_side(o, lambda index: self.scene.params[index].grad)
 
     def see_skip(self, o: int, allowed: set[bool]) -> bool:
         skipped = self.scene["scaler"].last_step(self.scene[f"o{o}"]).skipped
@@ -119,14 +114,12 @@ def unscale(run: Run, o: int) -> None:
     if not oracle.used:
         run.scene.run(line, YES, NOT_SCALED_YET)
     elif run.may_call(o) and not run.scene.run(line, error_of_unscale(oracle, o), r"unscale_\(\) (has|is)"):
-        run.take_side(o)
         oracle.unscale(o, explicit=True)
 
 
 def ensure_unscaled(run: Run, o: int) -> None:
     if run.may_call(o):
         run.scene.run(f"scaler.ensure_unscaled(o{o})")
-        run.take_side(o)
         run.oracle.unscale(o, explicit=True)
 
 
@@ -134,12 +127,12 @@ def clip_norm(run: Run, o: int, limit: float, norm_type: float, fold: bool) -> N
     oracle, members = run.oracle, run.members(o)
     strangers = [other for other in range(len(oracle.members)) if other not in {o, *oracle.known}]
     fold = fold and not any(i in run.members(other) for other in strangers for i in members)
-    if not run.may_call(o) or is_disputed(oracle, o):
+    if not run.may_call(o):
         return
     folded = ", fold=True" if fold else ""
     run.scene.run(f"norm = scaler.clip_grad_norm_(o{o}, {limit}, norm_type={norm_type}{folded})")
     if fold:
-        oracle.fold(o, limit, norm_type)
+        oracle.fold(o)
     else:
         oracle.unscale(o, explicit=False)
     _compare_norm(run, _clipped(run, [o], members, limit, norm_type))
@@ -166,7 +159,7 @@ def clip_value(run: Run, o: int, indices: Any, limit: float) -> None:
     if indices is not None:
         if _clip_params(run, indices, f"scaler.clip_grad_value_([{params(indices)}], {limit})"):
             _clamp(run, indices, limit)
-    elif run.may_call(o) and not is_disputed(run.oracle, o):
+    elif run.may_call(o):
         run.scene.run(f"scaler.clip_grad_value_(o{o}, {limit})")
         run.oracle.unscale(o, explicit=False)
         _clamp(run, run.members(o), limit)
@@ -178,7 +171,7 @@ def _clip_params(run: Run, indices: Any, line: str) -> bool:
     touched = [o for o in oracle.known if set(run.members(o)) & set(indices)]
     exactly = [o for o in touched if set(run.members(o)) == set(indices)]
     touched = exactly if len(exactly) == 1 else touched
-    if not oracle.used or any(is_disputed(oracle, o) for o in touched):
+    if not oracle.used:
         return False
     if not all(map(oracle.owners, oracle.present(indices))):
         run.scene.run(line, YES, "belong to no optimizer this scaler knows")
@@ -223,12 +216,16 @@ _INJECTIONS = {
 
 
 def zero_grad(run: Run, o: int, set_to_none: bool) -> None:
+    others = {other for index in run.members(o) for other in run.oracle.owners(index)} - {o}
+    if any(run.oracle.windows[other].folded for other in others):
+        return
     run.scene.run(f"o{o}.zero_grad(set_to_none={set_to_none})")
     run.oracle.clear(run.members(o), zeroed=not set_to_none)
 
 
 def drop_one(run: Run, index: int) -> None:
-    if run.oracle.present([index]):
+    folded = any(run.oracle.windows[o].folded for o in run.oracle.owners(index))
+    if run.oracle.present([index]) and not folded:
         run.scene.run(f"p{index}.grad = None")
         run.oracle.clear([index], zeroed=False)
 
@@ -366,7 +363,7 @@ def set_rule(run: Run, rule: tuple[str, float]) -> None:
 
 def copy(run: Run, pickled: bool) -> None:
     """Go on with a copy, between iterations."""
-    if _between_iterations(run):
+    if run.early is None:  # nothing is on its way that only the old scaler knows
         _clear_all(run)
         way = "pickle.loads(pickle.dumps(scaler))" if pickled else "copy.deepcopy(scaler)"
         refused = error_of_copy(run.oracle)
@@ -376,7 +373,7 @@ def copy(run: Run, pickled: bool) -> None:
 
 def restart(run: Run) -> None:
     """Go on with a new scaler that has loaded the old one's state."""
-    if _between_iterations(run):
+    if run.early is None:  # nothing is on its way that only the old scaler knows
         _clear_all(run)
         run.scene.run("state = scaler.state_dict()")
         run.oracle.end_iteration()
@@ -384,11 +381,6 @@ def restart(run: Run) -> None:
         run.scene.make_scaler(run.setup)
         run.scene.run("scaler.load_state_dict(state)")
         _start_anew(run)
-
-
-def _between_iterations(run: Run) -> bool:
-    """Whether nothing is on its way that only the old scaler knows."""
-    return run.early is None
 
 
 def _clear_all(run: Run) -> None:

@@ -110,17 +110,11 @@ class Window:
     begun: set[str] = field(default_factory=set)  # those for which they may count
     noted: set[str] = field(default_factory=set)  # those for which an overflow in a conversion may count
     folded: bool = False  # a clip may wait in it for the step
-    edited: bool = False  # the user has changed gradients since: then the step may be refused
-    limits: list[tuple[float, float]] = field(
-        default_factory=list
-    )  # of clips that may wait, and their norms' types
-    # The gradients without those clips, but with what the user has done since.
-    unclipped: dict[int, torch.Tensor] = field(default_factory=dict)
+    edited: bool = False  # the user has cleared gradients since: then the step may be refused
     skipped: int = 0  # steps so far
 
     def unfold(self) -> None:
         self.folded = self.edited = False
-        self.limits, self.unclipped = [], {}
 
 
 class Model:

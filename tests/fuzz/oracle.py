@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 from tests.fuzz.model import MAYBE, NO, YES, Gradient, Model, Window
-from tests.fuzz.predictions import is_disputed, update_waits
-from tests.fuzz.scale_model import DEFAULT, OutOfDomainError
+from tests.fuzz.predictions import update_waits
+from tests.fuzz.scale_model import DEFAULT
 
 
 class GaveUpError(Exception):
@@ -88,8 +88,6 @@ class Oracle(Model):
         window.begun.add(name)
         window.explicit = False
         if o in self.known:
-            if is_disputed(self, o):
-                raise OutOfDomainError("a folded clip and an edit, and nothing shows what was made of them")
             window.unfold()
 
     # -- checks ---------------------------------------------------------------------------------
@@ -172,36 +170,17 @@ class Oracle(Model):
                 self.params[index].grad.mul_(factor)
         return norm
 
-    def fold(self, o: int, max_norm: float, norm_type: float) -> None:
+    def fold(self, o: int) -> None:
         """A clip that may be left to the optimizer: whether it is unscaled is open."""
         window = self.windows[o]
         self.check(o, write=False)
         window.stages = window.stages | {"unscaled"}
-        if not window.folded:
-            window.unclipped = {i: self.params[i].grad.clone() for i in self.present(self.members[o])}
         window.folded, window.edited = True, False
-        window.limits.append((max_norm, norm_type))
         for index in self.present(self.members[o]):
             gradient = self.gradients[index]
             gradient.pending, gradient.replaced = gradient.pending and None, False
             if gradient.unscaled:  # then it is written at once
                 gradient.used_at = self.updates
-
-    def take_side(self, o: int, real: Callable[[int], torch.Tensor]) -> None:
-        """Where a folded clip was disputed: go on with clip after edit if the real gradients show that."""
-        window = self.windows[o]
-        ours = {i: self.params[i].grad for i in self.present(self.members[o])}
-        if not is_disputed(self, o) or ours.keys() != window.unclipped.keys():
-            return
-        for index, grad in window.unclipped.items():
-            self.params[index].grad = grad
-        for max_norm, norm_type in window.limits:
-            self.clip_norm(self.members[o], max_norm, norm_type)
-        if not all(
-            torch.allclose(self.params[i].grad, real(i).double(), rtol=1e-4, equal_nan=True) for i in ours
-        ):
-            for index, grad in ours.items():
-                self.params[index].grad = grad
 
     # -- the user's hands -----------------------------------------------------------------------
 
@@ -210,8 +189,6 @@ class Oracle(Model):
         change(grad)
         for o in self.owners(index):
             self.windows[o].edited = True
-            if index in self.windows[o].unclipped:
-                change(self.windows[o].unclipped[index])
         gradient.replaced |= replaced
         if not grad.any():
             self._drop(index)
@@ -236,9 +213,7 @@ class Oracle(Model):
             self.gradients[index].clear(zeroed)
             self._drop(index)
             for o in self.owners(index):
-                window = self.windows[o]
-                window.edited = True
-                window.unclipped.pop(index, None)
+                self.windows[o].edited = True
 
     def join(self, o: int, index: int) -> None:
         self.seen.join(o, index, self.owners(index))

@@ -30,15 +30,13 @@ def may_edit(model: Model, index: int) -> bool:
 
     That of one which an optimizer has stepped with has: the change of an unscaled gradient before ``update()``,
     of a scaled one after it. Of others a change between ``update()`` and the next backward may come from a
-    backward that was not seen: documented as a limit.
+    backward that was not seen: documented as a limit. A folded clip forbids changes.
     """
-    gradient, owners = model.gradients[index], model.owners(index)
-    waiting = gradient.pending is not False
-    known = all(
-        o in gradient.used_by or w.stages == {"unscaled"} or w.fresh != NO or (w.folded and waiting)
-        for o, w in zip(owners, (model.windows[o] for o in owners), strict=True)
+    gradient = model.gradients[index]
+    return model.params[index].grad is not None and all(
+        (o in gradient.used_by or w.stages == {"unscaled"} or w.fresh != NO) and not w.folded
+        for o, w in ((o, model.windows[o]) for o in model.owners(index))
     )
-    return model.params[index].grad is not None and known
 
 
 def may_update(model: Model) -> bool:
@@ -59,16 +57,6 @@ def are_unscaled(model: Model, indices: Iterable[int]) -> bool:
         and all(w.stages == {"unscaled"} for w in windows)
         and not any(w.folded for w in windows)
     )
-
-
-def is_disputed(model: Model, o: int) -> bool:
-    """Whether the user has changed gradients on which a folded clip waits.
-
-    A misuse: it may be an error, the edit may come after the clip, or the clip after the edit.
-    """
-    window = model.windows[o]
-    here = model.present(model.members[o])
-    return window.folded and window.edited and any(i in window.unclipped for i in here)
 
 
 def error_of_unscale(model: Model, o: int) -> str:

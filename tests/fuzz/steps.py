@@ -12,7 +12,7 @@ from tests.fuzz import prelude
 from tests.fuzz.events import NOT_SCALED_YET, Run, zero_grad
 from tests.fuzz.model import NO, YES
 from tests.fuzz.oracle import GaveUpError
-from tests.fuzz.predictions import are_unscaled, error_of_missing_update, error_of_step, is_disputed, may_meet
+from tests.fuzz.predictions import are_unscaled, error_of_missing_update, error_of_step, may_meet
 from tests.fuzz.scale_model import DEFAULT, Disagreement
 from tests.fuzz.scene import named, terms, value_of
 
@@ -23,7 +23,6 @@ def step(run: Run, o: int) -> None:
     elif not run.oracle.used:
         run.scene.run(f"scaler.step(o{o})", YES, NOT_SCALED_YET)
     elif run.may_call(o) and _is_taken_on(run, o):
-        run.take_side(o)
         skipped = run.see_skip(o, run.oracle.check(o))
         run.oracle.step(o, skipped)
         run.count_skip(o, skipped)
@@ -82,7 +81,7 @@ def closure(
     run: Run, o: int, pairs: Any, zero: bool | None, edit: str, overflow: int | None, name: str
 ) -> None:
     oracle, own = run.oracle, run.members(o)
-    if not may_meet(oracle, o) or is_disputed(oracle, o):
+    if not may_meet(oracle, o):
         return
     to_minimum = run.kind(o) == "lbfgs"  # learns nothing from gradients of one length, so it clips far out
     if to_minimum:
