@@ -9,13 +9,8 @@ from amp_plugin import GradScaler
 
 
 def used(cls, weights, **options):
-    one = weights()
     scaler = cls("cpu", init_scale=2.0**10, growth_interval=3, **options)
-    for gradient in (1.0, math.inf, 1.0, 1.0):
-        one.optimizer.zero_grad()
-        scaler.scale(one.loss(gradient)).backward()
-        scaler.step(one.optimizer)
-        scaler.update()
+    weights().train(scaler, 1.0, math.inf, 1.0, 1.0)
     return scaler
 
 
@@ -33,10 +28,7 @@ def test_both_ways(source, target, started, weights):
     state = used(source, weights).state_dict()
     fresh = used(target, weights) if started else target("cpu")
     fresh.load_state_dict(state)
-    one = weights()
-    fresh.scale(one.loss(1.0)).backward()
-    fresh.step(one.optimizer)
-    fresh.update()
+    weights().train(fresh, 1.0)
     assert fresh.get_scale() == 2.0**10, "two good steps before, one after: the scale grew"
 
 
@@ -64,14 +56,11 @@ def test_empty_states_raise_and_foreign_ones_warn_and_change_nothing(weights):
     scaler = used(GradScaler, weights)
     before = scaler.state_dict()
     with pytest.raises(
-        RuntimeError,
-        match=r"source state dict is empty, possibly because .*\. Do not load it, and the scaler",
+        RuntimeError, match=r"source state dict is empty, .*\. Do not load it, and the scaler"
     ):
         scaler.load_state_dict({})
     apex = {"loss_scaler0": {"loss_scale": 4.0, "unskipped": 1}}
-    with pytest.warns(
-        UserWarning, match="holds 'loss_scaler0', which is not a GradScaler's.*Set one with update"
-    ):
+    with pytest.warns(UserWarning, match="holds 'loss_scaler0', which is not .*Set one with update"):
         scaler.load_state_dict(apex)
     assert scaler.state_dict() == before
 

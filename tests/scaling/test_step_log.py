@@ -1,5 +1,6 @@
 """The log of steps, against every order in which a device may let the host know of its skips."""
 
+import copy
 import itertools
 
 import pytest
@@ -38,8 +39,8 @@ def sgd():
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
 
-def add(log, optimizer, result):
-    log.add(optimizer, result)
+def add(log, optimizer, *, skipped, delay=0, clock=(0,)):
+    log.add(optimizer, Result(clock, skipped=skipped, delay=delay))
 
 
 def held(skips, delays, *, exact=False, of_one=False):
@@ -49,7 +50,7 @@ def held(skips, delays, *, exact=False, of_one=False):
     if of_one:
         log.wait_for(optimizer)
     for skipped, delay in zip(skips, delays, strict=True):
-        add(log, optimizer, Result(clock, skipped=skipped, delay=delay))
+        add(log, optimizer, skipped=skipped, delay=delay, clock=clock)
         told.append(log.holds_schedulers(optimizer))
         assert log.holds_schedulers(optimizer) is told[-1], "asking changes nothing"
         clock[0] += 1
@@ -92,7 +93,7 @@ def test_each_optimizer_has_its_own_skips(order):
     log, optimizers, seen = StepLog(), [sgd() for _ in range(3)], []
     log.subscribe(lambda step: seen.append((step.optimizer(), step.in_a_row)))
     for number in order:
-        add(log, optimizers[number], Result([0], skipped=number == 1, delay=0))
+        add(log, optimizers[number], skipped=number == 1)
     assert [log.holds_schedulers(optimizer) for optimizer in optimizers] == [False, True, False]
     assert seen == [(optimizers[number], int(number == 1)) for number in order]
     assert not log.holds_schedulers(sgd())
@@ -103,7 +104,7 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
     for steps in seen.values():
         log.subscribe(lambda step, steps=steps: steps.append(step.in_a_row))
     for skipped, delay in ((True, 3), (True, 0), (False, 2), (True, 0)):
-        add(log, optimizer, Result(clock, skipped=skipped, delay=delay))
+        add(log, optimizer, skipped=skipped, delay=delay, clock=clock)
         clock[0] += 1
     assert log.unread() == 2
     log.read(wait=True)
@@ -114,14 +115,11 @@ def test_every_subscriber_learns_of_each_step_once_and_in_order():
 def test_an_optimizer_is_still_waited_for_after_a_state_was_loaded():
     log, optimizer = StepLog(), sgd()
     log.wait_for(optimizer)
-    add(log, optimizer, Result([0], skipped=True, delay=0))
+    add(log, optimizer, skipped=True)
     log.start_over(7)
-    assert (log.holds_schedulers(optimizer), log.skipped_steps(optimizer), log.skipped_steps()) == (
-        False,
-        0,
-        7,
-    )
-    add(log, optimizer, Result([0], skipped=True, delay=1))
+    assert not log.holds_schedulers(optimizer)
+    assert (log.skipped_steps(optimizer), log.skipped_steps()) == (0, 7)
+    add(log, optimizer, skipped=True, delay=1)
     assert log.holds_schedulers(optimizer)
     assert (log.skipped_steps(optimizer), log.skipped_steps()) == (1, 8)
 
@@ -135,27 +133,27 @@ def test_what_a_subscriber_raises_ends_the_step_and_loses_no_other():
             raise FloatingPointError
 
     log.subscribe(refuse)
-    add(log, optimizer, Result([0], skipped=True, delay=0))
+    add(log, optimizer, skipped=True)
     with pytest.raises(FloatingPointError):
-        add(log, optimizer, Result([0], skipped=True, delay=0))
+        add(log, optimizer, skipped=True)
     assert log.holds_schedulers(optimizer)
-    add(log, optimizer, Result([0], skipped=False, delay=0))
+    add(log, optimizer, skipped=False)
     log.unsubscribe(refuse)
-    add(log, optimizer, Result([0], skipped=True, delay=0))
+    add(log, optimizer, skipped=True)
     assert seen == [1, 2, 0]
 
 
 def test_an_optimizer_that_is_gone_stays_counted():
     log = StepLog(skipped_before=5)
     for _ in range(40):  # some take the place of those before in memory
-        add(log, sgd(), Result([0], skipped=True, delay=0))
+        add(log, sgd(), skipped=True)
     assert log.skipped_steps() == 45
 
 
 def test_a_run_of_skips_is_warned_of_once(recwarn):
     log, optimizer = StepLog(), sgd()
     for _ in range(2 * RUN + 1):
-        add(log, optimizer, Result([0], skipped=True, delay=0))
+        add(log, optimizer, skipped=True)
     assert len(recwarn) == 1
     assert str(recwarn[0].message).startswith(f"{RUN} steps of SGD in a row were skipped (")
 
@@ -164,7 +162,7 @@ def test_a_captured_step_is_not_waited_for(monkeypatch):
     """Its flag belongs to the graph, which writes it at each replay."""
     log, optimizer = StepLog(), sgd()
     monkeypatch.setattr("amp_plugin.scaling.step_log.capturing", lambda device: True)
-    add(log, optimizer, Result([0], skipped=True, delay=9))
+    add(log, optimizer, skipped=True, delay=9)
     assert log.unread() == 0
     assert log.skipped_steps(optimizer) == 1
 
@@ -175,8 +173,6 @@ def test_a_log_outlives_new_groups_of_ranks_and_stays_behind_copies():
     log = scaler.step_log
     scaler.place("cpu")
     assert scaler.step_log is log
-    import copy
-
     assert copy.deepcopy(scaler).step_log is not log
 
 

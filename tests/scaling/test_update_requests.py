@@ -57,21 +57,25 @@ def test_no_update_without_a_check(weights):
     assert scaler.get_scale() == 8.0
 
 
-def test_setting_the_scale_by_hand_converts_pending_gradients(weights):
+def test_setting_the_scale_by_hand_converts_pending_gradients_and_is_told_to_results(weights):
     one = weights()
     scaler = fresh(one.optimizer)
-    scaler.scale(one.loss(3.0)).backward()
+    one.backward(scaler, 3.0)
     scaler.update(32.0)
     assert one.grad == 96.0
     scaler.step(one.optimizer)
     assert one.value == -3.0
+    with pytest.raises(ValueError, match="new_scale"):
+        scaler.update(float("nan"))
+    scaler.update(4.0)
+    result = scaler.last_step(one.optimizer)
+    assert (result.scale_before, result.scale_after) == (32, 4)
 
 
 @pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
 def test_loading_a_state_converts_pending_gradients(weights, scaler_class):
-    one = weights()
-    scaler = scaler_class("cpu", init_scale=8.0)
-    scaler.scale(one.loss(3.0)).backward()
+    one, scaler = weights(), scaler_class("cpu", init_scale=8.0)
+    one.backward(scaler, 3.0)
     scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0})
     scaler.step(one.optimizer)
     assert one.value == (-3.0 if scaler_class is GradScaler else -0.75)
@@ -101,13 +105,16 @@ def test_rescaling_to_another_than_a_power_of_two_is_right_to_an_ulp():
     assert torch.allclose(param.grad, start, rtol=4e-7, atol=0)
 
 
-def test_fp16_gradients_are_not_rescaled_the_update_waits():
+def halves():
     half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    full = torch.nn.Parameter(torch.zeros(4))
-    a, b = torch.optim.SGD([full], lr=1.0), torch.optim.SGD([half], lr=1.0)
-    scaler = fresh(a, b, fp16_gradients=True)
-    scaler.scale((full * 3.0).sum() + (half * 5.0).sum()).backward()
-    scaler.step(a)
+    return half, torch.optim.SGD([half], lr=1.0)
+
+
+def test_fp16_gradients_are_not_rescaled_the_update_waits(weights):
+    (half, b), one = halves(), weights()
+    scaler = fresh(one.optimizer, b, fp16_gradients=True)
+    scaler.scale(one.loss(3.0) + (half * 5.0).sum()).backward()
+    scaler.step(one.optimizer)
     scaler.update()
     scaler.end_iteration()
     assert (scaler.get_scale(), half.grad[0].item()) == (8.0, 40.0)
@@ -117,8 +124,7 @@ def test_fp16_gradients_are_not_rescaled_the_update_waits():
 
 
 def test_fp16_gradients_are_not_converted_by_hand_either():
-    half = torch.nn.Parameter(torch.zeros(4, dtype=torch.float16))
-    optimizer = torch.optim.SGD([half], lr=1.0)
+    half, optimizer = halves()
     scaler = fresh(optimizer, fp16_gradients=True)
     scaler.scale((half * 5.0).sum()).backward()
     state = scaler.state_dict()
