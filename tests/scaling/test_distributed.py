@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from tests.scaling.distributed_worker import report
+from tests.scaling.distributed_worker import BOTH, CALLS, FULL, GUARDED, net, report
 from tests.warm_processes import call_on_ranks
 
 pytestmark = pytest.mark.dist
-
-FULL = torch.arange(1.0, 9.0)
 
 
 def run(world, folder):
@@ -26,8 +24,8 @@ def two(tmp_path_factory):
     return run(2, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("has_gradients", [False, True])
+@pytest.mark.parametrize("fused", BOTH)
+@pytest.mark.parametrize("has_gradients", BOTH)
 def test_one_rank_overflows(two, fused, has_gradients):
     ranks = [result[f"plain {fused} {has_gradients}"] for result in two]
     for bad, good in ranks:
@@ -39,8 +37,8 @@ def test_one_rank_overflows(two, fused, has_gradients):
     assert ranks[here][0]["found"] == ["param_groups[0]['params'][0]"]
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("kind", ["groups", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize("clip", BOTH)
+@pytest.mark.parametrize("kind", GUARDED)
 def test_all_ranks_skip_without_a_loss_scale_too(two, kind, clip):
     for rank, result in enumerate(two):
         steps = result[f"guarded {kind} {clip}"]
@@ -50,7 +48,7 @@ def test_all_ranks_skip_without_a_loss_scale_too(two, kind, clip):
         assert steps[1]["elsewhere"] is (kind != "ddp" and rank == 0)
 
 
-@pytest.mark.parametrize("call", ["norm optimizer", "norm params", "value params", "ensure"])
+@pytest.mark.parametrize("call", CALLS)
 def test_a_rank_without_gradients_takes_part(two, call):
     for result in two:
         one = result[f"no gradients {call}"]
@@ -121,8 +119,7 @@ def test_a_partial_gradient_is_summed_first(two):
 
 
 def one_process(fused):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
+    model = net(5, 7, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
     scaler = GradScaler("cpu", init_scale=2.0**10)
     norms = []
@@ -137,26 +134,19 @@ def one_process(fused):
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
-@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fused", BOTH)
 def test_fsdp_equals_one_process(two, kind, fused):
     norms, values, scale = one_process(fused)
     for result in two:
         one = result[f"{kind} {fused}"]
-        assert [n for i, n in enumerate(one["norms"]) if i != 2] == pytest.approx(
-            [n for i, n in enumerate(norms) if i != 2], rel=1e-5
-        )
+        for ours, right in zip(one["norms"], norms, strict=True):
+            assert ours == (pytest.approx(right, rel=1e-5) if math.isfinite(right) else None)
         assert one["values"] == pytest.approx(values, rel=1e-4)
         assert one["scale"] == scale
     if kind == "fsdp1":
-        assert any(any(result[f"{kind} {fused}"]["empty"]) for result in two), (
-            "no shard is empty: the test shows too little"
+        assert any(result[f"{kind} {fused}"]["empty"] for result in two), (
+            "no shard is empty: it shows too little"
         )
-
-
-def test_ranks_with_different_kernels_say_so(two):
-    for result in two:
-        assert "some ranks have amp_plugin's native core and others do not" in result["core_disagrees"]
-        assert "AMP_PLUGIN_NATIVE=0 on all" in result["core_disagrees"]
 
 
 @pytest.fixture(scope="module")
