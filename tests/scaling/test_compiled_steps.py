@@ -16,12 +16,27 @@ WARNING_OF_TORCH = pytest.mark.filterwarnings(  # where a graph breaks at a loss
 )
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
+def fresh_dynamo():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo():
+    fresh_dynamo()
     yield
     torch._dynamo.reset()
+
+
+def graphs():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def linear_with(**options):
+    """A layer, its optimizer and a scaler."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01), GradScaler("cpu", **options)
 
 
 def batches(*, poisoned: bool):
@@ -74,9 +89,8 @@ class Training:
 def test_a_compiled_training_step_is_the_eager_one(poisoned, enabled, flags, clip, backend):
     eager = Training(None, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
     compiled = Training(backend, enabled=enabled, clip=clip, **flags).run(poisoned=poisoned)
-    for here, there in zip(compiled[0], eager[0], strict=True):
-        assert torch.equal(here, there)
-        assert here.isfinite().all()
+    assert all(map(torch.equal, compiled[0], eager[0]))
+    assert all(weight.isfinite().all() for weight in compiled[0])
     assert compiled[1:] == eager[1:]
     assert compiled[2] == poisoned
 
@@ -91,10 +105,7 @@ def test_a_poisoned_batch_raises_in_a_compiled_step_if_asked_to():
 
 @pytest.mark.parametrize("used_before", [True, False])
 def test_scale_is_part_of_a_graph_that_is_compiled_once(used_before):
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    model, optimizer, scaler = linear_with(init_scale=1024.0, growth_interval=1)
     if used_before:
         scaler.scale(torch.ones(()))
     scaled = torch.compile(
@@ -110,15 +121,12 @@ def test_scale_is_part_of_a_graph_that_is_compiled_once(used_before):
         scaler.update()
     assert scaler.get_scale() == 1024.0 * 2**6  # no graph holds the scale of an earlier step
     # One graph, and before it one that makes the scale's tensor.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 - used_before
+    assert graphs() == 2 - used_before
 
 
 @WARNING_OF_TORCH
 def test_a_loss_with_a_scale_of_its_own_is_unscaled_by_it():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = GradScaler("cpu", losses=["a"])
+    model, optimizer, scaler = linear_with(losses=["a"])
     scaler.scale(torch.ones(()), name="a")
     scaler.load_state_dict({**scaler.state_dict(), "scale": 8.0})
     batch = next(batches(poisoned=False))
@@ -136,16 +144,15 @@ def test_a_loss_with_a_scale_of_its_own_is_unscaled_by_it():
 
 @WARNING_OF_TORCH
 def test_no_more_graphs_than_with_torchs_scaler():
-    def graphs(scaler):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
+    counts = []
+    for scaler in (GradScaler("cpu"), torch.amp.GradScaler("cpu")):
+        fresh_dynamo()
         training = Training("eager", enabled=True)
         training.scaler = scaler
         for batch in batches(poisoned=False):
             training.step(batch)
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    assert graphs(GradScaler("cpu")) <= graphs(torch.amp.GradScaler("cpu"))
+        counts.append(graphs())
+    assert counts[0] <= counts[1]
 
 
 def test_an_unknown_loss_is_refused_in_compiled_code_too():

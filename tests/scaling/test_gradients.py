@@ -95,14 +95,12 @@ def test_every_gradient_of_many_is_looked_at(ledger_of, count):
 
 
 def test_gradients_of_views_and_of_tensors_autograd_never_saw(ledger_of):
-    memory = torch.zeros(3, 4)
-    views = [row.requires_grad_() for row in memory.unbind()]
+    views = [row.requires_grad_() for row in torch.zeros(3, 4).unbind()]
     views[1].grad = torch.ones(4)
     plain = torch.zeros(4)
-    ledger = ledger_of()
-    assert ledger.count([plain, *views, plain]) == 1
+    assert ledger_of().count([plain, *views, plain]) == 1
     plain.grad = torch.ones(4)
-    assert ledger.count([plain, *views, plain]) == 3
+    assert ledger_of().count([plain, *views, plain]) == 3
 
 
 def test_hooks_on_finished_gradients_are_found(ledger_of):
@@ -113,25 +111,16 @@ def test_hooks_on_finished_gradients_are_found(ledger_of):
     assert ledger.hooked(params) == [1]
 
 
-def test_a_new_gradient_at_an_old_address_is_new(ledger_of):
+def test_a_new_gradient_at_an_old_address_is_new_and_none_is_kept_alive(ledger_of):
     """What an allocator gives back looks the same in all but identity."""
-    params = some_params(1)
-    ledger = ledger_of()
+    params, ledger = some_params(1), ledger_of()
     for _ in range(20):
         params[0].grad = torch.ones(4)
+        reference = torch._C._WeakTensorRef(params[0].grad)
         assert ledger.compare(params, 1) == 2
         ledger.remember(params, 1)
         params[0].grad = None
-
-
-def test_a_ledger_keeps_no_gradient_alive(ledger_of):
-    params = some_params(1)
-    ledger = ledger_of()
-    params[0].grad = torch.ones(4)
-    reference = torch._C._WeakTensorRef(params[0].grad)
-    ledger.remember(params, 1)
-    params[0].grad = None
-    assert reference.expired()
+        assert reference.expired()
 
 
 def test_inference_tensors_have_no_version(ledger_of):
@@ -146,12 +135,13 @@ def test_inference_tensors_have_no_version(ledger_of):
 @pytest.mark.native
 def test_wrong_arguments_are_an_error():
     ledger = native_core().region.GradientLedger()
-    with pytest.raises(TypeError, match=r"count\(\): incompatible function arguments"):
-        ledger.count()
-    with pytest.raises(TypeError, match=r"count\(\): incompatible function arguments"):
-        ledger.count(())
-    with pytest.raises(TypeError, match=r"norm_check\(\): incompatible function arguments"):
-        ledger.norm_check(some_params(), 1.0, 2.0)
+    for call, arguments in (
+        (ledger.count, ()),
+        (ledger.count, ((),)),
+        (ledger.norm_check, (some_params(), 1.0, 2.0)),
+    ):
+        with pytest.raises(TypeError, match=rf"{call.__name__}\(\): incompatible function arguments"):
+            call(*arguments)
     with pytest.raises(TypeError, match="incompatible constructor arguments"):
         native_core().region.GradientLedger(params=[])
 
@@ -197,8 +187,7 @@ def test_sparse(poison):
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
 def test_compressed(layout):
     param = torch.nn.Parameter(torch.eye(4).to_sparse(layout=layout))
-    optimizer = torch.optim.SGD([param], lr=1.0)
-    scaler = GradScaler("cpu", init_scale=8.0)
+    optimizer, scaler = torch.optim.SGD([param], lr=1.0), GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     param.grad = (torch.eye(4) * 16.0).to_sparse(layout=layout)
     assert scaler.clip_grad_norm_(optimizer, 1e9).item() == 4.0
@@ -231,20 +220,16 @@ def test_float8_is_refused():
         train(param, torch.full((4,), 16.0).to(torch.float8_e5m2))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128])
-def test_dtypes(dtype):
-    param = torch.nn.Parameter(torch.zeros(5, dtype=dtype))
-    train(param, torch.full((5,), 24.0, dtype=dtype))
+class Tagged(torch.Tensor):
+    """A subclass of tensors."""
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float64, torch.complex64, torch.complex128, Tagged])
+def test_other_dtypes_and_a_subclass_of_tensor(kind):
+    dtype = torch.float32 if kind is Tagged else kind
+    param, grad = torch.nn.Parameter(torch.zeros(5, dtype=dtype)), torch.full((5,), 24.0, dtype=dtype)
+    train(param, grad.as_subclass(Tagged) if kind is Tagged else grad)
     assert torch.equal(param.detach(), torch.full((5,), -3.0, dtype=dtype))
-
-
-def test_a_subclass_of_tensor():
-    class Tagged(torch.Tensor):
-        pass
-
-    param = torch.nn.Parameter(torch.zeros(5))
-    train(param, torch.full((5,), 24.0).as_subclass(Tagged))
-    assert torch.equal(param.detach(), torch.full((5,), -3.0))
 
 
 @pytest.mark.parametrize(

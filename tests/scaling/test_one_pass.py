@@ -63,13 +63,9 @@ def test_a_second_backward_adds_to_what_a_step_has_used(scale):
     for run in (ours, theirs):
         run.optimizer.zero_grad = lambda: None
         for seed in range(3):
-            run.backward(seed)
-            run.scaler.clip_grad_norm_(run.optimizer, 0.5, fold=run is ours)
-            run.scaler.step(run.optimizer)
-            run.scaler.update()
-    assert ours.scaler.last_step(ours.optimizer).one_pass
-    for mine, right in zip(ours.values(), theirs.values(), strict=True):
-        torch.testing.assert_close(mine, right, rtol=1e-5, atol=1e-6)
+            _, result = run.clip_and_step(seed, fold=run is ours)
+        assert result.one_pass is (run is ours)
+    torch.testing.assert_close(ours.values(), theirs.values(), rtol=1e-5, atol=1e-6)
 
 
 WRITERS = {
@@ -106,22 +102,16 @@ def test_gradients_that_a_clip_by_norm_has_written_are_stepped_in_one_pass(write
         assert all(map(torch.equal, seen[0], [param.grad for param in run.params]))
 
 
-def test_a_clip_of_dropped_gradients_is_forgotten():
-    run = Run()
-    run.step()
-    run.backward()
-    run.scaler.clip_grad_norm_(run.params, 0.1)
-    run.backward(1)
-    run.scaler.unscale_(run.optimizer)
-    run.scaler.step(run.optimizer)
-    assert not run.scaler.last_step(run.optimizer).one_pass
-
-
-def test_gradients_that_another_optimizer_steps_too_are_left_to_torch():
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_that_were_unscaled_or_are_shared_are_left_to_torch(shared):
+    """A clip of gradients that were dropped since is forgotten."""
     run = Run("sgd")
-    other = torch.optim.SGD(run.params[:1], lr=0.1)
-    run.scaler.register(other)
-    run.backward()
+    if shared:
+        run.scaler.register(torch.optim.SGD(run.params[:1], lr=0.1))
+    else:
+        run.backward()
+        run.scaler.clip_grad_norm_(run.optimizer, 0.1)
+    run.backward(1)
     run.scaler.unscale_(run.optimizer)
     run.scaler.step(run.optimizer)
     assert run.scaler.last_step(run.optimizer).not_one_pass_because == (
@@ -156,14 +146,15 @@ def test_an_overflow_changes_nothing(kind, clip, scale):
 @pytest.mark.parametrize("kind", ["adamw", "momentum"])
 @pytest.mark.parametrize("weights", ["bf16", "fp16"])
 def test_stored_weights_are_stepped_as_they_are(kind, weights, scale):
-    def trained(one_pass, weights):
+    def trained(one_pass):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1))
+        model, taken = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)), []
         cls, options = KINDS[kind]
-        optimizer = cls(model.parameters(), **options, foreach=False)
+        optimizer, scaler = (
+            cls(model.parameters(), **options, foreach=False),
+            scaler_of(scale, one_pass=one_pass),
+        )
         store_weights(model, optimizer, weights=weights)
-        scaler = scaler_of(scale, one_pass=one_pass)
-        taken = []
         for seed in range(6):
             optimizer.zero_grad()
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
@@ -173,14 +164,14 @@ def test_stored_weights_are_stepped_as_they_are(kind, weights, scale):
             scaler.step(optimizer)
             scaler.update()
             taken.append(scaler.last_step(optimizer).one_pass)
-        return dict(model.state_dict()), taken, optimizer.state_dict()["state"]
+        state = {key: value.dtype for key, value in optimizer.state_dict()["state"][0].items()}
+        return dict(model.state_dict()), taken, state
 
-    right, by_torch, their_state = trained(False, weights)
-    ours, taken, our_state = trained(True, weights)
+    right, by_torch, their_state = trained(one_pass=False)
+    ours, taken, our_state = trained(one_pass=True)
     assert (by_torch, taken) == ([False] * 6, [False] + [True] * 5)
-    for name, value in right.items():
-        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-7)
-    assert {k: v.dtype for k, v in our_state[0].items()} == {k: v.dtype for k, v in their_state[0].items()}
+    torch.testing.assert_close(ours, right, rtol=1e-5, atol=1e-7)
+    assert our_state == their_state
 
 
 def test_stored_weights_without_a_rest_are_left_to_the_optimizer():
@@ -262,9 +253,6 @@ def test_reasons_that_belong_to_a_call(scale):
     run = Run("adamw", scaler=scaler_of(scale))
     assert run.step().not_one_pass_because == "parameter 0 has no state yet, which torch's own step makes"
     assert run.step().not_one_pass_because == ""
-    off = Run("adamw", scaler=scaler_of(scale, one_pass=False))
-    off.step()
-    assert off.step().not_one_pass_because == "one_pass=False"
     doubled = torch.nn.Parameter(torch.ones(2))
     with pytest.warns(UserWarning, match="duplicate parameters"):
         run.optimizer = torch.optim.SGD([doubled, doubled], lr=0.1)

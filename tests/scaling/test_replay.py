@@ -115,13 +115,11 @@ def test_calls_of_an_earlier_step_are_not_those_of_one_that_nobody_recorded(opti
 def test_diagnose_names_the_op():
     run = Run(enabled=False)
     run.scaler.explain_skips(diagnose_skip, after=2)
-    with pytest.warns(
-        UserWarning, match=r"2 steps of AdamW in a row were skipped \(nan in 4 gradients"
-    ) as caught:
+    text = (
+        r"(?s)2 steps of AdamW in a row were skipped \(nan in 4 gradients.*aten::log.default.*test_replay.py"
+    )
+    with pytest.warns(UserWarning, match=text):
         run.steps(2)
-    text = str(caught[-1].message)
-    assert "aten::log.default" in text
-    assert "test_replay.py" in text
 
 
 def test_one_skip_is_too_few():

@@ -16,54 +16,34 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    ("others", "missing"),
-    [((1.0, 0.0), None), ((0.0, 0.0), "native core"), ((1.0, 1.0), "CUDA kernels")],
-    ids=["alike", "without the native core", "with CUDA kernels"],
+    ("others", "kernels", "refused"),
+    [
+        ((1.0, 0.0), 0, None),
+        ((0.0, 0.0), 0, "native core and others do not"),
+        ((1.0, 1.0), 0, "CUDA kernels and others do not"),
+        ((1.0, 77.0), 78, r"CUDA kernels and others do not, or have others \(for another GPU"),
+    ],
+    ids=["alike", "without the native core", "with CUDA kernels", "with other CUDA kernels"],
 )
-def test_ranks_with_other_code_are_refused(monkeypatch, others, missing):
-    """The other rank has what is given; this one has the native core and no CUDA kernels."""
+def test_ranks_with_other_code_are_refused(monkeypatch, others, kernels, refused):
+    """The other rank has what is given; this one has the native core and perhaps CUDA kernels."""
 
     def all_reduce(tensor, op, group):
-        other = torch.tensor(others, device=tensor.device)
+        other = torch.tensor(others)
         if tensor.shape == (2, 2):
             tensor.copy_(torch.maximum(tensor, torch.stack([other, -other])))
 
-    monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    one = torch.ones(())
-    measured = [Measurement(one, torch.zeros(()), torch.zeros(1, dtype=torch.uint8))]
-
-    def combine():
-        return Ranks(Groups(agree=(None,))).combine(measured, 2.0, CPU, ())
-
-    if missing is None:
-        assert combine()[0].item() == 1.0
-    else:
-        with pytest.raises(RuntimeError, match=f"some ranks have amp_plugin's {missing} and others do not"):
-            combine()
-
-
-def test_ranks_with_other_cuda_kernels_are_refused(monkeypatch):
-    """Both have them, for GPUs with another number of multiprocessors."""
-
-    def all_reduce(tensor, op, group):
-        if tensor.shape == (2, 2):
-            other = torch.tensor([1.0, 77.0], device=tensor.device)
-            tensor.copy_(torch.maximum(tensor, torch.stack([other, -other])))
-
-    monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
-    monkeypatch.setattr(collectives, "cuda_core", lambda _: SimpleNamespace(loaded=True, identity=78))
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     on_any_device = torch.tensor
-
-    def tensor(values, device=None):
-        return on_any_device(values)
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-    with pytest.raises(
-        RuntimeError, match=r"CUDA kernels and others do not, or have others \(for another GPU"
-    ):
-        collectives._agree_on_core(Groups(agree=(None,)), torch.device("cuda", 0))
+    monkeypatch.setattr(torch, "tensor", lambda values, device=None: on_any_device(values))
+    monkeypatch.setattr(collectives, "native_core", lambda: SimpleNamespace(loaded=True))
+    monkeypatch.setattr(collectives, "cuda_core", lambda _: SimpleNamespace(loaded=True, identity=kernels))
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    ranks, device = Ranks(Groups(agree=(None,))), torch.device("cuda", 0) if kernels else CPU
+    if refused is None:
+        assert ranks.combine([measurement(1.0)], 2.0, device, ())[0].item() == 1.0
+    else:
+        with pytest.raises(RuntimeError, match=f"some ranks have amp_plugin's {refused}"):
+            ranks.combine([measurement(1.0)], 2.0, device, ())
 
 
 @pytest.fixture
