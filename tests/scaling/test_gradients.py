@@ -171,18 +171,6 @@ def train(param, gradient, **options):
     return scaler.last_step(optimizer)
 
 
-@pytest.mark.parametrize("poison", [0.0, math.inf])
-def test_sparse(poison):
-    dense = torch.eye(4) * 16.0
-    dense[2, 2] += poison
-    param = torch.nn.Parameter(torch.zeros(4, 4))
-    result = train(param, dense.to_sparse())
-    assert result.skipped == (poison > 0)
-    assert param[1, 1].item() == (0.0 if poison else -2.0)
-    if not poison:
-        assert result.norm.item() == pytest.approx(4.0)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")  # torch says it once
 @pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc])
 def test_compressed(layout):

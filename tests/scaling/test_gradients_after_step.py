@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from amp_plugin import GradScaler
-from tests.scaling.runs import Run, fresh
+from tests.scaling.runs import Run
 
 SCALE = 2.0**10
 MAX_NORM = 0.1
@@ -134,35 +134,6 @@ def test_gradients_used_again_after_an_update_are_scaled_ones(kind, flags, write
         assert_close(ours.gradients(), theirs.gradients(), rtol=1e-5)
         for run in runs:
             run.scaler.update()
-
-
-@pytest.mark.parametrize("flags", FLAGS)
-@pytest.mark.parametrize("again", [0, 1])
-def test_so_are_gradients_of_a_parameter_that_two_optimizers_step(again, flags):
-    param = torch.nn.Parameter(torch.zeros(3))
-    pair = [torch.optim.SGD([param], lr=1.0, **FLAGS[flags]) for _ in range(2)]
-    scaler = fresh(*pair, init_scale=SCALE, growth_interval=9)
-    scaler.scale(param.sum()).backward()
-    for optimizer in pair:
-        scaler.step(optimizer)
-    scaler.update()
-    assert param.tolist() == [-2.0] * 3
-    param.grad.data.fill_(4 * SCALE)
-    scaler.step(pair[again])
-    assert param.grad.tolist() == [4.0] * 3
-    assert param.tolist() == [-6.0] * 3
-
-
-def test_gradients_unscaled_once_more_after_the_step_are_scaled_ones_after_the_update():
-    run = training(GradScaler, "sgd")
-    run.backward()
-    run.scaler.step(run.optimizer)
-    run.scaler.ensure_unscaled(run.optimizer)
-    run.scaler.update()
-    for param in run.params:
-        param.grad.data.fill_(4 * SCALE)
-    run.scaler.ensure_unscaled(run.optimizer)
-    assert {grad.unique().item() for grad in run.gradients()} == {4.0}
 
 
 def test_a_hook_after_the_step_sees_unscaled_gradients():

@@ -51,30 +51,16 @@ def sgds(*param_lists):
     return [torch.optim.SGD(params, lr=1.0) for params in param_lists]
 
 
-def test_a_parameter_that_joins_before_anothers_update():
-    first, second, other = (torch.nn.Parameter(torch.zeros(4)) for _ in range(3))
-    one, two = sgds([first], [other])
-    scaler = fresh(one, two)
-    one.add_param_group({"params": [second]})
-    for loss in (first + second + other, other):
-        scaler.scale((3.0 * loss).sum()).backward()
-        scaler.step(two)
+def test_a_parameter_that_joins_before_anothers_update(weights):
+    one, other, second = weights(count=1), weights(), torch.nn.Parameter(torch.zeros(4))
+    scaler = fresh(one.optimizer, other.optimizer)
+    one.optimizer.add_param_group({"params": [second]})
+    for loss in (one.loss(3.0) + 3.0 * second.sum() + other.loss(3.0), other.loss(3.0)):
+        scaler.scale(loss).backward()
+        scaler.step(other.optimizer)
         scaler.update()
-    scaler.step(one)
-    assert (first[0].item(), second[0].item()) == (-3.0, -3.0)
-
-
-def test_splitting_a_set_keeps_what_was_known():
-    """A shared parameter's owner joins after another has stepped: it was unscaled a second time."""
-    shared, own = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(4))
-    one, two = sgds([shared], [own])
-    scaler = fresh(one, two)
-    scaler.scale((2.0 * (shared + own)).sum()).backward()
-    scaler.step(one)
-    two.add_param_group({"params": [shared]})
-    scaler.step(two)
-    scaler.update()
-    assert (shared[0].item(), own[0].item()) == (-4.0, -2.0)
+    scaler.step(one.optimizer)
+    assert (one.value, second[0].item()) == (-3.0, -3.0)
 
 
 def test_gradients_left_over_from_before_any_scaling_with_named_losses(weights):

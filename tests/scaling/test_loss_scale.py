@@ -101,18 +101,6 @@ def test_hysteresis_as_published(mode, model, hysteresis, seed):
     assert run(ours, overflows) == expected
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_without_options_it_is_torchs_rule(seed):
-    chance = random.Random(seed)
-    overflows = [chance.random() < 0.2 for _ in range(100)]
-    scale, tracker = torch.tensor(2.0**16), torch.tensor(0, dtype=torch.int32)
-    expected = []
-    for overflow in overflows:
-        torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), 2.0, 0.5, 3)
-        expected.append(scale.item())
-    assert run(dynamic(growth_interval=3, min_scale=1e-9), overflows) == expected
-
-
 @pytest.mark.filterwarnings("ignore:50 steps of SGD in a row were skipped")
 def test_200_overflows_in_a_row_recover(weights):
     """torch's scale becomes 0 and stays there; the next good steps make the parameters nan."""

@@ -66,16 +66,6 @@ def test_one_dropped_gradient_drops_no_batch(order, drop, fused):
     assert torch.equal(good, torch.ones(2))
 
 
-def test_an_overflow_written_over_still_counts_after_another_backward(weights):
-    one, scaler = weights(), GradScaler("cpu", init_scale=8.0)
-    one.backward(scaler, math.inf)
-    scaler.clip_grad_value_(one.optimizer, 1.0)
-    scaler.scale(one.loss(2.0)).backward()
-    scaler.step(one.optimizer)
-    assert scaler.last_step(one.optimizer).skipped
-    assert len(scaler.last_step(one.optimizer).overflow_report().inf) == 3
-
-
 @pytest.mark.parametrize("splits", [False, True])
 def test_gradients_that_a_hook_has_taken_away_are_refused(weights, splits):
     one = weights(count=2, optimizer=TakesGradients)
@@ -114,17 +104,19 @@ def test_hooks_that_leave_gradients_alone_are_no_error(weights):
     assert one.value == -4.0
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_written_over_counts_for_each_owner(weights, fused):
-    one, scaler = weights(fused=fused), GradScaler("cpu", init_scale=8.0)
-    two = torch.optim.SGD(one.params, lr=1.0, fused=fused)
-    scaler.register(one.optimizer, two)
+def test_an_overflow_written_over_counts_for_each_owner(weights, fused, late):
+    """Also for one that the scaler gets to know afterwards, and its parameters are known apart from then on."""
+    one = weights(fused=fused)
+    two = torch.optim.SGD(one.params[:1], lr=1.0, fused=fused)
+    scaler = fresh(one.optimizer, *([] if late else [two]))
     one.backward(scaler, math.inf)
     scaler.clip_grad_value_(one.optimizer, 1.0)
-    for optimizer in (one.optimizer, two):
+    for optimizer in (one.optimizer, two)[:: -1 if late else 1]:
         scaler.step(optimizer)
         assert scaler.last_step(optimizer).skipped
     scaler.update()
     one.train(scaler, 2.0)
     scaler.step(two)
-    assert one.value == -4.0
+    assert [param[0].item() for param in one.params] == [-4.0, -2.0, -2.0]

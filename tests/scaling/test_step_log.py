@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from amp_plugin import GradScaler
 from amp_plugin.scaling import step_log
-from amp_plugin.scaling.step_log import RUN, HostFlag, StepLog, StepResult
+from amp_plugin.scaling.step_log import HostFlag, StepLog, StepResult
 
 
 class Result:
@@ -148,14 +148,6 @@ def test_an_optimizer_that_is_gone_stays_counted():
     for _ in range(40):  # some take the place of those before in memory
         add(log, sgd(), skipped=True)
     assert log.skipped_steps() == 45
-
-
-def test_a_run_of_skips_is_warned_of_once(recwarn):
-    log, optimizer = StepLog(), sgd()
-    for _ in range(2 * RUN + 1):
-        add(log, optimizer, skipped=True)
-    assert len(recwarn) == 1
-    assert str(recwarn[0].message).startswith(f"{RUN} steps of SGD in a row were skipped (")
 
 
 def test_a_captured_step_is_not_waited_for(monkeypatch):

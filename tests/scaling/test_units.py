@@ -82,11 +82,6 @@ def test_torch_gets_them_wrong(script, right, weights):
     assert play(script, torch.amp.GradScaler("cpu", **OPTIONS), weights) != right
 
 
-@ALL
-def test_the_fallback_gets_them_right(script, right, weights, without_native):
-    assert play(script, GradScaler("cpu", **OPTIONS), weights) == right
-
-
 def test_another_losss_backward_leaves_unscaled_gradients_unscaled(weights):
     d, g = weights(), weights()
     scaler = fresh(d.optimizer, g.optimizer)
