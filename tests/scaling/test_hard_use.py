@@ -51,16 +51,23 @@ def sgds(*param_lists):
     return [torch.optim.SGD(params, lr=1.0) for params in param_lists]
 
 
-def test_a_parameter_that_joins_before_anothers_update(weights):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_parameter_that_joins_before_anothers_update(weights, late):
+    """Before the backward or after it: its gradient is of that backward's scale."""
     one, other, second = weights(count=1), weights(), torch.nn.Parameter(torch.zeros(4))
     scaler = fresh(one.optimizer, other.optimizer)
-    one.optimizer.add_param_group({"params": [second]})
-    for loss in (one.loss(3.0) + 3.0 * second.sum() + other.loss(3.0), other.loss(3.0)):
-        scaler.scale(loss).backward()
-        scaler.step(other.optimizer)
-        scaler.update()
+    if not late:
+        one.optimizer.add_param_group({"params": [second]})
+    scaler.scale(one.loss(3.0) * late + 3.0 * second.sum() + other.loss(3.0)).backward()
+    if late:
+        one.optimizer.add_param_group({"params": [second]})
+    scaler.step(other.optimizer)
+    scaler.update()
+    scaler.scale(other.loss(3.0)).backward()
+    scaler.step(other.optimizer)
+    scaler.update()
     scaler.step(one.optimizer)
-    assert (one.value, second[0].item()) == (-3.0, -3.0)
+    assert (one.value, second[0].item()) == (-3.0 * late, -3.0)
 
 
 def test_gradients_left_over_from_before_any_scaling_with_named_losses(weights):
