@@ -17,7 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.weight import fp32_shown, is_shown, stored_params, stored_weight
+from amp_plugin.weights.weight import fp32_shown, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
 _COALESCED = 250 * 2**20  # bytes per broadcast, as DDP has it
@@ -80,11 +80,12 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
 
 def _refuse_shown(ddp: nn.Module, _args: object) -> None:
     """Refuse to train on float32 weights, whose gradients DDP would not see."""
-    if torch.is_grad_enabled() and any(map(is_shown, stored_params(ddp.parameters())[:1])):
+    weights = filter(None, map(stored_weight, ddp.parameters()))
+    if torch.is_grad_enabled() and any(weight.shows for weight in weights):
         msg = (
             "a forward pass under DistributedDataParallel within in_fp32, or after an optimizer step that an "
-            "exception has ended and that still holds the weights: its gradients would not be reduced. Train "
-            "outside the block, and drop the exception"
+            "exception has ended: its gradients would not be reduced. Train outside the block, and run the "
+            "step again first"
         )
         raise RuntimeError(msg)
 

@@ -8,7 +8,7 @@
 
 So optimizers, their groups and their state know one parameter, which is float32 whenever they look, while
 autograd and DDP hold the 16-bit tensor. The record is an attribute of the parameter; copies and pickles of a
-parameter are float32 parameters.
+parameter are float32 parameters. A parameter that is frozen in 16 bits is stored once it is to be trained.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, cast
 from weakref import ref
 
@@ -23,33 +24,27 @@ import torch
 from torch import Tensor, nn
 
 from amp_plugin.messages import warn_user
-from amp_plugin.weights.formats import FORMATS, HALVES
+from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
+_WAY: Final = "_amp_plugin_once_trained"
 _GRAD: Final[Any] = Tensor.grad  # descriptors
 _DATA: Final[Any] = Tensor.data
+_REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 
 
+@dataclass(eq=False, slots=True)
 class StoredWeight:
-    """The record of a stored parameter.
+    """The record of a stored parameter."""
 
-    Attributes:
-        name, format: How it is stored, as users write it and as it is done.
-        seed: For stochastic rounding.
-        kept: What its 16 bits lack; on its device from the next use on.
-        steps: Optimizer steps that it has taken.
-        shows: How many want it in float32 now.
-        hidden: Holds the 16-bit tensor meanwhile.
-        exported: The state dict that a float32 copy was last put into, and that copy.
-    """
-
-    __slots__ = ("exported", "format", "hidden", "kept", "name", "seed", "shows", "steps")
-
-    def __init__(self, name: str, kept: Tensor, seed: int, steps: int = 0) -> None:
-        self.name, self.format, self.kept, self.seed, self.steps = name, FORMATS[name], kept, seed, steps
-        self.shows = 0
-        self.hidden: nn.Parameter | None = None
-        self.exported: tuple[ref[Any], ref[Tensor]] | None = None
+    name: str  # how it is stored, as users write it
+    format: SplitBf16
+    kept: Tensor  # what its 16 bits lack; on its device from the next use on
+    seed: int  # of stochastic rounding
+    steps: int = 0  # optimizer steps that it has taken
+    shows: int = 0  # how many want it in float32 now
+    hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
+    exported: tuple[ref[Any], ref[Tensor]] | None = None  # the last state dict it was copied into, the copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -92,6 +87,27 @@ class StoredParameter(nn.Parameter):
         return torch._utils._rebuild_parameter, arguments
 
 
+def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
+    """Store a frozen parameter as set-up asked for it; of a copy nobody did, and it becomes float32."""
+    if wanted:
+        name, seed = forget_way_(param) or ("fp32", 0)
+        size = param.numel() * param.element_size()
+        if param.untyped_storage().nbytes() == size:  # a part of FSDP's flat tensor must keep its memory
+            store_(param, name, seed=seed)
+    _REQUIRES_GRAD.__set__(param, wanted)
+
+
+class FrozenParameter(nn.Parameter):
+    """The class of a parameter that is frozen in 16 bits, until it is to be trained."""
+
+    requires_grad: Any = property(_REQUIRES_GRAD.__get__, _set_requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FrozenParameter:
+        """Freeze it, or have it trained."""
+        self.requires_grad = requires_grad
+        return self
+
+
 def stored_weight(param: Tensor) -> StoredWeight | None:
     """Return the record of a parameter; None if it is stored as it is."""
     return param.__dict__.get(_ATTRIBUTE) or None
@@ -102,21 +118,9 @@ def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     return list({id(param): param for param in params if param.__dict__.get(_ATTRIBUTE)}.values())
 
 
-def is_shown(param: Tensor) -> bool:
-    """Whether a stored parameter is float32 at present."""
-    weight = stored_weight(param)
-    return weight is not None and weight.shows > 0
-
-
 def is_unstored_half(param: Tensor) -> bool:
     """Whether a parameter is in 16 bits with nothing kept next to it: store_weights has not taken it."""
     return param.dtype in HALVES and stored_weight(param) is None
-
-
-def is_whole(param: Tensor) -> bool:
-    """Whether a parameter is a tensor of its own; a part of FSDP's flat one must keep its memory."""
-    size = param.numel() * param.element_size()
-    return type(param).__name__ != "DTensor" and param.untyped_storage().nbytes() == size
 
 
 # -- storing and giving back -------------------------------------------------------------------------
@@ -124,12 +128,14 @@ def is_whole(param: Tensor) -> bool:
 
 @torch.no_grad()
 def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
-    """Store a parameter as ``FORMATS[name]`` says, in place; exactly if it is stored in another way."""
+    """Store a parameter as ``FORMATS[name]`` says, in place and exactly; ``"fp32"``: as float32."""
     known = stored_weight(param)
-    if known is not None:
-        if known.name == name:
-            return
+    if known is not None and known.name == name:
+        return
+    if known is not None or (name == "fp32" and param.dtype in HALVES):
         widen_(param)
+    if name == "fp32":
+        return
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
     if param.dtype is value.dtype:
@@ -138,19 +144,31 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
         param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
-    setattr(param, _ATTRIBUTE, StoredWeight(name, kept, seed))
+    setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed))
     if grad is not None:
         param.grad = grad.float()
+
+
+def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
+    """Leave a parameter that is frozen in 16 bits as it is, and store it when it is to be trained."""
+    if type(param) in {nn.Parameter, FrozenParameter}:
+        param.__class__ = FrozenParameter
+        setattr(param, _WAY, (name, seed))
+
+
+def forget_way_(param: Tensor) -> Any:
+    """End :func:`store_once_trained_`; return what it was called with."""
+    if isinstance(param, FrozenParameter):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+    return vars(param).pop(_WAY, None)
 
 
 @torch.no_grad()
 def widen_(param: Tensor) -> None:
     """Make a parameter in 16 bits an ordinary float32 one, in place: a stored one with all its bits."""
-    if is_shown(param):
-        msg = "restore_weights within in_fp32, or within an optimizer step: call it after the block"
-        raise RuntimeError(msg)
     value, grad = exact_value(param), param.grad
     param.grad = None
+    forget_way_(param)
     if param.__dict__.pop(_ATTRIBUTE, None) is not None:
         param.__class__ = nn.Parameter
     param.data = value
@@ -238,7 +256,7 @@ def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
-    ended = [(param, _settled(param)) for param in stored_params(params)]
+    ended = [(param, weight) for param in stored_params(params) if (weight := _settled(param)).shows]
     for _, weight in ended:
         weight.shows -= 1
         weight.steps += steps
@@ -296,10 +314,9 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
 
 
 def export_fp32(model: nn.Module) -> None:
-    """Let the modules of a model that own stored parameters save and load them in float32."""
+    """Let the modules of a model save and load stored parameters in float32."""
     for module in model.modules():
-        known = _after_state_dict in module._state_dict_hooks.values()
-        if stored_params(module.parameters(recurse=False)) and not known:
+        if module._parameters and _after_state_dict not in module._state_dict_hooks.values():
             module.register_state_dict_post_hook(_after_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
 
