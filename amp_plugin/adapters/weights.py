@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from amp_plugin.messages import warn_user
@@ -17,7 +19,6 @@ from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_optimizer
 from amp_plugin.weights.store import (
     convert_to_fp32,
-    has_fp32_buffers,
     is_stored,
     restore_weights,
     store_weights,
@@ -65,7 +66,7 @@ class ModelWeights:
         )
         if stores:
             store_weights(model, weights=self._weights, fp32_modules=fp32_modules)
-            self._meets_fp32 |= bool(fp32_modules) or has_fp32_buffers(model)
+            self._meets_fp32 |= bool(fp32_modules) or any(map(_has_fp32_buffers, model.modules()))
         elif self._casts and sharded_by(model) is None:
             line = convert_to_fp32(model)
             if line:
@@ -85,3 +86,9 @@ class ModelWeights:
             reduce_in_fp32(model)
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
+
+
+def _has_fp32_buffers(module: nn.Module) -> bool:
+    """Whether activations may meet float32 buffers in a module; the statistics of norms do no harm."""
+    dtypes = {buffer.dtype for buffer in module.buffers(recurse=False)}
+    return torch.float32 in dtypes and not isinstance(module, _NormBase)

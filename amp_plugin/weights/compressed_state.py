@@ -170,6 +170,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return local
 
 
+def bytes_of(values: Any) -> int:
+    """Return what this rank holds of all tensors in lists and dicts."""
+    parts = [local_of(leaf) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return sum(getattr(part, "kept", part).nbytes for part in parts)
+
+
 def _with_local(value: Any, local: Tensor) -> Tensor:
     """Return a state with other contents: of a DTensor this rank's part."""
     if local_of(value) is value:

@@ -68,11 +68,11 @@ def _refuse_different_ranks(ddp: DistributedDataParallel) -> None:
     ways = [(str(param.dtype), getattr(stored_weight(param), "name", None)) for param in ddp.parameters()]
     of_ranks: list[Any] = [None] * dist.get_world_size(ddp.process_group)
     dist.all_gather_object(of_ranks, ways, group=ddp.process_group)
-    for number, of_param in enumerate(zip(*of_ranks, strict=False)):
-        for rank, way in enumerate(of_param):
-            if way != of_param[0]:
+    for rank, others in enumerate(of_ranks):
+        for number, (first, other) in enumerate(zip(of_ranks[0], others, strict=False)):
+            if first != other:
                 msg = (
-                    f"parameter {number} is stored as {of_param[0]} on rank 0 and as {way} on rank {rank}: "
+                    f"parameter {number} is stored as {first} on rank 0 and as {other} on rank {rank}: "
                     "convert or store the model alike on all ranks, before DistributedDataParallel"
                 )
                 raise RuntimeError(msg)
@@ -99,13 +99,12 @@ def _all_reduce_in_fp32(
     A rank that has joined (``DDP.join``) calls it outside backward, and contributes zeros.
     """
     params = bucket.parameters()
-    flat = torch.zeros(sum(param.numel() for param in params), dtype=torch.float32, device=params[0].device)
+    sizes = [param.numel() for param in params]
+    flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
     has_joined = torch._C._current_graph_task_id() == -1
-    start = 0
-    for param in params:
+    for param, part in zip(params, flat.split(sizes), strict=True):
         if param.grad is not None and not has_joined:
-            _view_like(flat[start : start + param.numel()], param).copy_(param.grad)
-        start += param.numel()
+            _view_like(part, param).copy_(param.grad)
     flat.mul_(1.0 / group.size())
     future: Future[list[Tensor]] = dist.all_reduce(flat, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
@@ -113,12 +112,9 @@ def _all_reduce_in_fp32(
 
 def _view_like(flat: Tensor, param: Tensor) -> Tensor:
     """A part of a flat tensor in a parameter's shape, and in its memory order where that is dense."""
-    dense = torch.empty_like(param, device="meta").stride() == param.stride()
-    return (
-        flat.as_strided(param.size(), param.stride(), flat.storage_offset())
-        if dense
-        else flat.view(param.shape)
-    )
+    if torch.empty_like(param, device="meta").stride() == param.stride():
+        return flat.as_strided(param.size(), param.stride(), flat.storage_offset())
+    return flat.view(param.shape)
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:

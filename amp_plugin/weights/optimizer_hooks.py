@@ -12,13 +12,13 @@ torch's own hooks do it, so that optimizers of any class work unchanged; nothing
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from amp_plugin.messages import warn_user
@@ -80,13 +80,12 @@ def _hooks_of(optimizer: Optimizer) -> OptimizerHooks:
     return getattr(optimizer, _ATTRIBUTE)  # type: ignore[no-any-return]
 
 
+@cache
 def add_late_optimizers() -> None:
     """Add other optimizers before they first step a stored parameter; any number of calls."""
-    if not any(getattr(hook, "adds_late_optimizers", False) for hook in _global_optimizer_pre_hooks.values()):
-        hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
-        hook.adds_late_optimizers = hook.leaves_gradients = True
-        hook.leaves_steps = True  # a step in one pass does without it
-        register_optimizer_step_pre_hook(hook)
+    hook: Any = torch.compiler.disable(_add_if_late)  # type: ignore[no-untyped-call]
+    hook.leaves_gradients = hook.leaves_steps = True  # a step in one pass does without it
+    register_optimizer_step_pre_hook(hook)
 
 
 def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -224,7 +223,7 @@ def _count_steps(optimizer: Optimizer, params: Iterable[Tensor]) -> None:
         weight = stored_weight(param)
         if weight is not None and not weight.format.kept_bytes:
             count = optimizer.state.get(param, {}).get("step", weight.steps)
-            weight.steps = int(count) if not isinstance(count, Tensor) or count.is_cpu else weight.steps
+            weight.steps = weight.steps if getattr(count, "is_cuda", False) else int(count)
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
@@ -254,14 +253,11 @@ def _load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> N
     with fp32_shown(params):
         for number, saved in entry["rests"].items():
             param = params[number]
-            if param.dtype is not torch.float32 or saved.shape != param.shape:
-                continue
-            whole, same = saved.to(param.device), param.bfloat16().float() == param
-            if whole.dtype is torch.float32:
-                same = whole.half().float() == param
-            else:
-                (whole,) = FORMATS["bf16"].join([param.bfloat16()], [whole])
-            param.copy_(torch.where(same, whole, param))
+            if param.dtype is torch.float32 and saved.shape == param.shape:
+                form = FORMATS["fp16" if saved.dtype is torch.float32 else "bf16"]
+                half = param.to(form.dtype)
+                (whole,) = form.join([half], [saved.to(param.device, copy=True)])
+                param.copy_(torch.where(half.float() == param, whole, param))
 
 
 # -- what is refused ---------------------------------------------------------------------------------

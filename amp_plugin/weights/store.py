@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from amp_plugin.kernels.build import native_core
 from amp_plugin.patterns import matched_modules, require_matches
 from amp_plugin.precision import StateName, WeightsName, checked_state, checked_weights, stores_all
-from amp_plugin.weights.compressed_state import CompressedState, ask_for, local_of
+from amp_plugin.weights.compressed_state import ask_for, bytes_of, local_of
 from amp_plugin.weights.ddp import refuse_sharded, sharded_by
 from amp_plugin.weights.formats import HALVES
 from amp_plugin.weights.optimizer_hooks import add_late_optimizers, add_optimizer
@@ -236,14 +236,6 @@ def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) ->
     export_fp32(model)
 
 
-def has_fp32_buffers(model: nn.Module) -> bool:
-    """Whether a model's activations may meet float32 buffers; the statistics of norms do no harm."""
-    modules = (module for module in model.modules() if not isinstance(module, _NormBase))
-    return any(
-        buffer.dtype is torch.float32 for module in modules for buffer in module.buffers(recurse=False)
-    )
-
-
 # -- models that come in 16 bits ---------------------------------------------------------------------
 
 
@@ -307,11 +299,9 @@ class WeightBytes:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        weights, masters, gradients, state, total = self.per_parameter().values()
-        return (
-            f"{total:.3g} bytes per parameter (weights {weights:.3g}, masters {masters:.3g}, "
-            f"gradients {gradients:.3g}, optimizer state {state:.3g}) for {self.parameters} parameters"
-        )
+        *parts, (_, total) = self.per_parameter().items()
+        kinds = ", ".join(f"{kind.replace('_', ' ')} {size:.3g}" for kind, size in parts)
+        return f"{total:.3g} bytes per parameter ({kinds}) for {self.parameters} parameters"
 
 
 def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
@@ -331,22 +321,10 @@ def weight_bytes(model: nn.Module, *optimizers: Optimizer) -> WeightBytes:
         4 bytes per parameter (weights 4, masters 0, gradients 0, optimizer state 0) for 4 parameters
     """
     params = list(model.parameters())
-    kept = (weight.kept for param in params if (weight := stored_weight(param)) is not None)
-    state = (
-        entry for optimizer in optimizers for entry in optimizer.state.values() if isinstance(entry, dict)
-    )
     return WeightBytes(
         parameters=sum(local_of(param).numel() for param in params),
-        weights=_bytes(params),
-        masters=_bytes(kept),
-        gradients=_bytes(param.grad for param in params if param.grad is not None),
-        optimizer_state=_bytes(
-            value for entry in state for value in entry.values() if isinstance(value, Tensor)
-        ),
+        weights=bytes_of(params),
+        masters=bytes_of([weight.kept for param in params if (weight := stored_weight(param)) is not None]),
+        gradients=bytes_of([param.grad for param in params]),
+        optimizer_state=bytes_of([dict(optimizer.state) for optimizer in optimizers]),
     )
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    parts = (local_of(tensor) for tensor in tensors)
-    kept = (part.kept if isinstance(part, CompressedState) else part for part in parts)
-    return sum(tensor.numel() * tensor.element_size() for tensor in kept)

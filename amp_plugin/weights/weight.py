@@ -74,9 +74,7 @@ class StoredParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """Return a float32 parameter."""
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(exact_value(self), self.requires_grad)
-        return memo[id(self)]  # type: ignore[no-any-return]
+        return nn.Parameter(exact_value(self), self.requires_grad)
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a float32 parameter, which loads without this package."""
@@ -115,7 +113,7 @@ def stored_weight(param: Tensor) -> StoredWeight | None:
 
 def stored_params(params: Iterable[Tensor]) -> list[Tensor]:
     """Return those that are stored in 16 bits, each once."""
-    return list({id(param): param for param in params if param.__dict__.get(_ATTRIBUTE)}.values())
+    return list(dict.fromkeys(param for param in params if param.__dict__.get(_ATTRIBUTE)))
 
 
 def is_unstored_half(param: Tensor) -> bool:
@@ -241,28 +239,30 @@ def _settled(param: Tensor) -> StoredWeight:
 @torch.no_grad()
 def show_fp32(params: Iterable[Tensor]) -> list[Tensor]:
     """Make stored parameters float32 until :func:`hide_fp32` is called as often; return them, for it."""
-    stored = [(param, _settled(param)) for param in stored_params(params)]
-    for alike, weights in _alike((param, weight) for param, weight in stored if not weight.shows):
+    stored = {param: _settled(param) for param in stored_params(params)}
+    for alike, weights in _alike({p: weight for p, weight in stored.items() if not weight.shows}):
         masters = weights[0].format.join(alike, [weight.kept for weight in weights])
         for param, weight, master in zip(alike, weights, masters, strict=True):
             weight.hidden = nn.Parameter(master, param.requires_grad)
             _exchange(param, weight.hidden, nn.Parameter)
-    for _, weight in stored:
+    for weight in stored.values():
         weight.shows += 1
-    return [param for param, _ in stored]
+    return list(stored)
 
 
 @torch.inference_mode(mode=False)
 @torch.no_grad()
 def hide_fp32(params: Iterable[Tensor], *, steps: int = 0) -> None:
     """Store what :func:`show_fp32` has returned, ``steps`` later, unless somebody still wants it."""
-    ended = [(param, weight) for param in stored_params(params) if (weight := _settled(param)).shows]
-    for _, weight in ended:
+    ended = {param: weight for param in stored_params(params) if (weight := _settled(param)).shows}
+    for weight in ended.values():
         weight.shows -= 1
         weight.steps += steps
-    for alike, weights in _alike((param, weight) for param, weight in ended if not weight.shows):
-        halves = [_moved(cast("nn.Parameter", w.hidden), p) for p, w in zip(alike, weights, strict=True)]
-        kept = [weight.kept for weight in weights]
+    for alike, weights in _alike({p: weight for p, weight in ended.items() if not weight.shows}):
+        halves, kept = [cast("nn.Parameter", w.hidden) for w in weights], [w.kept for w in weights]
+        for param, half in zip(alike, halves, strict=True):
+            if half.device != param.device or half.shape != param.shape:  # it has moved meanwhile
+                half.data = torch.empty_like(param, dtype=half.dtype)
         weights[0].format.store(alike, halves, kept, weights[0].seed, weights[0].steps)
         for param, weight, half in zip(alike, weights, halves, strict=True):
             half.requires_grad_(param.requires_grad)
@@ -280,24 +280,13 @@ def fp32_shown(params: Iterable[Tensor]) -> Iterator[None]:
         hide_fp32(shown)
 
 
-def _alike(
-    stored: Iterable[tuple[Tensor, StoredWeight]],
-) -> Iterable[tuple[list[Tensor], list[StoredWeight]]]:
+def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], list[StoredWeight]]]:
     """Group parameters that one call of an op takes."""
-    groups: dict[Any, tuple[list[Tensor], list[StoredWeight]]] = {}
-    for param, weight in stored:
+    groups: dict[Any, list[Tensor]] = {}
+    for param, weight in stored.items():
         step = 0 if weight.format.kept_bytes else weight.steps
-        params, weights = groups.setdefault((weight.name, weight.seed, step, param.device), ([], []))
-        params.append(param)
-        weights.append(weight)
-    return groups.values()
-
-
-def _moved(half: nn.Parameter, param: Tensor) -> nn.Parameter:
-    """Return the 16-bit tensor, where the parameter is and of its shape."""
-    if half.device != param.device or half.shape != param.shape:
-        half.data = torch.empty_like(param, dtype=half.dtype)
-    return half
+        groups.setdefault((weight.name, weight.seed, step, param.device), []).append(param)
+    return ((params, [stored[param] for param in params]) for params in groups.values())
 
 
 def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
