@@ -143,14 +143,17 @@ def refuse_sharded(weights: str, setting: str | None = "DtypePlan(compute='bf16'
         raise TypeError(msg)
 
 
+_FSDP2 = "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
+_CASTS_BY = {
+    "FSDPModule": _FSDP2,
+    "DTensor": _FSDP2,
+    "FullyShardedDataParallel": "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))",
+    "DeepSpeedEngine": 'DeepSpeed\'s config {"bf16": {"enabled": true}}',
+}
+
+
 def sharded_by(model: nn.Module) -> str | None:
     """Return by which setting an engine that shards a model casts its weights; None if it is whole."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    has_shards = any(type(param).__name__ == "DTensor" for param in model.parameters())
-    if has_shards or "FSDPModule" in kinds:
-        return "fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))"
-    if "FullyShardedDataParallel" in kinds:
-        return "FSDP(model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16))"
-    if "DeepSpeedEngine" in kinds:
-        return 'DeepSpeed\'s config {"bf16": {"enabled": true}}'
-    return None
+    kinds |= {type(param).__name__ for param in model.parameters()}
+    return next((setting for kind, setting in _CASTS_BY.items() if kind in kinds), None)

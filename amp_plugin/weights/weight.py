@@ -13,7 +13,6 @@ parameter are float32 parameters. A parameter that is frozen in 16 bits is store
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,11 +77,9 @@ class StoredParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         """Pickle a float32 parameter, which loads without this package."""
-        arguments: tuple[Any, ...] = (exact_value(self), self.requires_grad, OrderedDict())
-        attributes = {name: value for name, value in vars(self).items() if name != _ATTRIBUTE}
-        if attributes:
-            return torch._utils._rebuild_parameter_with_state, (*arguments, attributes)
-        return torch._utils._rebuild_parameter, arguments
+        made: Any = nn.Parameter(exact_value(self), self.requires_grad)
+        vars(made).update({name: value for name, value in vars(self).items() if name != _ATTRIBUTE})
+        return made.__reduce_ex__(protocol)  # type: ignore[no-any-return]
 
 
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
