@@ -87,7 +87,7 @@ class Survey:
         for row in self._rows:
             name = clean_name(row.module)
             self._calls[name] += 1
-            floats = [dtype for dtype in row.outputs if dtype.is_floating_point]
+            floats = [dtype for dtype in row.outputs or () if dtype.is_floating_point]
             self._computes.update({name: floats[0]} if floats else {})
         kind = type(self._model).__name__
         for cast in self._log.records() if self._log is not None else ():

@@ -54,10 +54,6 @@ class CollectiveLog(list[Collective]):
             table.add_row(call.op, call.dtype, *sizes, str(count))
         return table
 
-    def __repr__(self) -> str:
-        """Return how many there are, in words."""
-        return f"CollectiveLog({len(self)} collectives)"
-
 
 @contextmanager
 def log_collectives() -> Iterator[CollectiveLog]:

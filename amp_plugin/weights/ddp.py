@@ -102,7 +102,7 @@ def _all_reduce_in_fp32(
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes), dtype=torch.float32, device=params[0].device)
     has_joined = torch._C._current_graph_task_id() == -1
-    for param, part in zip(params, flat.split(sizes), strict=True):
+    for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
             _view_like(part, param).copy_(param.grad)
     flat.mul_(1.0 / group.size())
