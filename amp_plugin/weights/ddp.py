@@ -20,7 +20,6 @@ from amp_plugin.messages import warn_user
 from amp_plugin.weights.weight import fp32_shown, stored_params, stored_weight
 
 _DONE = "_amp_plugin_reduces_in_fp32"
-_COALESCED = 250 * 2**20  # bytes per broadcast, as DDP has it
 
 
 def reduce_in_fp32(model: nn.Module) -> None:
@@ -51,7 +50,7 @@ def reduce_in_fp32(model: nn.Module) -> None:
         if stored:
             with torch.no_grad(), fp32_shown(stored):
                 masters = [param.data for param in stored]
-                dist._broadcast_coalesced(ddp.process_group, masters, _COALESCED, 0)  # type: ignore[attr-defined]
+                dist._broadcast_coalesced(ddp.process_group, masters, 250 * 2**20, 0)  # type: ignore[attr-defined]
             ddp.reducer._set_mixed_precision_param_dtype(torch.float32)  # type: ignore[attr-defined]
             if ddp._comm_hooks:
                 warn_user(
@@ -104,17 +103,12 @@ def _all_reduce_in_fp32(
     has_joined = torch._C._current_graph_task_id() == -1
     for param, part in zip(params, torch.split(flat, sizes), strict=True):
         if param.grad is not None and not has_joined:
-            _view_like(part, param).copy_(param.grad)
+            dense = torch.empty_like(param, device="meta").stride() == param.stride()
+            strides = param.stride() if dense else torch.empty(param.shape, device="meta").stride()
+            part.as_strided(param.size(), strides).copy_(param.grad)
     flat.mul_(1.0 / group.size())
     future: Future[list[Tensor]] = dist.all_reduce(flat, group=group, async_op=True).get_future()
     return future.then(lambda reduced: reduced.value()[0])
-
-
-def _view_like(flat: Tensor, param: Tensor) -> Tensor:
-    """A part of a flat tensor in a parameter's shape, and in its memory order where that is dense."""
-    if torch.empty_like(param, device="meta").stride() == param.stride():
-        return flat.as_strided(param.size(), param.stride(), flat.storage_offset())
-    return flat.view(param.shape)
 
 
 def _join_hook(ddp: DistributedDataParallel, **kwargs: Any) -> Any:

@@ -34,7 +34,6 @@ from amp_plugin.weights.compressed_state import (
 from amp_plugin.weights.formats import FORMATS, HALVES
 from amp_plugin.weights.weight import (
     FrozenParameter,
-    fp32_shown,
     hide_fp32,
     is_unstored_half,
     show_fp32,
@@ -89,23 +88,19 @@ def add_late_optimizers() -> None:
 
 
 def _add_if_late(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    hooks = getattr(optimizer, _ATTRIBUTE, None)
-    if (hooks is None or not hooks.see_steps) and _are_kept(list(_params(optimizer))):
+    sees_steps = getattr(getattr(optimizer, _ATTRIBUTE, None), "see_steps", False)
+    if not sees_steps and _are_kept(_params(optimizer)):
         add_optimizer(optimizer)
 
 
 class OptimizerHooks:
     """What one optimizer shows of the parameters that it steps."""
 
-    def __init__(self, *, see_steps: bool = False) -> None:
-        self.see_steps = see_steps
+    def __init__(self) -> None:
+        self.see_steps = False
         self._shown: list[Tensor] = []
         self._is_widened = False  # its state is float32 meanwhile
         self._told: set[str] = set()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Show nothing in a copy or a pickle."""
-        return partial(OptimizerHooks, see_steps=self.see_steps), ()
 
     def attach_to_steps(self, optimizer: Optimizer) -> None:
         """Put the other hooks on an optimizer; any number of calls."""
@@ -113,9 +108,7 @@ class OptimizerHooks:
             return
         self.see_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        for hook in (before, after):
-            hook.leaves_gradients = True  # else no step is taken in one pass
-        before.leaves_steps = True
+        before.leaves_steps = before.leaves_gradients = after.leaves_gradients = True  # one pass does without
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
@@ -160,10 +153,11 @@ class OptimizerHooks:
             raise RuntimeError(msg)
         _count_steps(optimizer, params)
         self._show(params)
+        run = partial(partial, self._run_as_kept, optimizer, params)
         if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._as_kept(optimizer, params, kwargs["closure"])}
+            return args, {**kwargs, "closure": run(kwargs["closure"])}
         if len(args) > 1 and callable(args[1]) and not isinstance(args[1], Tensor):
-            return (args[0], self._as_kept(optimizer, params, args[1]), *args[2:]), kwargs
+            return (args[0], run(args[1]), *args[2:]), kwargs
         decompress(optimizer.state)
         return None
 
@@ -179,31 +173,26 @@ class OptimizerHooks:
         """Show the parameters until it is loaded, since torch casts state to their dtypes."""
         self.close(optimizer)
         state = state_dict["state"] = unpacked(state_dict["state"])  # the hooks' own copy
-        _load_entry_of_0_2(optimizer, state_dict)
-        for number, param in enumerate(dict.fromkeys(_params(optimizer))):
+        params = list(dict.fromkeys(_params(optimizer)))
+        for number, param in enumerate(params):
             values = tree_leaves(state.get(number)) if isinstance(param, FrozenParameter) else []
             if any(isinstance(value, Tensor) and value.dim() > 0 for value in values):
                 param.requires_grad_().requires_grad_(False)  # it was trained, and its state is float32
-        self._shown = show_fp32(_params(optimizer))
+        self._shown = show_fp32(params)
+        _load_entry_of_0_2(params, state_dict)
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Store them, and the state."""
         self.close(optimizer)
         self.compress(optimizer, loaded=True)
 
-    def _as_kept(
-        self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]
-    ) -> Callable[[], Any]:
-        """Let a closure run on 16 bits, and the first call on states as they are kept between steps."""
-
-        def run() -> Any:
-            self._hide()
-            value = closure()
-            self._show(params)
-            decompress(optimizer.state)
-            return value
-
-        return run
+    def _run_as_kept(self, optimizer: Optimizer, params: list[Tensor], closure: Callable[[], Any]) -> Any:
+        """Run a closure on 16 bits, and the first one on states as they are kept between steps."""
+        self._hide()
+        value = closure()
+        self._show(params)
+        decompress(optimizer.state)
+        return value
 
 
 def _load_shown(load: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -241,23 +230,18 @@ def _are_kept(params: Iterable[Tensor]) -> bool:
 
 
 @torch.no_grad()
-def _load_entry_of_0_2(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def _load_entry_of_0_2(params: list[Tensor], state_dict: Mapping[str, Any]) -> None:
     """Add to the weights what the optimizer's checkpoint of 0.2 kept beside the 16 bits of the model's.
 
     The model is loaded by now; a weight that is not the one that was saved is left as it is.
     """
-    entry = state_dict.get(ENTRY_OF_0_2)
-    if entry is None:
-        return
-    params = list(dict.fromkeys(_params(optimizer)))
-    with fp32_shown(params):
-        for number, saved in entry["rests"].items():
-            param = params[number]
-            if param.dtype is torch.float32 and saved.shape == param.shape:
-                form = FORMATS["fp16" if saved.dtype is torch.float32 else "bf16"]
-                half = param.to(form.dtype)
-                (whole,) = form.join([half], [saved.to(param.device, copy=True)])
-                param.copy_(torch.where(half.float() == param, whole, param))
+    for number, saved in state_dict.get(ENTRY_OF_0_2, {}).get("rests", {}).items():
+        param = params[number]
+        if param.dtype is torch.float32 and saved.shape == param.shape:
+            form = FORMATS["fp16" if saved.dtype is torch.float32 else "bf16"]
+            half = param.to(form.dtype)
+            (whole,) = form.join([half], [saved.to(param.device, copy=True)])
+            param.copy_(torch.where(half.float() == param, whole, param))
 
 
 # -- what is refused ---------------------------------------------------------------------------------
@@ -281,9 +265,8 @@ def _refuse(optimizer: Optimizer) -> None:
 
 def _widen_fresh_state(optimizer: Optimizer) -> None:
     """Make float32 of state in 16 bits that is what a constructor makes: the same number everywhere."""
-    for param, state in optimizer.state.items():
-        if not isinstance(param, Tensor) or stored_weight(param) is None:
-            continue
+    for param in stored_params(_params(optimizer)):
+        state = optimizer.state.get(param, {})
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.dtype not in HALVES:
                 continue

@@ -40,8 +40,7 @@ class WeightStore:
     """What :func:`store_weights` has done to a model."""
 
     def __init__(self, model: nn.Module, state: StateName = "fp32") -> None:
-        self._model = model
-        self._state = state
+        self._model, self._state = model, state
 
     def __len__(self) -> int:
         """Return the number of parameters that are stored in 16 bits."""
@@ -51,10 +50,6 @@ class WeightStore:
         """Let optimizers step float32 weights; before they load a state dict. See :func:`store_weights`."""
         for optimizer in optimizers:
             add_optimizer(optimizer, self._state)
-
-    def in_fp32(self) -> AbstractContextManager[None]:
-        """Return a block in which the model's weights are float32; see :func:`in_fp32`."""
-        return in_fp32(self._model)
 
 
 def store_weights(
@@ -95,7 +90,7 @@ def store_weights(
         seed: Of stochastic rounding; the same on all ranks.
 
     Returns:
-        The store: ``add(optimizer)``, ``in_fp32()``.
+        The store: ``add(optimizer)``, and how many weights are stored, ``len(store)``.
 
     Raises:
         ValueError: ``weights`` or ``state`` is unknown, a pattern matches no module, or an optimizer has
@@ -192,26 +187,6 @@ _CAST: Final[dict[type[nn.Module], tuple[str, ...]]] = {
 _CAST_BY_NAME: Final = {"transformers.pytorch_utils.Conv1D": ("weight", "bias")}
 
 
-def _wanted(model: nn.Module, name: str, patterns: tuple[str, ...]) -> set[nn.Parameter]:
-    """Return the parameters to store."""
-    require_matches([model], patterns)
-    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
-    for module in model.modules():
-        own = module._parameters
-        names = own if stores_all(name) else _cast_names(module)
-        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
-            names = ()
-        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
-    return {
-        param
-        for param in model.parameters()
-        if param not in in_fp32
-        and param.dtype in {torch.float32, *HALVES}
-        and type(param) in {nn.Parameter, FrozenParameter, StoredParameter}
-        and (param.requires_grad or param.dtype in HALVES or stores_all(name))
-    }
-
-
 def _cast_names(module: nn.Module) -> Iterable[str]:
     """Return the names of a module's own parameters that autocast casts wherever it runs."""
     kind = type(module)
@@ -226,13 +201,23 @@ def _cast_names(module: nn.Module) -> Iterable[str]:
 
 def _store(model: nn.Module, name: str, patterns: tuple[str, ...], seed: int) -> None:
     """Store those of a model's parameters that are to be: weights frozen in 16 bits once they are trained."""
-    wanted = _wanted(model, name, patterns)
+    require_matches([model], patterns)
+    in_fp32 = {param for module in matched_modules(model, patterns).values() for param in module.parameters()}
+    for module in model.modules():
+        own = module._parameters
+        names = own if stores_all(name) else _cast_names(module)
+        if isinstance(module, _NormBase):  # its statistics are float32, and torch wants one dtype
+            names = ()
+        in_fp32.update(param for key, param in own.items() if param is not None and key not in names)
     for param in model.parameters():
-        way = name if param in wanted else "fp32"
+        known = type(param) in {nn.Parameter, FrozenParameter, StoredParameter}
+        fits = known and param.dtype in {torch.float32, *HALVES} and param not in in_fp32
         if is_unstored_half(param) and not param.requires_grad:
-            store_once_trained_(param, way, seed=seed)
-        elif way != "fp32" or stored_weight(param) is not None:
-            store_(param, way, seed=seed)
+            store_once_trained_(param, name if fits else "fp32", seed=seed)
+        elif fits and (param.requires_grad or stored_weight(param) is not None or stores_all(name)):
+            store_(param, name, seed=seed)
+        elif stored_weight(param) is not None:
+            widen_(param)
     export_fp32(model)
 
 
@@ -260,11 +245,10 @@ def convert_to_fp32(model: nn.Module) -> str:
         widen_(param)
     if not found:
         return ""
-    name = str(next(iter(found.values()))).removeprefix("torch.")
-    form = "bf16" if name == "bfloat16" else "fp16"
+    name = "bf16" if torch.bfloat16 in found.values() else "fp16"
     return (
         f"{len(found)} parameters came in {name} and are float32 now, since 16 bits lose small updates. "
-        f"weights={form!r} keeps them in {name}, as exactly"
+        f"weights={name!r} keeps them in 16 bits, as exactly"
     )
 
 

@@ -17,7 +17,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, cast
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from amp_plugin.messages import warn_user
 from amp_plugin.weights.formats import FORMATS, HALVES, SplitBf16
 
 _ATTRIBUTE: Final = "_amp_plugin_stored"
-_WAY: Final = "_amp_plugin_once_trained"
 _GRAD: Final[Any] = Tensor.grad  # descriptors
 _DATA: Final[Any] = Tensor.data
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
@@ -43,7 +41,7 @@ class StoredWeight:
     steps: int = 0  # optimizer steps that it has taken
     shows: int = 0  # how many want it in float32 now
     hidden: nn.Parameter | None = None  # holds the 16-bit tensor meanwhile
-    exported: tuple[ref[Any], ref[Tensor]] | None = None  # the last state dict it was copied into, the copy
+    exported: str = ""  # its name in the last state dict
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave nothing in a pickle of a parameter that is shown, which is a float32 one there."""
@@ -85,7 +83,8 @@ class StoredParameter(nn.Parameter):
 def _set_requires_grad(param: nn.Parameter, wanted: bool) -> None:
     """Store a frozen parameter as set-up asked for it; of a copy nobody did, and it becomes float32."""
     if wanted:
-        name, seed = forget_way_(param) or ("fp32", 0)
+        name, seed = vars(param).get("once_trained", ("fp32", 0))
+        forget_way_(param)
         size = param.numel() * param.element_size()
         if param.untyped_storage().nbytes() == size:  # a part of FSDP's flat tensor must keep its memory
             store_(param, name, seed=seed)
@@ -133,10 +132,7 @@ def store_(param: nn.Parameter, name: str, *, seed: int = 0) -> None:
         return
     grad, param.grad = param.grad, None
     value, kept = FORMATS[name].split(param.detach().float())
-    if param.dtype is value.dtype:
-        param.copy_(value)
-    else:
-        param.data = value
+    param.data = value
     param.grad_dtype = torch.float32
     param.__class__ = StoredParameter
     setattr(param, _ATTRIBUTE, StoredWeight(name, FORMATS[name], kept, seed))
@@ -148,14 +144,14 @@ def store_once_trained_(param: Tensor, name: str, *, seed: int = 0) -> None:
     """Leave a parameter that is frozen in 16 bits as it is, and store it when it is to be trained."""
     if type(param) in {nn.Parameter, FrozenParameter}:
         param.__class__ = FrozenParameter
-        setattr(param, _WAY, (name, seed))
+        vars(param)["once_trained"] = name, seed
 
 
-def forget_way_(param: Tensor) -> Any:
-    """End :func:`store_once_trained_`; return what it was called with."""
+def forget_way_(param: Tensor) -> None:
+    """End :func:`store_once_trained_`."""
     if isinstance(param, FrozenParameter):
+        vars(param).pop("once_trained", None)
         param.__class__ = nn.Parameter  # type: ignore[assignment]
-    return vars(param).pop(_WAY, None)
 
 
 @torch.no_grad()
@@ -194,9 +190,9 @@ def has_room(param: Tensor) -> bool:
 
 
 def remainder_of(param: Tensor) -> Tensor | None:
-    """Return what a parameter lacks of float32, of its shape: a low half (int16) or a master (float32).
+    """Return what a parameter lacks of float32: a low half (int16), a master, or None if it lacks nothing.
 
-    None if the parameter, as it is now, is all there is; ValueError if no op steps what is stored so.
+    Raise ValueError if no op steps what is stored so.
     """
     weight = stored_weight(param)
     if weight is None or weight.shows:
@@ -281,8 +277,8 @@ def _alike(stored: dict[Tensor, StoredWeight]) -> Iterator[tuple[list[Tensor], l
     """Group parameters that one call of an op takes."""
     groups: dict[Any, list[Tensor]] = {}
     for param, weight in stored.items():
-        step = 0 if weight.format.kept_bytes else weight.steps
-        groups.setdefault((weight.name, weight.seed, step, param.device), []).append(param)
+        key = weight.name, param.device, () if weight.format.kept_bytes else (weight.seed, weight.steps)
+        groups.setdefault(key, []).append(param)
     return ((params, [stored[param] for param in params]) for params in groups.values())
 
 
@@ -291,9 +287,8 @@ def _exchange(param: Tensor, other: Tensor, kind: type) -> None:
     grad, param.grad = param.grad, None
     torch._C._swap_tensor_impl(param, other)
     param.__class__ = kind
-    made_meanwhile = param.grad
-    if grad is not None:
-        param.grad = grad.float() if made_meanwhile is None else made_meanwhile + grad.float()
+    if grad is not None:  # one may have been made meanwhile
+        param.grad = grad.float() if param.grad is None else param.grad + grad.float()
 
 
 # -- state dicts: float32 in both directions, copies of what the model holds ---------------------------
@@ -321,25 +316,16 @@ def _after_state_dict(module: nn.Module, state_dict: Any, prefix: str, _: Any) -
     for name, param in module._parameters.items():
         key = prefix + name
         if isinstance(param, StoredParameter) and not isinstance(state_dict.get(key, param), nn.Parameter):
-            state_dict[key] = _exported(param, state_dict)
-
-
-def _exported(param: StoredParameter, state_dict: Any) -> Tensor:
-    """Return the float32 copy of a parameter, the same one for all its names in a state dict."""
-    weight = _settled(param)
-    if weight.exported is not None:
-        into, copy = (reference() for reference in weight.exported)
-        if into is state_dict and copy is not None:
-            return copy
-    if not has_room(param):
-        warn_user(
-            f"the state dict is made on the host, tensor by tensor: {param.device} has no room for a float32 "
-            "copy of the weights that leaves an eighth of its memory to the run"
-        )
-    value = exact_value(param)
-    if type(state_dict) is not dict:  # of which no weak reference can be had
-        weight.exported = ref(state_dict), ref(value)
-    return value
+            weight = _settled(param)
+            copy = state_dict.get(weight.exported)
+            if copy is None or copy.dtype is not torch.float32:  # else the one copy has another name, too
+                copy, weight.exported = exact_value(param), key
+                if not has_room(param):
+                    warn_user(
+                        f"the state dict is made on the host, tensor by tensor: {param.device} has no room "
+                        "for a float32 copy of the weights that leaves an eighth of its memory to the run"
+                    )
+            state_dict[key] = copy
 
 
 @torch.no_grad()

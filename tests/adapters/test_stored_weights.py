@@ -187,8 +187,8 @@ def test_one_line_says_what_became_float32(program):
         program(model, "fp32")
     told = [str(warning.message) for warning in caught if "float32 now" in str(warning.message)]
     (line,) = told
-    assert line.startswith("3 parameters came in bfloat16 and are float32 now")
-    assert "weights='bf16' keeps them in bfloat16" in line
+    assert line.startswith("3 parameters came in bf16 and are float32 now")
+    assert "weights='bf16' keeps them in 16 bits" in line
     assert model.net[0].bias.dtype is torch.bfloat16, "frozen ones stay"
 
 

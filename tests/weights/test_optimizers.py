@@ -16,6 +16,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from amp_plugin import GradScaler, restore_weights, store_weights
 from amp_plugin.weights.optimizer_hooks import add_optimizer
+from amp_plugin.weights.store import in_fp32
 from tests.weights.twins import (
     assert_same,
     assert_steps_and_resumes,
@@ -270,7 +271,7 @@ def test_tied_weights_are_stored_if_all_uses_are_cast():
     state = model.state_dict()
     assert state["first.weight"] is state["second.weight"], "safetensors looks for shared memory"
     assert model.state_dict()["first.weight"] is not state["first.weight"], "a new one each time"
-    with store.in_fp32():
+    with in_fp32(model):
         assert model.second.weight is model.first.weight
         assert model.second.weight.dtype is torch.float32
     (model.first.weight.sum() + model.second.weight.sum()).float().backward()
