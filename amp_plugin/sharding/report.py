@@ -142,26 +142,24 @@ class ModuleDtypes:
     weights: Dtypes
 
 
-@dataclass(frozen=True, kw_only=True)
 class ModelDtypes:
     """What a model computes, stores, gathers and reduces in; ``rich.print`` shows all of it.
 
     Attributes:
         units: Weights that travel together, the model itself last; one unit where nothing is sharded.
-        calls: Of modules, in the order they were entered.
     """
 
-    units: Sequence[ShardUnit]
-    calls: Sequence[ModuleDtypes] = ()
+    def __init__(self, units: Sequence[ShardUnit], calls: Sequence[ModuleDtypes] = ()) -> None:
+        self.units, self._calls = units, calls
 
     def rows(self) -> list[ModuleDtypes]:
         """Return one entry per call of a module, in the order they were entered."""
-        return list(self.calls)
+        return list(self._calls)
 
     def table(self) -> Table:
         """Return a rich table of what went into and came out of modules."""
         table = Table("module", "class", "in", "out", "weights", title="Dtypes")
-        for row in self.calls:
+        for row in self._calls:
             cells = (_text(dtypes) for dtypes in (row.inputs, row.outputs, row.weights))
             table.add_row(FoldedName(row.module or "(model)"), FoldedName(row.kind), *cells)
         return table
@@ -174,7 +172,7 @@ class ModelDtypes:
             dtypes = map(_text, ((unit.stored,), (unit.gathered,), (unit.reduced,)))
             name = FoldedName(unit.name or "(model)")
             table.add_row(name, f"{unit.parameters:,}", *dtypes, f"{unit.local_bytes:,}", unit.state)
-        return Group(table, *([self.table()] if self.calls else []))
+        return Group(table, *([self.table()] if self._calls else []))
 
 
 def _text(dtypes: Iterable[torch.dtype | None] | None) -> str:
@@ -203,10 +201,10 @@ def dtype_report(model: nn.Module, *inputs: Any, **named: Any) -> ModelDtypes:
         [(torch.float32, 20)]
     """
     if not inputs and not named:
-        return ModelDtypes(units=shard_units(model))
+        return ModelDtypes(shard_units(model))
     with module_calls(model) as calls, torch.no_grad():
         model(*inputs, **named)
-    return ModelDtypes(units=shard_units(model), calls=calls)
+    return ModelDtypes(shard_units(model), calls)
 
 
 @contextmanager

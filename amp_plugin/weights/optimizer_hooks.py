@@ -108,7 +108,7 @@ class OptimizerHooks:
             return
         self.see_steps = True
         before, after = map(torch.compiler.disable, (self.before_step, self.after_step))
-        before.leaves_steps = before.leaves_gradients = after.leaves_gradients = True  # one pass does without
+        before.leaves_steps = before.leaves_gradients = after.leaves_gradients = True  # for one pass
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
         optimizer.register_state_dict_post_hook(self.after_state_dict)
